@@ -92,7 +92,7 @@ def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
-    """Ends the process from which `tests/train/rank_processes.py` forks ranks, and engines that wait for a test."""
+    """Ends the process from which `tests/train/rank_server.py` forks ranks, and engines that wait for a test."""
     yield
     if "tests.train.rank_server" in sys.modules:
         from tests.train.rank_server import SERVER

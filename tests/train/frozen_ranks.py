@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forked_ranks import run_alone_and_on_two_ranks
 from tiny_models import make_model
-from tiny_trainer import dp_groups, make_backend, train_step
+from tiny_trainer import dp_groups, make_backend, parallel_config, train_step
 from torch import Tensor
-from worker_group_layouts import parallel_config
 
 from benchmarks.parity_media import Items, make_case
 from benchmarks.parity_media import make_model as make_seeing_model
@@ -25,6 +23,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.optimizer import adam_states, part_of
+from tests.train.rank_server import run_alone_and_on_two_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},

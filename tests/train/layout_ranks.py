@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from forked_ranks import run_alone_and_on_two_ranks
 from tiny_models import VOCABULARY, make_model
-from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
-from worker_group_layouts import parallel_config
+from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, dp_groups, make_backend, parallel_config, train_step
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
@@ -23,6 +21,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend
+from tests.train.rank_server import run_alone_and_on_two_ranks
 from tests.trees import answer_ids, random_tree, with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {

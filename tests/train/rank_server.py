@@ -1,11 +1,13 @@
-"""Forks the ranks of tests from one process that has imported Megatron once: each rank saves four seconds of imports.
+"""Starts scripts of this folder as the ranks of one model, with a process for each.
 
-`SERVER.run` starts that process as ``python rank_server.py`` when it is first called; tests/conftest.py ends it.
+They are forked from one process that has imported Megatron once: each rank saves four seconds of imports. `SERVER.run`
+starts that process as ``python rank_server.py`` when it is first called; tests/conftest.py ends it.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -14,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -71,6 +75,63 @@ class RankServer:
 
 
 SERVER = RankServer()
+
+
+def run_ranks(
+    script: str, arguments: Sequence[Sequence[object]], *, world_size: int | None = None, timeout_s: float = 600.0
+) -> list[tuple[int, str]]:
+    """Runs ``script`` as rank 0, 1, … and returns the exit status and stderr of each.
+
+    Its arguments are <rank> <world size> <port> and the rank's own ``arguments``. ``world_size`` is larger than the
+    number of processes if some ranks must never join.
+    """
+    port, size = free_port(), world_size or len(arguments)
+    programmes = [[str(HERE / script), *map(str, (rank, size, port, *own))] for rank, own in enumerate(arguments)]
+    return SERVER.run(programmes, timeout_s=timeout_s)
+
+
+def run_programme(*words: object, timeout_s: float = 600.0) -> None:
+    """Runs a script of this folder, or a module by its name, with arguments, as the ranks are run."""
+    programme = [str(HERE / one) if one.endswith(".py") else one for one in map(str, words)]
+    ((status, error),) = SERVER.run([programme], timeout_s=timeout_s)
+    assert status == 0, error
+
+
+def run_dp_ranks(
+    folder: Path,
+    output: Path,
+    *,
+    steps: list[int],
+    sharded: bool = False,
+    timeout_s: float = 300.0,
+    what: str = "policy",
+) -> list[tuple[int, str]]:
+    """Runs two data-parallel ranks (dp_rank.py), each for its own number of ``steps``.
+
+    The second rank may never join, and a rank with fewer steps leaves the other one alone.
+    """
+    arguments = [(folder, output, int(sharded), own, timeout_s, what, max(steps)) for own in steps]
+    return run_ranks("dp_rank.py", arguments, world_size=2)
+
+
+def run_alone_and_on_two_ranks(
+    folder: Path, alone: Callable[[Path], None], rank_main: Callable[[Path, int, int], None]
+) -> int:
+    """Runs ``alone(folder)``, then ``rank_main(folder, rank, port)`` on two ranks; returns the largest exit code."""
+    import torch
+
+    torch.set_num_threads(1)
+    port = free_port()
+    fork = multiprocessing.get_context("fork")  # An import takes seconds, so one process runs all layouts.
+    single = fork.Process(target=alone, args=(folder,))
+    single.start()
+    single.join()
+    ranks = [fork.Process(target=rank_main, args=(folder, rank, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in (single, *ranks))
 
 
 def _run(words: list[str], errors: str, folder: str) -> NoReturn:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from tiny_trainer import dp_groups, make_backend, train_step
-from worker_group_layouts import RANKS, parallel_config
+from tiny_trainer import RANKS, dp_groups, make_backend, parallel_config, train_step
 
 from relax_core.train import process_group
 from relax_core.train.micro_batches import split_over_ranks

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_dp_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
 from tiny_trainer import dp_groups, make_critic, make_groups, train_step
@@ -17,6 +16,7 @@ from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.updates import explained_variance, moment_sums
+from tests.train.rank_server import run_dp_ranks
 from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
@@ -141,8 +141,8 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2"])  # One model is tied, and one has biases and is not tied.
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path, variant: str) -> None:
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
+    variant = "qwen2"  # which has biases and is not tied
     make_family_model(tmp_path, variant)
     straight = make_critic(tmp_path, family=variant)
     train_step(straight, dp_groups(), step=0)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from dealt_media_rank import CASES
-from rank_processes import run_ranks
 
 from benchmarks.parity_media import DENSE, HYBRID, make_model
 from benchmarks.parity_omni import OMNI, make_omni_model
 from relax_core.train.model.media_features import deal_items
+from tests.train.rank_server import run_ranks
 
 REACH = 2e-5
 # Each way to deal items once, and a smaller first stage. The other cases take minutes.

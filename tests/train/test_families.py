@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import make_model, make_models
-from tiny_trainer import make_backend, make_groups
-from worker_group_layouts import parallel_config
+from tiny_models import make_model
+from tiny_trainer import export_folder, make_backend, parallel_config
 
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.config.choices import Recompute
 from relax_core.config.compose import load_config
-from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.train.hf.stored_weights import weight_problems
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
 from relax_core.train.parallel_layout import check_layout
-from tests.trees import prompt_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
     shapes = {name: tuple(tensor.shape) for name, tensor in backend.export()}
     assert weight_problems(folder, backend.architecture) == []
     assert shapes == {rule.hf: tensor_shape(rule, backend.architecture) for rule in weight_rules(backend.architecture)}
-    export_hf_folder(backend.export(), shapes=shapes, own_dtype=dtype, source_folder=folder, target=out)
+    export_folder(backend, folder, out)
     assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
 
@@ -78,11 +74,6 @@ def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors:
     assert cut == cut_tensors  # Each layer has four matrices and a bias; then come the embedding and the output weight.
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     make_model(tmp_path)
     backend = make_backend(tmp_path)
@@ -97,27 +88,6 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"weight {name} has shape \(2, 64\); the model's is \(32, 64\)"):
         backend.load_weights(iter([(name, tensor[:2])]))
     backend.load_weights(iter([*good, ("lm_head.weight", good[0][1])]))
-
-
-@pytest.mark.parametrize("normalised", [True, False])
-def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool) -> None:
-    """The softmax is over all experts or over the chosen ones, as the weights are normalized or not."""
-    from transformers import AutoModelForCausalLM
-
-    from relax_core.train.model.tree_attention import TreeBatch
-    from relax_core.train.tree_packing import pack_tree
-
-    make_models(tmp_path)
-    edit_config(tmp_path / "moe", norm_topk_prob=normalised)
-    backend = make_backend(tmp_path / "moe", family="qwen3_moe", trainable=False)
-    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
-    (group,) = make_groups([[1]], prompt_lengths=[40])
-    with torch.no_grad():
-        expected = reference(torch.from_numpy(prompt_of(group)).long()[None]).logits[0].log_softmax(-1)
-        tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
-        logits = backend.model(tree) @ backend.model.output_weight().t()
-    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-5, rtol=0)
-    assert reference.config.norm_topk_prob is normalised
 
 
 def test_names_of_a_build_with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,9 @@ from frozen_ranks import (
     exported,
     part_of_weight,
 )
-from rank_processes import run_programme
 from tiny_trainer import make_critic, train_step
+
+from tests.train.rank_server import run_programme
 
 
 @pytest.fixture(scope="module")

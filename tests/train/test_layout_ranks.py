@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_processes import run_programme
+
+from tests.train.rank_server import run_programme
 
 LAYOUTS = ["tp2", "cp2", "pp2", "dp2 overlap"]
 

@@ -63,19 +63,9 @@ def test_everything_arrives_flat_and_in_order() -> None:
 
 
 def test_columns_of_other_roles_are_kept_apart() -> None:
-    old, reference = np.arange(3, dtype=np.float32) + 1, np.arange(3, dtype=np.float32) + 2
-    leased = row(group([(2, 0)], [(1, 0)]), old_logprobs=old, reference_logprobs=reference)
-    tree, _ = decode_train_tree(leased, step=0, oldest_version=0)
-    for name, expected in (("old_logprobs", [1, 2, 3]), ("reference_logprobs", [2, 3, 4])):
-        assert tree.extras[name].shape == (tree.rows,)
-        column = tree.of_tokens(name)
-        assert column is not None and column.tolist() == expected
-    assert tree.of_tokens("values") is None
-
-
-def test_teachers_and_critics_columns_arrive() -> None:
     leased = row(
         group([(2, 0)], [(1, 0)]),
+        old_logprobs=np.arange(3, dtype=np.float32) - 1,
         teacher_logprobs=np.arange(3, dtype=np.float32) + 1,
         values=np.arange(3, dtype=np.float32) + 2,
         returns=np.arange(3, dtype=np.float32) + 3,
@@ -85,6 +75,7 @@ def test_teachers_and_critics_columns_arrive() -> None:
     tree, _ = decode_train_tree(leased, step=0, oldest_version=0)
     expected = {
         "teacher_logprobs": [1, 2, 3],
+        "old_logprobs": [-1, 0, 1],
         "values": [2, 3, 4],
         "returns": [3, 4, 5],
         "teacher_top_ids": [[0, 1], [2, 3], [4, 5]],
@@ -93,13 +84,7 @@ def test_teachers_and_critics_columns_arrive() -> None:
     for name, numbers in expected.items():
         column = tree.of_tokens(name)
         assert column is not None and column.tolist() == numbers, name
-
-
-def test_a_sample_is_fresh_only_as_a_whole() -> None:
-    """The second sample ended with the step's weights but began with older ones."""
-    leased = row(group([(2, 5)], [(1, 4), (2, 5)], [(1, 4)]))
-    tree, _ = decode_train_tree(leased, step=5, oldest_version=0)
-    assert tree.extras["on_policy"].tolist() == [True, True, False, False, False, False]
+    assert tree.of_tokens("reference_logprobs") is None
 
 
 def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -> None:
@@ -116,13 +101,6 @@ def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -
     tree, masked = decode_train_tree(leased, step=4, oldest_version=3)
     assert mask_of(tree) == [False, False, False, True, True, False, False, False, True, False, False]
     assert masked == {"g.1": "stale", "g.3": "stale"}
-
-
-def test_a_row_within_the_window_is_left_as_it_is() -> None:
-    leased = row(group([(2, 3)], [(1, 4)], mask=[0, 1, 1]))
-    tree, masked = decode_train_tree(leased, step=4, oldest_version=3)
-    assert mask_of(tree) == [False, True, True]
-    assert masked == {}
 
 
 def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
@@ -163,16 +141,6 @@ def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
     tree, masked = decode_train_tree(leased, step=5, oldest_version=5)
     assert masked == {} and mask_of(tree) == [False, False, True, True, True]
     assert tree.extras["on_policy"].tolist() == [False] * 3 + [True] * 2
-
-
-def test_a_sample_without_a_trained_token_was_truncated_whatever_its_age() -> None:
-    """With rollout.mask_truncated it stays in the group for the baseline, and is neither trained nor stale."""
-    leased = row(group([(2, 3)], [(2, 1), (1, 3)], [(3, 1)], mask=[1, 1, 0, 0, 0, 1, 1, 1]))
-    tree, masked = decode_train_tree(leased, step=4, oldest_version=3)
-    assert masked == {"g.1": "truncated", "g.2": "stale"}
-    assert mask_of(tree) == [True, True] + [False] * 6
-    young, masked = decode_train_tree(leased, step=1, oldest_version=0)
-    assert masked == {"g.1": "truncated"} and mask_of(young) == [True] * 2 + [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("column", [c.OLD_LOGPROBS, c.ADVANTAGES, c.TEACHER_TOP_IDS])

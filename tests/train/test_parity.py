@@ -48,8 +48,7 @@ def reference_loss(model: Any, groups: list[TokenTree]) -> torch.Tensor:
     return clip_loss(inputs, CONFIG).loss_sum / mask.sum()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("variant", "temperature"), [*((one, 1.0) for one in VARIANTS), ("qwen3", 0.7)])
 def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> None:
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0], temperature=temperature)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from rank_processes import run_programme
 
 from benchmarks.parity import BIASED, DENSE, EXPERTS, FIGURES, OTHERS, REACH, ROWS
+from tests.train.rank_server import run_programme
 
 NAMES = (
     "DP2",

@@ -13,11 +13,11 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from rank_processes import run_programme
 
 from benchmarks.parity import MEDIA_FIGURES, MEDIA_REACH, MEDIA_ROWS
 from benchmarks.parity_media import CASES, HYBRID, HYBRID_CASES, HYBRID_EXPERTS
 from benchmarks.parity_omni import OMNI, OMNI_CASES
+from tests.train.rank_server import run_programme
 
 # The lines of Hugging Face are computed for each family of these layouts.
 QUICK = (

@@ -1,52 +1,198 @@
-"""An episode counts as one, whatever segments it has: cut into some of equal contexts, it trains as it did whole."""
+"""An episode counts as one, whatever segments it has: cut into some of equal contexts, it trains as it did whole.
+
+`test_layout_ranks.py` trains trees whose episodes have several segments in layouts of several ranks.
+"""
 
 from __future__ import annotations
 
-import json
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rank_processes import run_programme
-from safetensors.torch import load_file
-from segments_rank import CASES, LAYOUTS, Chosen, make_groups, single, with_columns
+from tiny_models import VOCABULARY, make_model
+from tiny_trainer import PPO_CLIP, make_backend, train_step
+
+from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs, StepTotals
+from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn, check_tree
+from relax_core.registry import find_algorithm
+from relax_core.rollout.group_advantages import advantage_extras
+from relax_core.train.hf.hf_weights import HfWeights
+from relax_core.train.micro_batches import MicroBatcher
+from tests.trees import with_tokens
 
 REACH = 1e-6
-COUNTS = ("tokens", "samples")
-OF_MICRO_BATCHES = ("ratio_low", "ratio_high")  # quantiles of a micro-batch, which hold other episodes in other layouts
+OF_MICRO_BATCHES = ("ratio_low", "ratio_high")  # quantiles of a micro-batch, which holds other episodes if they are cut
+ACTOR_FWD = {"old_logprobs": "actor_fwd", "correction_low": 0.5}
+LENGTH = {"norm_length": 12.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "dr_grpo": ("dr_grpo", LENGTH),
+    "dapo": ("dapo", {"overlong_length": 8, "overlong_buffer": 6}),
+    "gspo": ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
+    "sapo": ("sapo", {}),
+    "cispo": ("cispo", {}),
+    "rloo": ("rloo", {**LENGTH, "kl_coef": 0.1}),
+    "reinforce_pp": ("reinforce_pp", {"gamma": 0.9}),
+    "ppo": ("ppo", {}),
+    "distill": ("distill", {}),
+    "distill, advantage": ("distill", {"form": "advantage"}),
+    "distill, topk_reverse": ("distill", {"form": "topk_reverse"}),
+    "gigpo": ("grpo", {"credit": "gigpo"}),
+    "gigpo, rloo": ("rloo", {**LENGTH, "credit": "gigpo", "gigpo_weight": 0.5}),
+    "weights and rules of sequences": (
+        "grpo",
+        {
+            **ACTOR_FWD,
+            "aggregation": "seq_mean_token_mean",
+            "correction": "tis_normalized",
+            "correction_level": "sequence",
+            "rejection": {"seq_mean_k3": [0, 0.01]},
+            "opsm_threshold": 1e-2,
+        },
+    ),
+}
+BUDGET_ROWS = 70  # the rows of a micro-batch, which splits a group of cut episodes
+TOP_K = 3
 
 
-def figures_of(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return json.loads((folder / f"{name}.json").read_text()), load_file(folder / f"{name}.safetensors")
+class Chosen:
+    """Is an algorithm that is one of `CASES` at a time, so that one back end trains with all of them."""
+
+    def __init__(self) -> None:
+        self.spec: AlgorithmSpec = find_algorithm("grpo")
+        self.config: Any = None
+
+    def choose(self, case: str) -> None:
+        name, settings = CASES[case]
+        self.spec = find_algorithm(name)
+        self.config = self.spec.config(**settings)
+        self.spec.check(self.config)
+
+    def _loss(self, inputs: LossInputs, config: Any) -> LossOutputs:
+        return self.spec.loss(inputs, self.config)
+
+    def _denominator(self, totals: StepTotals, config: Any) -> float:
+        return self.spec.denominator(totals, self.config)
+
+    @property
+    def of_backend(self) -> AlgorithmSpec:
+        return dataclasses.replace(PPO_CLIP, loss=self._loss, denominator=self._denominator)
 
 
-def assert_the_same(folder: Path, name: str, *, gradients: bool) -> None:
-    """Compares all cases of a file with those of the whole episodes in a single process."""
-    (figures, tensors), (expected, expected_tensors) = figures_of(folder, name), figures_of(folder, "whole")
-    assert figures.keys() == expected.keys() == CASES.keys()
-    for case, one in figures.items():
-        assert {key: one[key] for key in COUNTS} == {key: expected[case][key] for key in COUNTS}, case
-        assert one["loss"] == pytest.approx(expected[case]["loss"], abs=REACH), case
-        assert one["grad_norm"] == pytest.approx(expected[case]["grad_norm"], rel=1e-5), case
-        assert one["grad_norm"] > 1e-3, case
-        own, wanted = (
-            {key: value for key, value in of_case["algorithm"].items() if key not in OF_MICRO_BATCHES}
-            for of_case in (one, expected[case])
+class _Rows:
+    """Collects the rows of a group, chain by chain, depth first; each chain follows the prompt."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.token_ids, self.sampled = list(prompt), [False] * len(prompt)
+        self.prompt, self.ends = len(prompt), []
+        self.ends: list[int]
+
+    def add(self, parts: Sequence[tuple[list[int], bool]]) -> list[tuple[int, int]]:
+        """Adds a chain of these parts, sampled or not, and returns the rows of the sampled ones."""
+        turns = []
+        for ids, sampled in parts:
+            first = len(self.token_ids)
+            self.token_ids += ids
+            self.sampled += [sampled] * len(ids)
+            if sampled:
+                turns.append((first, len(self.token_ids)))
+        self.ends += [len(self.token_ids)] * (len(self.token_ids) - self.prompt - len(self.ends))
+        return turns
+
+    def tree(self, uid: str, episodes: Sequence[Episode]) -> TokenTree:
+        rows = len(self.token_ids)
+        sampled = np.array(self.sampled)
+        return TokenTree(
+            group_uid=uid,
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            end=np.array([rows] * self.prompt + self.ends, dtype=np.int32),
+            loss_mask=sampled,
+            logprobs=np.zeros(rows, dtype=np.float32),
+            versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
+            episodes=episodes,
         )
-        assert own == pytest.approx(wanted, rel=1e-4, abs=1e-6), case
-    if gradients:
-        assert tensors.keys() == expected_tensors.keys()
-        for key, tensor in tensors.items():
-            difference = float((tensor - expected_tensors[key]).abs().max())
-            assert difference <= REACH * max(1.0, float(expected_tensors[key].abs().max())), key
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("segments")
-    run_programme("segments_rank.py", path)
-    return path
+def make_group(random: np.random.Generator, uid: str) -> tuple[TokenTree, TokenTree]:
+    """Returns a group whose episodes are one segment each, and the same group with most of them cut into several.
+
+    A later segment repeats what was sampled before it as context, which is not trained there.
+    """
+
+    def some(most: int) -> list[int]:
+        ids: list[int] = random.integers(0, VOCABULARY, int(random.integers(1, most + 1))).tolist()
+        return ids
+
+    prompt = some(6)
+    whole, cut = _Rows(prompt), _Rows(prompt)
+    whole_episodes, cut_episodes = [], []
+    for place in range(4):
+        count = 1 + (place + int(random.integers(0, 2))) % 4
+        answers, observed = [some(5) for _ in range(count)], [some(3) for _ in range(count - 1)]
+        parts = [
+            part
+            for turn in range(count)
+            for part in ([(observed[turn - 1], False)] if turn else []) + [(answers[turn], True)]
+        ]
+        rewards = [float(random.integers(0, 4)) / 4 for _ in range(count)]
+        states = [str(random.choice(["a", "b"])) for _ in range(count)]
+
+        def episode(spans: Sequence[tuple[int, int]], leaves: list[int]) -> Episode:
+            turns = [
+                Turn(first, last, "engine-0", [(0, last - first)], "stop", reward, 0.0, 0.0, state)
+                for (first, last), reward, state in zip(spans, rewards, states, strict=True)  # noqa: B023
+            ]
+            return Episode(f"{uid}.{place}", leaves, sum(rewards), {}, turns, "env_done")  # noqa: B023
+
+        spans = whole.add(parts)
+        whole_episodes.append(episode(spans, [spans[-1][1] - 1]))
+        spans, leaves, done = [], [], 0
+        while done < count:
+            until = int(random.integers(done + 1, count + 1)) if place else count  # the first one stays whole
+            context = [(ids, False) for ids, _ in parts[: max(0, 2 * done)]]
+            spans += cut.add([*context, *parts[2 * done : 2 * until - 1]])
+            leaves.append(spans[-1][1] - 1)
+            done = until
+        cut_episodes.append(episode(spans, leaves))
+    made = whole.tree(uid, whole_episodes), cut.tree(uid, cut_episodes)
+    for tree in made:
+        check_tree(tree)
+    return made
+
+
+def make_groups() -> tuple[list[TokenTree], list[TokenTree]]:
+    """Returns three groups, whole and cut."""
+    random = np.random.default_rng(5)
+    pairs = [make_group(random, f"g{place}") for place in range(3)]
+    return [whole for whole, _ in pairs], [cut for _, cut in pairs]
+
+
+def with_columns(trees: Sequence[TokenTree], logprobs: np.ndarray, case: str, chosen: Chosen) -> list[TokenTree]:
+    """Returns the groups of a train step for a case; ``logprobs`` ``[tokens of all groups]`` are the model's own."""
+    random = np.random.default_rng(6)
+    found = []
+    for tree, own in zip(
+        trees, np.split(logprobs, np.cumsum([len(tree.tokens[1]) for tree in trees])[:-1]), strict=True
+    ):
+        tokens = len(own)
+
+        def near(own: np.ndarray = own) -> np.ndarray:
+            return (own + 0.1 * random.standard_normal(len(own))).astype(np.float32)
+
+        columns = {name: near() for name in ("logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")}
+        columns["values"] = random.standard_normal(tokens).astype(np.float32)
+        mask = random.random(tokens) >= 0.15
+        if "topk" in case:
+            columns["teacher_top_ids"] = random.integers(0, VOCABULARY, (tokens, TOP_K), dtype=np.int32)
+            columns["teacher_top_logprobs"] = np.full((tokens, TOP_K), -2.0, dtype=np.float32)
+        if chosen.config.old_logprobs != "actor_fwd":
+            del columns["old_logprobs"]
+        found.append(with_tokens(tree, loss_mask=mask, **columns))
+    extras = advantage_extras(found, chosen.spec, chosen.config)
+    return [tree.with_extras(**own) for tree, own in zip(found, extras, strict=True)]
 
 
 def test_the_cut_episodes_have_other_rows_and_the_same_tokens() -> None:
@@ -71,13 +217,27 @@ def test_segments_do_not_change_advantages(case: str) -> None:
 
 
 def test_segments_change_neither_loss_nor_gradient(tmp_path: Path) -> None:
-    single(tmp_path)
-    assert_the_same(tmp_path, "cut", gradients=True)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_segments_change_nothing_in_any_layout(folder: Path, layout: str) -> None:
-    assert_the_same(folder, "cut", gradients=True)
-    for rank in range(2):
-        assert_the_same(folder, f"{layout}.{rank}", gradients=rank == 0)  # which gathers them
+    """The learning rate is 0, so that all cases have the same weights."""
+    make_model(tmp_path)
+    whole, cut = make_groups()
+    chosen = Chosen()
+    backend = make_backend(tmp_path, optimizer={"lr": 0.0, "clip_grad": 0.0}, algorithm=chosen.of_backend)
+    found = backend.logprobs(whole)
+    logprobs = np.concatenate([of_rows[tree.tokens[1]] for tree, of_rows in zip(whole, found, strict=True)])
+    for case in CASES:
+        chosen.choose(case)
+        results = []
+        for trees in (whole, cut):
+            batcher = MicroBatcher(BUDGET_ROWS)
+            batches = [*batcher.add(with_columns(trees, logprobs, case, chosen)), batcher.flush()]
+            metrics = train_step(backend, batches)
+            weights = HfWeights(backend.models, backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
+            results.append((metrics, {name: one.clone() for name, one in weights.export()}))
+        (expected, wanted), (one, gradients) = results
+        assert (one.tokens, one.samples) == (expected.tokens, expected.samples), case
+        assert one.loss == pytest.approx(expected.loss, abs=REACH), case
+        assert one.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and one.grad_norm > 1e-3, case
+        figures = [{n: v for n, v in of.algorithm.items() if n not in OF_MICRO_BATCHES} for of in (one, expected)]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-6), case
+        for name, gradient in wanted.items():
+            assert float((gradients[name] - gradient).abs().max()) <= REACH * max(1.0, float(gradient.abs().max()))

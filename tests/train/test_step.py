@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_dp_ranks
-from safetensors.torch import load_file
 from tiny_models import VOCABULARY, make_model
-from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, train_step
-from worker_group_layouts import parallel_config
+from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, parallel_config, train_step
 
 from relax_core.config.choices import Schedule
 from relax_core.config.learning_rate import learning_rate
 from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
+from tests.train.rank_server import run_dp_ranks
 from tests.trees import answer_ids, of_tokens, with_tokens
 
 
@@ -41,39 +38,6 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=0, msg=name)
 
 
-def test_micro_batches_change_nothing(folder: Path) -> None:
-    micro_batches = dp_groups()
-    whole, split = (make_backend(folder, optimizer={"eps": 1e-4}) for _ in range(2))
-    together = train_step(whole, [[group for batch in micro_batches for group in batch]])
-    apart = train_step(split, [*micro_batches, []])
-    assert apart.loss == pytest.approx(together.loss, abs=1e-6)
-    assert apart.grad_norm == pytest.approx(together.grad_norm, rel=1e-5)
-    assert apart.algorithm["ratio"] == pytest.approx(together.algorithm["ratio"], rel=1e-5)
-    assert (apart.tokens, apart.samples, apart.logprob_gap_tokens) == (
-        together.tokens,
-        together.samples,
-        together.logprob_gap_tokens,
-    )
-    assert_same_weights(weights(split), weights(whole))
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_ranks_are_one(folder: Path, tmp_path: Path, sharded: bool) -> None:
-    one = make_backend(folder, optimizer={"eps": 1e-4})
-    for step in range(2):
-        expected = train_step(one, dp_groups(), step=step)
-    for status, error in run_dp_ranks(folder, tmp_path / "two", steps=[2, 2], sharded=sharded):
-        assert status == 0, error
-    seen = json.loads((tmp_path / "two.json").read_text())
-    assert seen["loss"] == pytest.approx(expected.loss, abs=1e-6)
-    assert seen["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert seen["algorithm"]["ratio"] == pytest.approx(expected.algorithm["ratio"], rel=1e-5)
-    assert seen["logprob_gap_max"] == pytest.approx(expected.logprob_gap_max, abs=1e-5)
-    for count in ("tokens", "samples", "logprob_gap_tokens"):
-        assert seen[count] == getattr(expected, count)
-    assert_same_weights(load_file(tmp_path / "two.safetensors"), weights(one))
-
-
 def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
     (status, error), (other, _) = run_dp_ranks(folder, tmp_path / "two", steps=[2, 1])
     assert status == 1 and other == 0
@@ -84,7 +48,7 @@ def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
 def test_a_rank_that_never_comes_is_waited_for_only_so_long(folder: Path, tmp_path: Path) -> None:
     ((status, error),) = run_dp_ranks(folder, tmp_path / "two", steps=[1], timeout_s=1.0)
     assert status == 1
-    assert "TimeoutError: trainer rank 0 waited 1.0 s at 127.0.0.1:" in error
+    assert "TimeoutError: trainer rank 0 waited 1 s at 127.0.0.1:" in error
     assert "for all 2 ranks" in error
 
 
@@ -111,12 +75,6 @@ def test_samples_and_groups_without_trained_tokens_are_not_counted(folder: Path)
     gone = with_tokens(second, loss_mask=[False] * 8)
     train_step(make_backend(folder, algorithm=spec), [[masked, gone]])
     assert (totals[0].tokens, totals[0].samples, totals[0].groups) == (2, 1, 1)
-
-
-def test_a_step_without_trained_tokens_is_refused(folder: Path) -> None:
-    (group,) = make_groups([[3]], prompt_lengths=[5], masked=2.0)
-    with pytest.raises(ValueError, match="train step 7: every token is masked"):
-        train_step(make_backend(folder), [[group]], step=7)
 
 
 def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:

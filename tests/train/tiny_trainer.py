@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
-from relax_core.config.choices import Schedule
-from relax_core.config.schema import OptimizerConfig
+from relax_core.config.choices import Recompute, Schedule
+from relax_core.config.schema import OptimizerConfig, ParallelConfig
 from relax_core.contracts.algorithm import (
     AlgorithmConfig,
     AlgorithmSpec,
@@ -21,7 +22,6 @@ from relax_core.contracts.algorithm import (
 )
 from relax_core.contracts.tree import TokenTree
 from tests.train.tiny_models import VOCABULARY
-from tests.train.worker_group_layouts import parallel_config
 from tests.trees import answers_tree
 
 
@@ -53,6 +53,7 @@ PPO_CLIP = AlgorithmSpec(
     denominator=_tokens,
 )
 CONFIG = ClipConfig("ppo_clip", 16)
+RANKS = 4  # of a worker group that keeps its processes and changes its layout
 
 
 def make_groups(
@@ -79,6 +80,23 @@ def make_groups(
             )
         )
     return groups
+
+
+def parallel_config(**sizes: Any) -> ParallelConfig:
+    return ParallelConfig(
+        **{
+            **dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep", "etp"), 1),
+            "sequence_parallel": sizes.get("tp", 1) > 1,
+            "recompute": Recompute.none,
+            "distributed_optimizer": False,
+            "overlap": False,
+            "micro_batch_tokens": 8192,
+            "micro_batch_patches": 8192,
+            "logprob_chunk_tokens": 1024,
+            "threads_per_rank": 1,
+            **sizes,
+        }
+    )
 
 
 def make_backend(folder: Path, **overrides: Any) -> Any:
@@ -146,3 +164,13 @@ def dp_groups() -> list[list[TokenTree]]:
     """Makes three micro-batches of uneven groups; the last one has a single group, so a second rank gets none."""
     groups = make_groups([[5, 1, 8], [7, 2], [3, 3, 3, 3], [9]], prompt_lengths=[9, 4, 12, 6], masked=0.3)
     return [groups[:2], groups[2:3], groups[3:]]
+
+
+def export_folder(backend: Any, source: Path, target: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Exports a back end's weights as a run does, and returns the tensors; ``options`` replace arguments."""
+    from relax_core.train.hf.hf_export import export_hf_folder
+
+    arguments = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype}
+    arguments |= {"passed": backend.architecture.passed, **options}
+    export_hf_folder(**arguments, source_folder=source, target=target)
+    return {name: one for file in sorted(target.glob("*.safetensors")) for name, one in load_file(file).items()}

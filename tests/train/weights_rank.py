@@ -13,16 +13,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tiny_trainer import RANKS, parallel_config
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_group_layouts import (
-    DENSE_LAYOUTS,
-    MOE_LAYOUTS,
-    RANKS,
-    VISION_LAYOUTS,
-    VISION_MOE_LAYOUTS,
-    parallel_config,
-)
 
 from relax_core.families.folder import folder_architecture
 from relax_core.train import process_group
@@ -31,6 +24,28 @@ from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.model.gpt import build_chunks
 from relax_core.weights.folder_stream import StoredTensor, open_safetensors
 
+DENSE_LAYOUTS: dict[str, dict[str, int]] = {
+    "dp4": {"dp": 4},
+    "tp2_pp2": {"tp": 2, "pp": 2},
+    "tp2_cp2": {"tp": 2, "cp": 2},
+    "pp2_vpp2_dp2": {"pp": 2, "vpp": 2, "dp": 2},
+    "pp4": {"pp": 4},
+}
+MOE_LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2_ep4": {"tp": 2, "dp": 2, "ep": 4},
+    "tp2_ep2_etp2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+    "pp2_ep2": {"pp": 2, "dp": 2, "ep": 2},
+    "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
+}
+# The models and their layouts. What a layout does to a tensor is that of the untied model; others add tensors.
+CASES: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
+    "untied": ("qwen3", DENSE_LAYOUTS),
+    "tied": ("qwen3", {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "pp4")}),
+    "biased": ("qwen2", {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "pp2_vpp2_dp2")}),
+    "moe": ("qwen3_moe", MOE_LAYOUTS),
+    "sees": ("qwen3_vl", {name: DENSE_LAYOUTS[name] for name in ("tp2_cp2", "pp2_vpp2_dp2")}),
+    "sees_moe": ("qwen3_vl_moe", {name: MOE_LAYOUTS[name] for name in ("tp2_ep2_etp2", "pp2_ep2")}),
+}
 BUCKET_BYTES = 80_000  # A bucket holds a few tensors of these models, so there are many buckets.
 
 
@@ -116,14 +131,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
 def main() -> None:
     rank, _, port, folder, output = sys.argv[1:]
     seen = {}
-    for name, family, layouts in (
-        ("untied", "qwen3", DENSE_LAYOUTS),
-        ("tied", "qwen3", DENSE_LAYOUTS),
-        ("biased", "qwen2", DENSE_LAYOUTS),
-        ("moe", "qwen3_moe", MOE_LAYOUTS),
-        ("sees", "qwen3_vl", VISION_LAYOUTS),
-        ("sees_moe", "qwen3_vl_moe", VISION_MOE_LAYOUTS),
-    ):
+    for name, (family, layouts) in CASES.items():
         for layout, sizes in layouts.items():
             seen[f"{name} {layout}"] = see(Path(folder, name), family, sizes, rank=int(rank), port=port)
     Path(f"{output}.{rank}").write_text(json.dumps(seen))

@@ -40,7 +40,7 @@ from tests.roles.trainer.truncated_rows import (
     figures_of_the_head,
     train_groups,
 )
-from tests.train.rank_processes import run_ranks
+from tests.train.rank_server import run_ranks
 from tests.train.tiny_trainer import make_backend
 from tests.trees import answers_of, of_tokens, prompt_of
 

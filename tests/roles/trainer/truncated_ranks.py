@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from relax_core.contracts.bus import Group
 from tests.roles.trainer.truncated_rows import BANNED, TEMPERATURE, figures_of_the_head
-from tests.train.tiny_trainer import make_backend
-from tests.train.worker_group_layouts import parallel_config
+from tests.train.tiny_trainer import make_backend, parallel_config
 
 
 def main() -> None:

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from reshard_rank import CHAINS, SLOW
 from safetensors.torch import load_file
 from tiny_models import make_models
-from tiny_trainer import dp_groups, make_backend, train_step
-from worker_group_layouts import RANKS
+from tiny_trainer import RANKS, dp_groups, make_backend, train_step
 
 from benchmarks.parity_media import HYBRID, HYBRID_EXPERTS, Items, make_case, make_model
 from benchmarks.parity_omni import OmniItems, make_omni_case, make_omni_model
 from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.stored_weights import fused, stored_weights
+from tests.train.rank_server import run_ranks
 
 
 def of_chains(found: Iterable[str]) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_trainer import make_backend, train_step
+from tiny_trainer import export_folder, make_backend, train_step
 
 from benchmarks.parity_data import with_rollout
 from benchmarks.parity_omni import OMNI, OmniItems, make_omni_case, make_omni_model, omni_logits
@@ -25,7 +25,6 @@ from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.families.towers import Towers
-from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.weights.folder_stream import read_safetensors
 from tests.engines.embedded.model.test_omni_prompts import prompt
 from tests.seeing import Seen, make_seeing_model, text
@@ -57,18 +56,6 @@ def embedded_logprobs(folder: Path, reader: FolderReader, prompts: Sequence[Prom
         return torch.cat([torch.tensor(one.logprobs) for one in decoder.score(items)])
 
 
-def export(backend: Any, source: Path, target: Path) -> Path:
-    export_hf_folder(
-        backend.export(),
-        shapes=backend.weight_shapes,
-        own_dtype="float32",
-        source_folder=source,
-        target=target,
-        passed=backend.architecture.passed,
-    )
-    return target
-
-
 def test_an_export_of_omni(tmp_path: Path) -> None:
     """The log-probs are of all kinds of media in one prompt, of a video with its sound, and of text."""
     source, media = tmp_path / "model", tmp_path / "media"
@@ -77,7 +64,8 @@ def test_an_export_of_omni(tmp_path: Path) -> None:
     backend = make_backend(source, family=OMNI, media=reader)
     groups = make_omni_case("four kinds", items)
     train_step(backend, [with_rollout(groups, backend.logprobs(groups))])
-    folder = export(backend, source, tmp_path / "hf")
+    folder = tmp_path / "hf"
+    export_folder(backend, source, folder)
     prompts = [
         prompt(7, items.image(4, 6), 3, items.clip(730), 2, items.video(3, 4, 4), 5),
         prompt(2, items.heard_video(3, 2, 4, frames=250), 6),
@@ -105,7 +93,8 @@ def test_an_export_of_layers_with_states(tmp_path: Path, name: str) -> None:
     group = answers_tree("g", ids, [5, 7], text(12), logprobs=-1.0, advantages=advantages)
     backend = make_backend(source, family=name.removeprefix("tiny_"), media=reader)
     train_step(backend, [[replace(group, media=shown)]])
-    folder = export(backend, source, tmp_path / "hf")
+    folder = tmp_path / "hf"
+    export_folder(backend, source, folder)
     prompts = [seen.prompt(text(70), seen.image(6, 7, seed=1), text(9), seen.video(3, 4, 3, seed=2)), (text(131), [])]
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     expected = torch.cat([seen.logprobs(model, *one) for one in prompts])

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, make_model
-from tiny_trainer import dp_groups, make_backend, train_step
+from tiny_trainer import export_folder, make_backend
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -66,19 +64,13 @@ def logits(model: torch.nn.Module) -> Tensor:
         return model(torch.arange(2, 14)[None]).logits  # type: ignore[no-any-return]
 
 
-def export(backend: Any, source: Path, target: Path, **options: Any) -> None:
-    """Exports the back end's weights; ``options`` replace arguments."""
-    told = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype, **options}
-    export_hf_folder(**told, source_folder=source, target=target)
-
-
 @pytest.mark.parametrize("shard_bytes", [4_000_000_000, 50_000])
 def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, shard_bytes: int) -> None:
     (source / "adapter_config.json").write_text("{}")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     target = tmp_path / "hf"
-    export(make_backend(source), source, target, shard_bytes=shard_bytes)
+    export_folder(make_backend(source), source, target, shard_bytes=shard_bytes)
     (source / "adapter_config.json").unlink()  # transformers would load its weights
     ours, theirs = load_silently(target), load_silently(source)
     assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
@@ -103,19 +95,6 @@ def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, s
         )
 
 
-def test_trained_weights_arrive_to_the_bit(source: Path, tmp_path: Path) -> None:
-    backend = make_backend(source)
-    train_step(backend, dp_groups())
-    export(backend, source, tmp_path / "hf")
-    loaded = load_silently(tmp_path / "hf").state_dict()
-    for name, tensor in backend.export():
-        assert torch.equal(loaded[name], tensor), name
-    assert not torch.equal(logits(load_silently(tmp_path / "hf")), logits(load_silently(source)))
-    # Both engines and the trainer load it.
-    again = dict(make_backend(tmp_path / "hf").export())
-    assert all(torch.equal(again[name], tensor) for name, tensor in backend.export())
-
-
 @pytest.mark.parametrize("shard_bytes", [4_000_000_000, 50_000])
 def test_one_tensor_is_in_memory_at_a_time(source: Path, tmp_path: Path, shard_bytes: int) -> None:
     backend = make_backend(source)
@@ -129,23 +108,8 @@ def test_one_tensor_is_in_memory_at_a_time(source: Path, tmp_path: Path, shard_b
             yield name, copy
             del copy
 
-    export(backend, source, tmp_path / "hf", tensors=copies(), shard_bytes=shard_bytes)
+    export_folder(backend, source, tmp_path / "hf", tensors=copies(), shard_bytes=shard_bytes)
     assert len(made) == len(backend.weight_shapes)
-
-
-def test_the_file_is_the_librarys_own(source: Path, tmp_path: Path) -> None:
-    backend = make_backend(source)
-    export(backend, source, tmp_path / "hf")
-    weights = {name: tensor.contiguous() for name, tensor in backend.export()}
-    save_file(weights, tmp_path / "theirs", metadata={"format": "pt"})
-    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def test_config_tells_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
-    assert json.loads((source / "config.json").read_text())["dtype"] == "float32"
-    backend = make_backend(source, dtype="bfloat16")
-    export(backend, source, tmp_path / "hf", dtype="bfloat16")
-    assert load_silently(tmp_path / "hf").dtype == torch.bfloat16
 
 
 def test_each_tensor_keeps_the_dtype_of_the_source_folder(tmp_path: Path) -> None:
@@ -160,7 +124,7 @@ def test_each_tensor_keeps_the_dtype_of_the_source_folder(tmp_path: Path) -> Non
     for path in source.glob("*.safetensors*"):
         path.unlink()
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    export(make_backend(source, family="qwen3_vl_moe"), source, tmp_path / "hf")
+    export_folder(make_backend(source, family="qwen3_vl_moe"), source, tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
@@ -171,7 +135,7 @@ def test_a_tied_output_weight_is_not_written_twice(tmp_path: Path) -> None:
     tensors = list(backend.export())
     tensors.append(("lm_head.weight", dict(tensors)["model.embed_tokens.weight"]))
     shapes = {name: tensor.shape for name, tensor in tensors}
-    export(backend, tmp_path / "source", tmp_path / "hf", tensors=iter(tensors), shapes=shapes)
+    export_folder(backend, tmp_path / "source", tmp_path / "hf", tensors=iter(tensors), shapes=shapes)
     with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - safe_open is no mapping
     load_silently(tmp_path / "hf")
@@ -180,32 +144,23 @@ def test_a_tied_output_weight_is_not_written_twice(tmp_path: Path) -> None:
 def test_a_broken_export_leaves_the_old_one(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     backend = make_backend(source)
-    export(backend, source, target)
+    export_folder(backend, source, target)
 
     def dies() -> Iterator[tuple[str, Tensor]]:
         yield from list(backend.export())[:3]
         raise RuntimeError("rank 0 was lost")
 
     with pytest.raises(RuntimeError, match="rank 0 was lost"):
-        export(backend, source, target, tensors=dies())
+        export_folder(backend, source, target, tensors=dies())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "source"]
     torch.testing.assert_close(logits(load_silently(target)), logits(load_silently(source)), atol=1e-5, rtol=0)
 
 
-def test_a_full_disk_is_told(source: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"needs leave to mount a tmpfs: {mount.stderr.strip()}")
-    try:
-        with pytest.raises(OSError, match=r"hf was not written: .*No space left.* bytes are free in"):
-            export(make_backend(source), source, disk / "hf")
-        assert not list(disk.iterdir())
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_full_disk_is_told(source: Path, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("200k")
+    with pytest.raises(OSError, match=r"hf was not written: .*No space left.* bytes are free in"):
+        export_folder(make_backend(source), source, disk / "hf")
+    assert not list(disk.iterdir())
 
 
 def test_a_source_without_config_is_told(tmp_path: Path) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_processes import run_ranks
 from tiny_models import make_models
+from tiny_trainer import RANKS
 from weights_rank import BUCKET_BYTES
-from worker_group_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, VISION_LAYOUTS, VISION_MOE_LAYOUTS
+from weights_rank import CASES as MODELS
 
-CASES = [f"{model} {layout}" for model in ("untied", "tied", "biased") for layout in DENSE_LAYOUTS]
-CASES += [f"moe {layout}" for layout in MOE_LAYOUTS]
-CASES += [f"sees {layout}" for layout in VISION_LAYOUTS]
-CASES += [f"sees_moe {layout}" for layout in VISION_MOE_LAYOUTS]
+from tests.train.rank_server import run_ranks
+
+CASES = [f"{model} {layout}" for model, (_, layouts) in MODELS.items() for layout in layouts]
 
 
 @pytest.fixture(scope="module")

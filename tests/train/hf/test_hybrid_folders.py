@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_vision_model
-from tiny_trainer import make_backend, train_step
+from tiny_trainer import export_folder, make_backend, train_step
 from torch import Tensor
 
 from relax_core.contracts.media_file import FolderReader
-from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.train.optimizer import frozen_weights
 from tests.seeing import Seen, text
 from tests.trees import answers_tree
@@ -58,15 +57,7 @@ def test_an_untouched_folder_comes_out_as_it_went_in(tmp_path: Path, name: str, 
     backend = make_backend(folder, family=name.removeprefix("tiny_"), dtype=dtype)
     for key, tensor in backend.export():
         assert tensor.dtype == tensors[key].dtype, f"a weight update has {key} in the folder's dtype"
-    export_hf_folder(
-        backend.export(),
-        shapes=backend.weight_shapes,
-        own_dtype=dtype,
-        source_folder=folder,
-        target=tmp_path / "hf",
-        passed=backend.architecture.passed,
-    )
-    found = load_file(tmp_path / "hf" / "model.safetensors")
+    found = export_folder(backend, folder, tmp_path / "hf")
     assert set(found) == set(tensors)
     assert any(key.startswith("mtp.") for key in found)
     for key, tensor in tensors.items():
@@ -86,15 +77,7 @@ def test_after_a_step_exactly_the_trained_tensors_differ(tmp_path: Path, name: s
     reader = FolderReader(tmp_path / "media")
     backend = make_backend(folder, family=name.removeprefix("tiny_"), frozen=frozen, media=reader)
     train_step(backend, [[replace(group, media=media)]])
-    export_hf_folder(
-        backend.export(),
-        shapes=backend.weight_shapes,
-        own_dtype="float32",
-        source_folder=folder,
-        target=tmp_path / "hf",
-        passed=backend.architecture.passed,
-    )
-    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "hf"))
+    before, after = load_file(folder / "model.safetensors"), export_folder(backend, folder, tmp_path / "hf")
     assert before.keys() == after.keys()
     same = {key for key in before if torch.equal(before[key], after[key])}
     passed, kept = {key for key in before if key.startswith("mtp.")}, frozen_weights(backend.architecture, frozen)

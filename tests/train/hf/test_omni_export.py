@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_trainer import make_backend, train_step
-from torch import Tensor
+from tiny_trainer import export_folder, make_backend, train_step
 
 from benchmarks.parity_data import with_rollout
 from benchmarks.parity_omni import OMNI, OmniItems, make_omni_case, make_omni_model
 from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import folder_architecture
-from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.train.hf.stored_weights import weight_problems
 from relax_core.train.optimizer import frozen_weights
 
@@ -36,26 +34,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export(backend: Any, source: Path, target: Path, **options: Any) -> dict[str, Tensor]:
-    passed = folder_architecture(source).passed
-    given = {"shapes": backend.weight_shapes, "own_dtype": "float32", "passed": passed, **options}
-    export_hf_folder(backend.export(), source_folder=source, target=target, **given)
-    found: dict[str, Tensor] = {}
-    for file in sorted(target.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
 def test_an_export_of_an_untouched_folder_equals_it(source: Path, tmp_path: Path) -> None:
     architecture = folder_architecture(source)
     assert weight_problems(source, architecture) == []
     backend = make_backend(source, family=OMNI)
-    export(backend, source, tmp_path / "hf")
+    export_folder(backend, source, tmp_path / "hf")
     assert digest(tmp_path / "hf") == digest(source)
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes()
-    several = export(backend, source, tmp_path / "parts", shard_bytes=200_000)
+    several = export_folder(backend, source, tmp_path / "parts", shard_bytes=200_000)
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 3
     assert several.keys() == load_file(source / "model.safetensors").keys()
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -87,7 +75,7 @@ def test_after_a_step_exactly_the_trained_tensors_differ(source: Path, tmp_path:
     backend = make_backend(source, family=OMNI, media=media, frozen=FROZEN)
     groups = with_rollout(groups, backend.logprobs(groups))
     train_step(backend, [groups])
-    before, after = load_file(source / "model.safetensors"), export(backend, source, tmp_path / "hf")
+    before, after = load_file(source / "model.safetensors"), export_folder(backend, source, tmp_path / "hf")
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     kept = frozen_weights(folder_architecture(source), FROZEN)

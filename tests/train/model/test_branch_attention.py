@@ -16,7 +16,7 @@ from relax_core.train.context_parallel import WHOLE, RowSharding
 from relax_core.train.model import branch_attention
 from relax_core.train.model.branch_attention import BranchPlan
 from relax_core.train.model.tree_attention import MaskedGrid, attention_over
-from tests.train.rank_processes import run_ranks
+from tests.train.rank_server import run_ranks
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -51,21 +51,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", 10**9 if request.param == "plain" else -1)
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("chunk_rows", [1, 3, 10, 64])
-@pytest.mark.parametrize("inverse_temperature", [1.0, 0.7, 2.5])
-def test_values_and_gradients_equal_naive(chunk_rows: int, inverse_temperature: float) -> None:
-    hidden, weight, targets, incoming = problem(10, 37, 8)
-    ours = chunked_logprobs(hidden, weight, targets, inverse_temperature=inverse_temperature, chunk_rows=chunk_rows)
-    theirs = naive(hidden, weight, targets, inverse_temperature)
-    for mine, expected in zip(
-        values_and_grads(ours, hidden, weight, incoming),
-        values_and_grads(theirs, hidden, weight, incoming),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 40),
@@ -204,9 +189,9 @@ def naive_outputs(
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("wanted", ["all", "entropy", "gather"])
+@pytest.mark.parametrize("wanted", ["all", "entropy", "gather", "logprobs"])
 @pytest.mark.parametrize(("chunk_rows", "inverse_temperature"), [(1, 1.0), (4, 0.7), (10, 2.5), (64, 1.0)])
-def test_entropy_and_gathered_equal_naive(chunk_rows: int, inverse_temperature: float, wanted: str) -> None:
+def test_values_and_gradients_equal_naive(chunk_rows: int, inverse_temperature: float, wanted: str) -> None:
     hidden, weight, targets, incoming = problem(10, 37, 8)
     generator = torch.Generator().manual_seed(2)
     gather = torch.randint(0, 37, (10, 5), generator=generator)
@@ -218,11 +203,11 @@ def test_entropy_and_gathered_equal_naive(chunk_rows: int, inverse_temperature: 
         targets,
         inverse_temperature=inverse_temperature,
         chunk_rows=chunk_rows,
-        gather=None if wanted == "entropy" else gather,
-        entropy=wanted != "gather",
+        gather=gather if wanted in ("all", "gather") else None,
+        entropy=wanted in ("all", "entropy"),
     )
     theirs = naive_outputs(hidden, weight, targets, gather, inverse_temperature)
-    assert (ours.entropy is None) == (wanted == "gather") and (ours.gathered is None) == (wanted == "entropy")
+    assert [one is not None for one in ours[1:]] == [wanted in ("all", "entropy"), wanted in ("all", "gather")]
     pairs = [(mine, other, flow) for mine, other, flow in zip(ours, theirs, flows, strict=True) if mine is not None]
     for mine, other, _ in pairs:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
