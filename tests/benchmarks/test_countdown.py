@@ -10,19 +10,16 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
-from benchmarks.countdown_env import LONGEST_WAIT, Countdown, CountdownEnvConfig, check, drawn_waits
-from benchmarks.countdown_reward import SPEC, CountdownConfig, check_row
+from benchmarks.countdown_env import Countdown, CountdownEnvConfig, drawn_waits
+from benchmarks.countdown_reward import SPEC, CountdownConfig
 from benchmarks.countdown_task import (
     CAP,
     END,
     LATER,
-    POSITIONS,
     PROMPT_TOKENS,
     SHORTEST,
     answer_of,
-    check_wish,
     drawn_lengths,
-    most_turn_tokens,
     number_ids,
     prompt_of,
     prompts_of,
@@ -58,12 +55,6 @@ def test_lengths_are_lognormal_and_cut_at_both_ends() -> None:
     assert lengths != drawn_lengths(20_000, mean=64.0, cap=CAP, seed=1)
 
 
-@pytest.mark.parametrize(("mean", "cap"), [(64.0, 32), (64.0, CAP + 1), (1.0, CAP)])
-def test_lengths_that_the_model_cannot_count_are_refused(mean: float, cap: int) -> None:
-    with pytest.raises(ValueError, match=rf"mean={mean:g}, cap={cap}: give"):
-        drawn_lengths(1, mean=mean, cap=cap, seed=0)
-
-
 def test_an_answer_has_the_length_of_the_wish(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [[SHORTEST], [5], [CAP]], seed=0)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -73,12 +64,6 @@ def test_an_answer_has_the_length_of_the_wish(tmp_path: Path) -> None:
         assert scored(row["prompt"], row["answer"]) == RewardOutput(reward=1.0, exact=True, parts={"counted": 1.0})
     assert wish_of(prompt_of(138, "blue")) == ("blue", 137)
     assert answer_of("blue 3") == "3b 2b 1b"
-
-
-@pytest.mark.parametrize("prompt", ["green 3", "red", "red 0", f"red {CAP}", "red x", "137"])
-def test_another_prompt_is_refused(prompt: str) -> None:
-    with pytest.raises(ValueError, match="write a colour"):
-        wish_of(prompt)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +83,6 @@ def test_the_reward_is_the_share_of_colours_of_a_whole_countdown(
 ) -> None:
     found = scored("red 4", response, stopped=stopped)
     assert (found.reward, found.exact, found.parts) == (reward, False, {"counted": counted})
-
-
-def test_a_cap_below_the_wish_is_refused() -> None:
-    check_wish(100, 100)
-    check_row({"prompt": "red 99"}, CountdownConfig(cap=100))
-    with pytest.raises(ValueError, match=r"rollout.max_new_tokens=100: .* 101 tokens.*Set rollout.max_new_tokens=101"):
-        check_row({"prompt": "red 100"}, CountdownConfig(cap=100))
 
 
 def test_a_row_has_the_prompts_of_all_turns(tmp_path: Path) -> None:
@@ -134,18 +112,6 @@ def test_the_reward_of_several_turns_is_the_share_of_all_their_colours(
     )
 
 
-def test_a_turn_above_its_cap_is_refused() -> None:
-    check_row(ROW, CountdownConfig(cap=5))
-    with pytest.raises(ValueError, match=r"env.max_turn_tokens=4: .* 5 tokens.*Set env.max_turn_tokens=5"):
-        check_row(ROW, CountdownConfig(cap=4))
-
-
-@pytest.mark.parametrize(("turns", "most"), [(1, CAP), (2, CAP - PROMPT_TOKENS), (3, 680), (8, 254)])
-def test_the_turns_of_an_episode_fit_the_positions(turns: int, most: int) -> None:
-    assert most_turn_tokens(turns) == most
-    assert turns * (most + PROMPT_TOKENS) <= POSITIONS
-
-
 # -- the env ----------------------------------------------------------------------------------------------------------
 def opened(config: CountdownEnvConfig, *, seed: int = 7) -> Countdown:
     return Countdown(EpisodeStart(row=ROW, group_seed=1, episode_seed=seed), config)
@@ -168,25 +134,6 @@ def test_the_env_shows_the_prompts_in_order_behind_the_tools_and_ends(monkeypatc
 
     asyncio.run(play())
     assert slept == drawn_waits(2, mean_s=0.5, seed=7) != drawn_waits(2, mean_s=0.5, seed=8)
-
-
-def test_waits_are_lognormal_and_cut_at_the_longest() -> None:
-    waits = drawn_waits(40_000, mean_s=0.5, seed=0)
-    assert max(waits) == 0.5 * LONGEST_WAIT and min(waits) > 0.0
-    assert median(waits) == pytest.approx(0.5 * math.exp(-0.5), rel=0.05)
-    below = [math.log(one) for one in waits if one < 0.5 * math.exp(-0.5)]  # the half that no cut reaches
-    assert fmean(below) - math.log(0.5) + 0.5 == pytest.approx(-math.sqrt(2 / math.pi), rel=0.05)
-
-
-def test_settings_of_the_env_that_cannot_work_are_refused() -> None:
-    check(CountdownEnvConfig(tool_wait_s=0.0))
-    for wait_s in (-0.1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"env.tool_wait_s=.*: give a time of 0 s or more"):
-            check(CountdownEnvConfig(tool_wait_s=wait_s))
-    with pytest.raises(ValueError, match=r"env.tool_wait_s=4: the longest wait, 32 s.*Set env.step_timeout_s=64"):
-        check(CountdownEnvConfig(tool_wait_s=4.0))
-    with pytest.raises(ValueError, match=r"env.max_turns=2: a row has prompts of 3 turns. Set env.max_turns=3"):
-        opened(CountdownEnvConfig(max_turns=2))
 
 
 def test_the_next_prompt_stands_behind_the_end_of_the_answer(tmp_path: Path) -> None:

@@ -81,18 +81,3 @@ def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> No
     (recovery,) = run.summary["recoveries"]
     assert (recovery["tier"], recovery["from_step"]) == (2, 8)
     assert_same_run(run, strict)
-
-
-@pytest.mark.soak
-def test_it_learns_with_groups_of_one(tmp_path: Path) -> None:
-    """The critic is the only baseline: 64 prompts a step, one sample each, at staleness 1; the policy has two ranks."""
-    run = run_to_end(
-        tmp_path / "run", *PPO, "run.steps=60", "run.export_hf=false",
-        "algo.group_size=1", "rollout.prompts_per_step=64", "parallel=dp2",
-    )  # fmt: skip
-    assert run.code == 0, run.output
-    run.assert_books_closed()
-    assert run.summary["ledger"]["trained"] == 60 * 64
-    rewards = [values["reward"] for values in run.steps()]
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2
-    assert all("groups_without_signal" not in values for values in run.steps())

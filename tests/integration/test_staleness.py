@@ -27,17 +27,6 @@ def assert_all_trained_inside(run: FinishedRun, *, steps: int, max_staleness: in
     run.assert_books_closed()
 
 
-@pytest.mark.soak
-def test_the_oldest_trained_token_is_inside_a_window_of_one_step(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=0)
-    with LiveRun(tmp_path / "run", "mode.max_staleness=1", "run.steps=30", *QUIET, *held.overrides) as live:
-        live.wait_drawn(samples_ahead(1))
-        held.let_go()
-        run = live.finish()
-    assert_all_trained_inside(run, steps=30, max_staleness=1)
-    assert run.summary["staleness"]["max"] == 1
-
-
 def test_a_window_of_four_steps_holds_over_sigterm_and_resume(tmp_path: Path) -> None:
     """The first part trains the oldest tokens that its window allows; both parts train every prompt once."""
     held = HeldTraining(tmp_path, updates=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,6 +18,7 @@ from relax_core.weights.transports import WeightGroupAddress
 from relax_core.weights.version_file import tensors_digest
 from relax_core.weights.weight_group import WeightGroup
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, publish, random_prompt
+from tests.ports import free_port
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
 PROMPT = random_prompt(12)
@@ -116,13 +116,6 @@ def test_from_disk(blank: Engine, tmp_path: Path) -> None:
     assert status == 400 and "no *.safetensors" in answer["error"]["message"]
     status, answer = blank.call("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "default"})
     assert status == 400 and "versions are integers" in answer["error"]["message"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_from_distributed_over_gloo(blank: Engine) -> None:

@@ -45,11 +45,3 @@ def test_scores_are_arrays_with_pads_where_fewer_tokens_were_left() -> None:
 def test_a_reply_without_a_number_for_every_token_is_refused(given: list[Any], tops: list[Any], fewer: bool) -> None:
     with pytest.raises(ValueError, match="lists of top-k tokens for 2 tokens"):
         read_scores(reply(given, tops), [ROW], top_k=2, fewer=fewer)
-
-
-def test_scores_of_another_number_of_tokens_are_refused() -> None:
-    """An engine that expands pictures by itself may see other rows than the trainer."""
-    meta = {"input_token_logprobs": GIVEN, "prompt_tokens": 4}
-    assert len(read_scores(msgspec.json.encode([{"meta_info": meta}]), [ROW], top_k=0)) == 1
-    with pytest.raises(ValueError, match="the engine saw 5 tokens and the request has 4"):
-        read_scores(msgspec.json.encode([{"meta_info": meta | {"prompt_tokens": 5}}]), [ROW], top_k=0)

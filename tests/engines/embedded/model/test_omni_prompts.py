@@ -157,12 +157,6 @@ def test_a_thinker_alone_of_a_family_in_a_file_is_that_of_transformers(tmp_path:
 
 
 @torch.inference_mode()
-def test_each_decoded_token_is_that_of_transformers(thinker: Thinker) -> None:
-    """Behind a video, all positions have a fraction."""
-    assert assert_decoded_as_transformers(thinker, thinker.scene())[0] % 1
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("seconds", [10.0, 10.03])
 def test_seconds_may_move_positions_far_beyond_the_rows(thinker: Thinker, seconds: float) -> None:
     """The positions are beyond the context's length, as whole numbers and as fractions."""
@@ -170,20 +164,6 @@ def test_seconds_may_move_positions_far_beyond_the_rows(thinker: Thinker, second
     [beyond] = assert_decoded_as_transformers(thinker, [long])
     assert beyond > CONTEXT and bool(beyond % 1) == (seconds == 10.03)
     torch.testing.assert_close(thinker.scores(long), thinker.expected(long), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["image", "video", "video with its sound", "clip", "text"])
-def test_each_kind_alone_is_that_of_transformers(thinker: Thinker, kind: str) -> None:
-    items = thinker.items
-    alone: dict[str, int | MediaItem] = {
-        "image": items.image(4, 6),
-        "video": items.video(3, 4, 4),
-        "video with its sound": items.heard_video(3, 2, 4, frames=250),
-        "clip": items.clip(730),
-        "text": 9,
-    }
-    one = prompt(2, alone[kind], 7)
-    torch.testing.assert_close(thinker.scores(one), thinker.expected(one), atol=TOLERANCE, rtol=0)
 
 
 @torch.inference_mode()

@@ -145,16 +145,6 @@ def test_all_samples_of_a_prompt_begin_from_its_state(hybrid: Hybrid) -> None:
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_a_retracted_sample_goes_on_as_it_would_have(hybrid: Hybrid) -> None:
-    ids = text(33, seed=4)
-    whole = decoded(hybrid.decoder(), [prefix(ids, samples=1, seed=5, new=24)])[0]
-    tokens, logprobs = whole[0][:10], whole[1][:10]
-    again = prefix([*ids, *tokens], samples=1, seed=5, new=24, done=tokens, done_logprobs=logprobs)
-    found = decoded(hybrid.decoder(), [prefix(text(3), samples=2, seed=1, new=30), again])[2]
-    assert found[0] == whole[0]
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(whole[1]), atol=TOLERANCE, rtol=0)
-
-
 def test_states_are_counted_in_admission_and_freed(hybrid: Hybrid) -> None:
     decoder = hybrid.decoder(max_samples=8, max_tokens=1000)
     assert decoder.states is not None and decoder.state_columns > 1
