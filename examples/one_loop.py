@@ -30,7 +30,7 @@ from relax_core.contracts.bus import Admission, Group, Lease, LeaseRequest
 from relax_core.contracts.columns import ADVANTAGES, ROLLOUT_COLUMNS
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.train import StepMetrics
-from relax_core.contracts.tree import TokenTree, sample_uid
+from relax_core.contracts.tree import TokenTree
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.build_client import build_client
@@ -39,10 +39,10 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import CHECKS, settle
 from relax_core.registry import find_algorithm, find_env, find_reward
+from relax_core.rollout.episodes.episode_records import one_turn_episodes, score_episodes
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
 from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.sampling_params import training_sampling
@@ -151,14 +151,12 @@ class Loop:
         self, admission: Admission, request: PromptRequest, responses: Sequence[Generated], rewards: RewardPool
     ) -> Group | DroppedGroup:
         """Scores the responses and makes the group's token tree, with its advantages, as columns of bytes."""
-        row, uid = self.source.row(admission.index), admission.group_uid
-        tokenizer = self.prompts.tokenizer
-        given = [reward_input(row, one, tokenizer=tokenizer, uid=sample_uid(uid, one.sample)) for one in responses]
+        row, tokenizer = self.source.row(admission.index), self.prompts.tokenizer
+        episodes = one_turn_episodes(admission.group_uid, request, responses, tokenizer=tokenizer)
+        await score_episodes(episodes, rewards, row=row, where="")
         return complete_group(
             index=admission.index,
-            prompt_ids=request.input_ids,
-            generated=responses,
-            rewards=await rewards.score(given),
+            episodes=episodes,
             extras=lambda tree: advantage_extras([tree], self.algorithm, self.config.algo)[0],
         )
 

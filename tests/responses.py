@@ -1,4 +1,4 @@
-"""Responses as an engine's client gives them, made of plain lists."""
+"""Responses as an engine's client gives them, made of plain lists, and scored episodes of one turn."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from relax_core.contracts.engine import FinishReason, Generated
+from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.reward import RewardOutput
+from relax_core.contracts.tree import group_uid
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, one_turn_episodes
 
 
 def response(
@@ -47,6 +50,32 @@ def response(
         response_experts=response_experts,
         kept=kept,
     )
+
+
+class NoText:
+    """Is a tokenizer for responses whose text no test reads."""
+
+    stop_token_ids: Sequence[int] = ()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def scored(
+    responses: Sequence[Generated],
+    rewards: Sequence[float | RewardOutput | None],
+    *,
+    index: int = 0,
+    prompt_ids: Sequence[int] = (1, 2, 3),
+) -> list[EpisodeRecord]:
+    """The scored episodes of group ``index``, each with one turn; a reward for each response, in their order."""
+    uid = group_uid(index)
+    request = PromptRequest(rid=uid, input_ids=list(prompt_ids), sampling_seed=0)
+    episodes = one_turn_episodes(uid, request, responses, tokenizer=NoText())  # type: ignore[arg-type]
+    of = {int(episode.uid.rsplit(".", 1)[1]): episode for episode in episodes}
+    for one, reward in zip(responses, rewards, strict=True):
+        of[one.sample].output = reward if isinstance(reward, RewardOutput) else RewardOutput(reward=reward)
+    return episodes
 
 
 def content(one: Generated) -> dict[str, object]:

@@ -51,12 +51,14 @@ def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
     return [part[part["type"]] for part in parts if part["type"] != "text"]
 
 
-# The reasons why an episode of several turns ends. The first five are ends of the game: the env said so; it had
-# max_turns turns; rollout.max_new_tokens tokens were sampled; the context has no room left; a response was cut at
-# max_turn_tokens. The others give no reward: a call of the env took too long; the env raised an error; the episode took
-# too long; the group went on without it; its tokens are too old to be trained; it was given up; an item of media of the
-# env cannot be used.
+# The reasons why an episode ends. An episode of one turn ends with its response: by itself, or at its limit of tokens.
+# The next five are ends of the game: the env said so; it had max_turns turns; rollout.max_new_tokens tokens were
+# sampled; the context has no room left; a response was cut at max_turn_tokens. The others give no reward: a call of the
+# env took too long; the env raised an error; the episode took too long; the group went on without it; its tokens are
+# too old to be trained; it was given up; an item of media of the env cannot be used.
 Ended = Literal[
+    "stop",
+    "length",
     "env_done",
     "max_turns",
     "token_budget",
@@ -70,8 +72,9 @@ Ended = Literal[
     "cancelled",
     "bad_media",
 ]
-CUT_ENDS: frozenset[Ended] = frozenset({"token_budget", "context_full", "turn_cut"})  # a limit of tokens was reached
-REWARDED_ENDS: frozenset[Ended] = CUT_ENDS | {"env_done", "max_turns"}
+# A limit of tokens was reached.
+CUT_ENDS: frozenset[Ended] = frozenset({"length", "token_budget", "context_full", "turn_cut"})
+REWARDED_ENDS: frozenset[Ended] = CUT_ENDS | {"stop", "env_done", "max_turns"}
 OBSERVATION_TOKENS = 1024  # of an observation, where env.max_observation_tokens is not set
 
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
-from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
+from relax_core.contracts.tree import TRUNCATED, group_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.observe.sample_log import SampleLog
@@ -25,25 +24,23 @@ from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
     PlayedFigures,
-    episode_rewards,
-    played_episodes,
+    one_turn_episodes,
     played_values,
+    score_episodes,
 )
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     GroupFilter,
     MakeExtras,
-    complete_episodes,
     complete_group,
     tell_lost,
+    token_accounts,
 )
 from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart
 from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder, start_in
-from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
 from relax_core.rollout.rewards.reward_failures import FailedGroups, TruncatedGroups
-from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.teacher_choice import TeacherOf
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
@@ -258,10 +255,9 @@ class RolloutLoop:
 
     def _count_cancelled(self, index: int, records: Sequence[EpisodeRecord]) -> None:
         """Counts the episodes of a group that is given up, and their tokens, none of which is trained; keeps them."""
-        episodes = played_episodes(records, [RewardOutput(reward=None)] * len(records))
-        self._sampled_tokens.update(token_accounts(episodes, None))
+        self._sampled_tokens.update(token_accounts(records, None))
         if self._lost is not None:
-            tell_lost(self._lost, group_uid(index), episodes, {}, others="cancelled")
+            tell_lost(self._lost, group_uid(index), records, reason="cancelled")
         self._cancelled.append(PlayedFigures.of(records, reward_s=0.0))
 
     async def _play_and_stage(
@@ -299,24 +295,10 @@ class RolloutLoop:
             handler.end(prompt.index)
         bad = next((one.bad_media for one in records if one.bad_media is not None), None)
         self._admissions.played(prompt.number, bad)
-        began = time.perf_counter()
-        folder = self._settings.media_folder
-        rewards = await episode_rewards(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
-        reward_s = time.perf_counter() - began
-        self._failed_groups.record(_failures(rewards), where=prompt.where)
+        reward_s = await self._score(prompt, records)
         if self._settings.in_order and before is not None:
             await asyncio.wait([before])
-        done = complete_episodes(
-            index=prompt.index,
-            episodes=played_episodes(records, rewards),
-            refuse=self._refuse,
-            teacher=prompt.teacher,
-            mask_off_policy=self._settings.mask_off_policy,
-            mask_truncated=self._settings.mask_truncated,
-            extras=self._advantages,
-            lost=self._lost,
-            account=self._sampled_tokens.update,
-        )
+        done = self._complete(prompt, records)
         await self._hand_on(done, tasks)
         return PlayedFigures.of(records, reward_s=reward_s)
 
@@ -332,41 +314,41 @@ class RolloutLoop:
         It runs in its own task, so that a slow reward delays neither other groups nor the engine. ``before`` is the
         group whose responses arrived before these.
         """
-        uid = group_uid(prompt.index)
-        inputs = [
-            reward_input(
-                prompt.row,
-                response,
-                tokenizer=self._prompts.tokenizer,
-                stop=self._settings.sampling.stop,
-                uid=sample_uid(uid, response.sample),
-                where=prompt.where,
-                media=[one.item for one in prompt.request.media],
-                media_folder=self._settings.media_folder,
-            )
-            for response in responses
-        ]
-        began = time.perf_counter()
-        rewards = await self._rewards.score(inputs)
-        reward_s = time.perf_counter() - began
-        self._failed_groups.record(_failures(rewards), where=prompt.where)
+        records = one_turn_episodes(
+            group_uid(prompt.index),
+            prompt.request,
+            responses,
+            tokenizer=self._prompts.tokenizer,
+            stop=self._settings.sampling.stop,
+        )
+        reward_s = await self._score(prompt, records)
         if self._settings.in_order and before is not None:
             await before
-        done = complete_group(
+        done = self._complete(prompt, records)
+        await self._hand_on(done, tasks)
+        return reward_s
+
+    async def _score(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> float:
+        """Scores the ended episodes of a group; returns the seconds that the rewards took."""
+        began = time.perf_counter()
+        folder = self._settings.media_folder
+        await score_episodes(episodes, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
+        reasons = [one.output.reason if one.reward is None else None for one in episodes]
+        self._failed_groups.record(reasons, where=prompt.where)
+        return time.perf_counter() - began
+
+    def _complete(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> Group | DroppedGroup:
+        return complete_group(
             index=prompt.index,
-            prompt_ids=prompt.request.input_ids,
-            generated=responses,
-            rewards=rewards,
-            media=prompt.request.media,
+            episodes=episodes,
             refuse=self._refuse,
             teacher=prompt.teacher,
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
             lost=self._lost,
+            account=self._sampled_tokens.update,
         )
-        await self._hand_on(done, tasks)
-        return reward_s
 
     async def _hand_on(self, done: Group | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
         self._truncated_groups.record(isinstance(done, DroppedGroup) and done.reason == TRUNCATED)
@@ -390,8 +372,3 @@ class RolloutLoop:
             for row in rows:  # from here on the bus keeps their images and videos
                 self._prompts.release(row.group_uid)
         self._flushing = False
-
-
-def _failures(rewards: Sequence[RewardOutput]) -> list[str | None]:
-    """Returns why each answer has no reward, None for one that has."""
-    return [output.reason if output.reward is None else None for output in rewards]

@@ -28,7 +28,6 @@ from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
-from relax_core.rollout.episodes.episode_records import played_episodes
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.played_group import GroupStart
 from relax_core.rollout.episodes.tree_builder import build_tree
@@ -153,8 +152,9 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
     assert [one.item.words for one in last.media] == ["[image 32×16]", "[image 16×16]", "[image 16×16]"]
     for one in last.media:
         assert last.input_ids[one.start : one.end] == one.item.ids.tolist()
-    outputs = [RewardOutput(reward=reward) for reward in (1.0, 0.0)]
-    tree = build_tree("g0", played_episodes(records, outputs))
+    for record, reward in zip(records, (1.0, 0.0), strict=True):
+        record.output = RewardOutput(reward=reward)
+    tree = build_tree("g0", records)
     check_tree(tree)
     # Each response has rows of its own, so the picture of the row is there once, and those of tools once an episode.
     assert [one.item.words for one in tree.media].count("[image 32×16]") == 1 and len(tree.media) == 1 + 2 * 2

@@ -22,10 +22,12 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_tree, encode_tree
+from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, reward_array
 from relax_core.registry import find_algorithm
 from relax_core.roles.process_placement import roles_of
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, build_tree
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
+from relax_core.rollout.episodes.tree_builder import build_tree
 from relax_core.rollout.group_advantages import (
     advantage_extras,
     advantage_inputs,
@@ -134,13 +136,13 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
     assert set(plain) == {c.ADVANTAGES}
 
 
-def played(uid: str, *turns: tuple[list[int], list[int], float | None], reward: float) -> PlayedEpisode:
+def played(uid: str, *turns: tuple[list[int], list[int], float | None], reward: float) -> EpisodeRecord:
     """An episode of turns (prompt, response, reward), each of which begins in the state that its prompt spells."""
     made = [
         PlayedTurn(prompt_ids=prompt, response=response(ids, versions=0), reward=own, state_key=str(prompt) * 20)
         for prompt, ids, own in turns
     ]
-    return PlayedEpisode(uid=uid, turns=made, reward=reward, parts={}, ended="env_done")
+    return EpisodeRecord(uid=uid, turns=made, output=RewardOutput(reward=reward), ended="env_done")
 
 
 def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_played() -> None:

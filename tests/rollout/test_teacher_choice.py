@@ -8,10 +8,9 @@ import pytest
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import TeacherRequirements
 from relax_core.contracts.bus import Group
-from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.episodes.group_assembly import complete_group
 from relax_core.rollout.teacher_choice import teacher_chooser
-from tests.responses import response
+from tests.responses import response, scored
 
 MODELS = {"math": "/m", "code": "/c"}
 
@@ -42,8 +41,7 @@ def test_a_row_without_a_known_teacher_is_named(row: dict[str, object], text: st
 @pytest.mark.parametrize("teacher", ["math", None])
 def test_the_name_travels_with_the_row(teacher: str | None) -> None:
     responses = [response([1, 2], versions=0, sample=sample) for sample in range(2)]
-    rewards = [RewardOutput(reward=1.0)] * 2
-    row = complete_group(index=0, prompt_ids=[5], generated=responses, rewards=rewards, teacher=teacher)
+    row = complete_group(index=0, episodes=scored(responses, [1.0, 1.0]), teacher=teacher)
     assert isinstance(row, Group)
     found = row.columns.get(c.TEACHER)
     assert (None if found is None else msgspec.msgpack.decode(found)) == teacher

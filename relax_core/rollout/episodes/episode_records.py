@@ -1,24 +1,27 @@
-"""Holds what an episode of several turns has so far, and scores episodes that have ended."""
+"""Holds what an episode has so far, and scores episodes that have ended."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from relax_core.contracts.data import DataRow
+from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.media import Media, MediaError
 from relax_core.contracts.plugin_results import as_number, too_large
 from relax_core.contracts.reward import MOST_REASON, RewardInput, RewardOutput
 from relax_core.contracts.sink import SAMPLED_MARKS
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
-from relax_core.rollout.rewards.reward_inputs import without_bytes
+from relax_core.contracts.tree import sample_uid
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by, without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 # Figures of an episode whose means are metrics.
@@ -26,11 +29,36 @@ EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "queue_s", "env_s"
 
 # Ends without a reward that are no failure of the env or the reward; they are the ledger's reasons, too.
 NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
+REWARD_FAILED = "reward_failed"  # the ledger's reason for all other episodes without a reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedTurn:
+    """Is one request of an episode and its response.
+
+    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
+    turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds. ``tools``
+    names the tools that the response calls, and ``env_ms`` is the time of the env's calls behind it. ``after`` is the
+    number of the earlier turn whose conversation the prompt goes on from; None means the turn before.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    response: Generated
+    media: Sequence[Media] = ()
+    reward: float | None = None
+    state_key: str | None = None
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    tools: Sequence[str] = ()
+    env_ms: float = 0.0
+    after: int | None = None
 
 
 @dataclass(eq=False, kw_only=True)
 class EpisodeRecord:
-    """Holds the messages, turns and state of one episode.
+    """Holds the messages, turns and state of one run of model and environment.
+
+    An episode of one turn has no messages, and ends as its response does.
 
     ``texts`` are those of the responses, and ``stop_string`` is the one that ended the newest, empty if none did.
     ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
@@ -42,7 +70,7 @@ class EpisodeRecord:
     counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
     both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name. ``own_reward`` is the
     reward that an agent gave itself, None if the run's reward scores the episode. ``counts`` has the figures of an
-    agent's requests, by name, over all starts.
+    agent's requests, by name, over all starts. ``output`` is what the reward says of the ended episode.
     """
 
     uid: str
@@ -65,6 +93,24 @@ class EpisodeRecord:
     info: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     own_reward: float | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    output: RewardOutput = field(default_factory=partial(RewardOutput, reward=None))
+
+    @property
+    def reward(self) -> float | None:
+        """Returns the reward, None if it could not be computed."""
+        return self.output.reward
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Returns the parts of the reward, with 1 or 0 as the part "exact"."""
+        return {"exact": float(self.output.exact), **(self.output.parts or {})}
+
+    @property
+    def why_dropped(self) -> str:
+        """Returns the ledger's reason for an episode without a reward."""
+        if self.bad_media is not None:
+            return self.bad_media.reason
+        return self.ended if self.ended is not None and self.ended in NO_FAILURES else REWARD_FAILED
 
     @property
     def sampled_tokens(self) -> int:
@@ -123,7 +169,7 @@ class EpisodeRecord:
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
-        items = [one.item for one in self.media]
+        items, talk = [one.item for one in self.media], bool(self.messages)
         return RewardInput(
             response=self.texts[-1] if self.texts else "",
             stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
@@ -131,21 +177,39 @@ class EpisodeRecord:
             row=without_bytes(row) if items else row,
             uid=self.uid,
             where=where,
-            turns=self.texts,
-            turn_rewards=[turn.reward for turn in self.turns],
+            turns=self.texts if talk else (),
+            turn_rewards=[turn.reward for turn in self.turns] if talk else (),
             messages=without_bytes(self.messages) if items else self.messages,
-            ended=self.ended or "",
+            ended=(self.ended or "") if talk else "",
             media=items,
             media_folder=media_folder,
             stop_string=self.stop_string,
         )
 
 
-def _why_dropped(record: EpisodeRecord) -> str:
-    """Returns the ledger's reason for an episode without a reward; empty if the env or the reward failed."""
-    if record.bad_media is not None:
-        return record.bad_media.reason
-    return record.ended if record.ended is not None and record.ended in NO_FAILURES else ""
+def one_turn_episodes(
+    group: str,
+    prompt: PromptRequest,
+    responses: Sequence[Generated],
+    *,
+    tokenizer: PromptTokenizer,
+    stop: Sequence[str] = (),
+) -> list[EpisodeRecord]:
+    """Returns the ended episodes of the group with this uid, in order; the only turn of each is a response."""
+    prompt_ids = np.array(prompt.input_ids, dtype=np.int32)
+    episodes = []
+    for response in sorted(responses, key=lambda one: one.sample):
+        text, stopped = response_text(response, tokenizer=tokenizer), response.finish_reason == "stop"
+        one = EpisodeRecord(
+            uid=sample_uid(group, response.sample),
+            turns=[PlayedTurn(prompt_ids=prompt_ids, response=response, media=prompt.media)],
+            texts=[text],
+            stop_string=(stopped_by(text, stop) or "") if stopped else "",
+            media=prompt.media,
+            ended="stop" if stopped else "length",
+        )
+        episodes.append(one)
+    return episodes
 
 
 def _shown_content(content: Any) -> str:
@@ -236,10 +300,10 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     }
 
 
-async def episode_rewards(
+async def score_episodes(
     records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
-) -> list[RewardOutput]:
-    """Returns the rewards of a group's episodes in order; an episode whose env failed has no reward.
+) -> None:
+    """Stores the ``output`` of each of a group's ended episodes; one whose env failed has no reward.
 
     Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
     not count.
@@ -247,33 +311,15 @@ async def episode_rewards(
     inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
     whole = [record for record in records if not record.failed and record.own_reward is None]
     outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
-    scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}
+    for record, output in zip(whole, outputs, strict=True):
+        record.output = output
     for record in records:
         if record.own_reward is not None and not record.failed:
             why = f"the agent's own reward {record.own_reward:g}"
-            scored[record.uid] = RewardOutput(reward=record.own_reward, exact=record.own_reward == 1.0, why=why)
-            rewards.failures.record(inputs[record.uid], scored[record.uid])
+            record.output = RewardOutput(reward=record.own_reward, exact=record.own_reward == 1.0, why=why)
+            rewards.failures.record(inputs[record.uid], record.output)
     for record in records:
         if record.failed:
-            output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
+            record.output = RewardOutput(reward=None, reason=record.failed)
             if record.bad_media is None and record.ended not in NO_FAILURES:
-                rewards.failures.record(inputs[record.uid], output, record.error)
-    return [scored[record.uid] for record in records]
-
-
-def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOutput]) -> list[PlayedEpisode]:
-    """Returns the ended episodes of a group with their rewards, in order."""
-    return [
-        PlayedEpisode(
-            uid=record.uid,
-            turns=record.turns,
-            reward=output.reward,
-            parts={"exact": float(output.exact), **(output.parts or {})},
-            ended=record.ended or "",
-            dropped=_why_dropped(record),
-            not_chosen=record.not_chosen,
-            orphan=record.orphan,
-            why=output.why,
-        )
-        for record, output in zip(records, outputs, strict=True)
-    ]
+                rewards.failures.record(inputs[record.uid], record.output, record.error)

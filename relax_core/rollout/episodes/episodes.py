@@ -33,7 +33,7 @@ from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
-from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
 from relax_core.rollout.episodes.observations import MOST_CHARACTERS_A_TOKEN, shortened_observation
 from relax_core.rollout.episodes.played_group import (
     STARTS_AGAIN,
@@ -47,7 +47,6 @@ from relax_core.rollout.episodes.played_group import (
 )
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
-from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.off_loop import off_loop
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, text_size
 from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by

@@ -20,6 +20,7 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
 LONGEST_KEY = 64  # characters of a state's key; of longer ones the tree has a digest
 
@@ -48,48 +49,6 @@ class Chain:
     def end(self) -> int:
         """Returns the number of the row after the chain's last row."""
         return self.first + len(self.token_ids)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlayedTurn:
-    """Is one request of an episode and its response.
-
-    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
-    turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds. ``tools``
-    names the tools that the response calls, and ``env_ms`` is the time of the env's calls behind it. ``after`` is the
-    number of the earlier turn whose conversation the prompt goes on from; None means the turn before.
-    """
-
-    prompt_ids: Sequence[int]
-    response: Generated
-    media: Sequence[Media] = ()
-    reward: float | None = None
-    state_key: str | None = None
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    tools: Sequence[str] = ()
-    env_ms: float = 0.0
-    after: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlayedEpisode:
-    """Holds one run of model and environment: its turns in order, at least one, and the fields of `Episode`.
-
-    ``dropped`` is the ledger's reason for an episode without a reward; it is empty if the reward failed. ``not_chosen``
-    is the number of tokens that were sampled before the env failed and the episode started again, and ``orphan`` that
-    of tokens of answers that no client of an endpoint got.
-    """
-
-    uid: str
-    turns: Sequence[PlayedTurn]
-    reward: float | None
-    parts: dict[str, float]
-    ended: str
-    dropped: str = ""
-    not_chosen: int = 0
-    orphan: int = 0
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +135,11 @@ class TreeBuilder:
                 break
         return self._observe(at, rest)
 
-    def add(self, episode: PlayedEpisode) -> list[Chain]:
+    def add(self, episode: EpisodeRecord) -> list[Chain]:
         """Adds an episode's rows and returns the position after each of its turns."""
         ends: list[Chain] = []
         for turn in episode.turns:
+            _check_kept(turn.response, episode.uid)
             before = ends[-1] if ends else self.root
             own = before if turn.after is None else ends[turn.after]
             at = self.follow(own, turn.prompt_ids, turn.response.prompt_experts, turn.media)
@@ -199,7 +159,7 @@ class TreeBuilder:
         return found
 
 
-def build_tree(group_uid: str, episodes: Sequence[PlayedEpisode]) -> TokenTree:
+def build_tree(group_uid: str, episodes: Sequence[EpisodeRecord]) -> TokenTree:
     """Returns the tree of these episodes, in which every sampled row is trained.
 
     Raises ValueError if a token is not in the kept set that it was sampled from.
@@ -246,7 +206,7 @@ def version_spans(versions: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
 
 
-def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
+def _episode(played: EpisodeRecord, ends: Sequence[Chain]) -> Episode:
     inner: set[int] = set()  # chains that a later turn of the episode continues
     for chain in ends:
         above = chain.parent
@@ -270,7 +230,7 @@ def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
         for turn, chain in zip(played.turns, ends, strict=True)
     ]
     leaves = [chain.end - 1 for chain in ends if id(chain) not in inner]
-    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended, played.why)
+    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended or "", played.output.why)
 
 
 def _short_key(key: str) -> str:
@@ -356,14 +316,10 @@ def _experts(chains: Sequence[Chain]) -> np.ndarray | None:
     return np.concatenate(parts)
 
 
-def checked_kept(kept: KeptTokens | None, output_ids: np.ndarray, *, origin: str) -> KeptTokens | None:
-    """Returns the kept sets of a response, or None if it has none.
-
-    Raises ValueError, which begins with ``origin``, if a sampled token is not in its kept set.
-    """
-    if kept is not None and (fault := kept.fault(output_ids)) is not None:
-        raise ValueError(f"{origin}: {fault}")
-    return kept
+def _check_kept(response: Generated, uid: str) -> None:
+    """Raises ValueError if a sampled token of episode ``uid`` is not in its kept set."""
+    if response.kept is not None and (fault := response.kept.fault(response.output_ids)) is not None:
+        raise ValueError(f"{response.engine or 'the engine'}, sample {uid}: {fault}")
 
 
 def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
@@ -378,10 +334,7 @@ def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
         if chain.response is None:
             parts.append(KeptTokens.whole(len(chain.token_ids), vocab_size=vocab_size))
             continue
-        response = chain.response
-        kept = checked_kept(
-            response.kept, response.output_ids, origin=f"{response.engine or 'the engine'}, request {response.rid}"
-        )
+        kept = chain.response.kept
         assert kept is not None, "either all prompts of a run ask for kept sets or none does"
         parts.append(kept.take(np.arange(chain.offset, chain.offset + len(chain.token_ids))))
     return KeptTokens.joined(parts)

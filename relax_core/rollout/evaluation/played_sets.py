@@ -9,12 +9,11 @@ from relax_core.config.rollout_checks import EVALUATED_TOGETHER
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet
 from relax_core.contracts.env import CUT_ENDS
-from relax_core.contracts.reward import RewardOutput
 from relax_core.data.eval_sets import check_bad_rows
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.run_env import RunEnv
-from relax_core.rollout.episodes.episode_records import EpisodeRecord, episode_rewards
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, score_episodes
 from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart, group_name
 from relax_core.rollout.episodes.shared_requests import Lockstep
 from relax_core.rollout.evaluation.eval_metrics import Answer, vote_of
@@ -124,9 +123,7 @@ async def play_sets(
         async with limit:
             try:
                 records = await player.play(start, tasks)
-                outputs = await episode_rewards(
-                    records, rewards, row=start.row, where=start.where, media_folder=media_folder
-                )
+                await score_episodes(records, rewards, row=start.row, where=start.where, media_folder=media_folder)
             except BadRow as error:
                 return error
             finally:
@@ -134,7 +131,7 @@ async def play_sets(
         done += 1
         on_progress(done)
         label = str(start.row["answer"])
-        return [_answer(*pair, label=label) for pair in zip(records, outputs, strict=True)]
+        return [_answer(record, label=label) for record in records]
 
     playing: list[asyncio.Task[list[Answer] | BadRow]] = []
     try:
@@ -179,8 +176,9 @@ def _set_answers(one: PreparedSet, found: Sequence[list[Answer] | BadRow], *, mo
     return SetAnswers(of=of, answers=[answers for _, answers in pairs])
 
 
-def _answer(record: EpisodeRecord, output: RewardOutput, *, label: str) -> Answer:
+def _answer(record: EpisodeRecord, *, label: str) -> Answer:
     """Returns an episode as one answer; its text is the whole conversation."""
+    output = record.output
     last = record.texts[-1] if record.texts and record.ended not in CUT_ENDS else ""
     return Answer(
         text=record.transcript(),

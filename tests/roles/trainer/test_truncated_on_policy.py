@@ -19,7 +19,6 @@ from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.engine import Generated, SamplingParams
-from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import group_uid
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -30,6 +29,7 @@ from relax_core.roles.trainer.reference_logprobs import ActorFwdWorker, Referenc
 from relax_core.roles.trainer.teacher_worker import EngineTeacher, ForwardTeacher, TeacherWorker, teacher_columns
 from relax_core.rollout.episodes.group_assembly import complete_group
 from tests.contracts.engine.harness import SGLANG_PYTHON, VOCAB, make_model, prompts_of, random_prompt
+from tests.responses import scored as scored_episodes
 from tests.roles.trainer.truncated_rows import (
     BANNED,
     SAMPLES,
@@ -117,9 +117,12 @@ def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> 
         for index, prompt in enumerate(PROMPTS):
             row = complete_group(
                 index=index,
-                prompt_ids=prompt,
-                generated=[one for one in responses if one.prompt == index],
-                rewards=[RewardOutput(reward=reward) for reward in (1.0, 0.0, 0.25, 0.5)],
+                episodes=scored_episodes(
+                    [one for one in responses if one.prompt == index],
+                    [1.0, 0.0, 0.25, 0.5],
+                    index=index,
+                    prompt_ids=prompt,
+                ),
             )
             assert row.group_uid == group_uid(index) and hasattr(row, "columns")
             assert (c.KEPT_TOKENS in row.columns) == bool(changes)

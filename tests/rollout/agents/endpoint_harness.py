@@ -13,14 +13,15 @@ import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec, EpisodeLimits
+from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, SessionTable, tool_form
 from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.group_assembly import token_accounts
 from relax_core.rollout.episodes.shared_requests import SharedRequests
-from relax_core.rollout.episodes.token_accounts import token_accounts
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree
+from relax_core.rollout.episodes.tree_builder import build_tree
 from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.responses import response
 
@@ -119,22 +120,13 @@ class Served:
     def tree(self) -> TokenTree:
         """The tree of the episode once the session is over, in which every token has one account."""
         self.session.end("env_done")
-        episode = self.episode()
+        episode = self.record
+        episode.output = RewardOutput(reward=1.0)
         tree = build_tree("g0", [episode])
         counts = token_accounts([episode], tree)
         assert counts["sampled"] == sum(map(len, self.pool.given)) and counts["trained"] == int(tree.loss_mask.sum())
         assert counts["trained"] + counts["orphan"] == counts["sampled"]
         return tree
-
-    def episode(self) -> PlayedEpisode:
-        return PlayedEpisode(
-            uid=self.record.uid,
-            turns=self.record.turns,
-            reward=1.0,
-            parts={},
-            ended=self.record.ended or "",
-            orphan=self.record.orphan,
-        )
 
 
 Scene = Callable[[Served], Awaitable[None]]

@@ -13,9 +13,9 @@ from relax_core.contracts.reward import RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agents.endpoint_app import SHAPES
-from relax_core.rollout.episodes.episode_records import EpisodeRecord, played_episodes
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.group_assembly import token_accounts
 from relax_core.rollout.episodes.played_group import EarlyEnds
-from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import build_tree
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.playing import CONTEXT, AnsweringPool, Played, agent_settings, played, python_agent
@@ -34,10 +34,10 @@ def runs(tmp_path: Path, body: str) -> Any:
 def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
     """The account of every token that the engines gave, for a group in which each episode with turns has a reward."""
     own = records or tuple(found.records)
-    outputs = [RewardOutput(reward=None if one.failed else 1.0) for one in own]
-    episodes = played_episodes(own, outputs)
-    kept = [one for one in episodes if one.reward is not None]
-    counts = token_accounts(episodes, build_tree("g", kept) if kept else None)
+    for one in own:
+        one.output = RewardOutput(reward=None if one.failed else 1.0)
+    kept = [one for one in own if one.reward is not None]
+    counts = token_accounts(own, build_tree("g", kept) if kept else None)
     assert counts["sampled"] == found.pool.sampled
     return counts
 

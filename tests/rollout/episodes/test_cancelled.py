@@ -131,6 +131,7 @@ ENDS: dict[Ended, tuple[type[Echo], dict[str, Any]]] = {
     "env_failed": (Raises, GO_ON),
     "episode_timeout": (Hangs, {"episode_timeout_s": 0.2, **GO_ON}),
 }
+ONE_TURN = {"stop", "length"}
 ELSEWHERE = {"cancelled", "straggler", "stale", "bad_media"}  # below, in test_early_ends.py, in test_episodes.py
 
 
@@ -149,7 +150,7 @@ def test_each_end_of_the_closed_list(engine: Engine, tiny_folder: Path) -> None:
             assert all(bool(one.failed) == (one.ended not in REWARDED_ENDS) for one in records)
 
     asyncio.run(within(scene()))
-    assert set(get_args(Ended)) == ENDS.keys() | ELSEWHERE
+    assert set(get_args(Ended)) == ENDS.keys() | ELSEWHERE | ONE_TURN
 
 
 # -- groups that are given up ------------------------------------------------------------------------------------------

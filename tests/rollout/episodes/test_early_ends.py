@@ -15,7 +15,6 @@ import pytest
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.reward import RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
@@ -23,12 +22,11 @@ from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
     PlayedFigures,
-    episode_rewards,
-    played_episodes,
     played_values,
+    score_episodes,
 )
 from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.group_assembly import complete_episodes
+from relax_core.rollout.episodes.group_assembly import complete_group
 from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -59,7 +57,7 @@ def play_group(
     ends: EarlyEnds,
     *,
     evaluation: str = "",
-) -> tuple[list[EpisodeRecord], list[RewardOutput]]:
+) -> list[EpisodeRecord]:
     """Plays one group of `EPISODES` episodes and scores it."""
     tokenizer, env = PromptTokenizer(folder), env_of(kind)
     client = engine.new_client()
@@ -70,7 +68,7 @@ def play_group(
     async def client_for(number: int, on_policy: bool) -> Any:
         return client
 
-    async def scene(rewards: RewardPool) -> tuple[list[EpisodeRecord], list[RewardOutput]]:
+    async def scene(rewards: RewardPool) -> list[EpisodeRecord]:
         player = EpisodePlayer(
             env=env,
             env_config=config,
@@ -84,7 +82,8 @@ def play_group(
         try:
             async with asyncio.TaskGroup() as tasks:
                 records = await player.play(start, tasks)
-            return records, await episode_rewards(records, rewards, row=ROW, where="row 3")
+            await score_episodes(records, rewards, row=ROW, where="row 3")
+            return records
         finally:
             await client.aclose()
 
@@ -116,7 +115,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path, grace_s: float
     class Slow(SlowFirst):
         opened: list[SlowFirst] = []
 
-    records, outputs = play_group(engine, folder, Slow, EarlyEnds(quorum=0.75, grace_s=grace_s))
+    records = play_group(engine, folder, Slow, EarlyEnds(quorum=0.75, grace_s=grace_s))
     late = [record for record in records if record.ended == "straggler"]
     assert len(late) == 1 and len(late[0].turns) == 2
     assert [record.ended for record in records if record not in late] == ["env_done"] * 3
@@ -125,7 +124,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path, grace_s: float
     assert (values["ended/straggler"], values["straggler_turns"]) == (0.25, 2.0)
 
     accounts: dict[str, int] = {}
-    done = complete_episodes(index=3, episodes=played_episodes(records, outputs), refuse=None, account=accounts.update)
+    done = complete_group(index=3, episodes=records, account=accounts.update)
     tree = tree_of(done)  # type: ignore[arg-type]
     assert [one.uid for one in tree.episodes] == [record.uid for record in records if record not in late]
     assert done.dropped == {late[0].uid: "straggler"}  # type: ignore[union-attr]
@@ -157,7 +156,7 @@ def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
     monkeypatch.setattr(SharedRequests, "generate", hanging)
     monkeypatch.setattr(EpisodePlayer, "play", played)
     monkeypatch.setattr(EnginePool, "cancel", cancel)
-    records, _ = play_group(engine, folder, Echo, EarlyEnds(quorum=0.5))
+    records = play_group(engine, folder, Echo, EarlyEnds(quorum=0.5))
     assert [record.ended for record in records] == ["env_done"] * 2 + ["straggler"] * 2
     assert told == [["g3.2.1", "g3.3.1"]]
 
@@ -202,7 +201,7 @@ def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
 
     Renamed.engine = engine
     with caplog.at_level(logging.WARNING):
-        records, outputs = play_group(engine, folder, Renamed, ends, evaluation=evaluation)
+        records = play_group(engine, folder, Renamed, ends, evaluation=evaluation)
     assert [record.ended for record in records] == [wanted] * EPISODES
     played = [len(record.turns) for record in records]
     assert max(played) == turns
@@ -212,9 +211,7 @@ def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
     assert len(told) == (wanted == "stale"), "the log says once what to change"
     if wanted == "stale":
         accounts: dict[str, int] = {}
-        done = complete_episodes(
-            index=3, episodes=played_episodes(records, outputs), refuse=None, account=accounts.update
-        )
+        done = complete_group(index=3, episodes=records, account=accounts.update)
         assert done.reason == "stale"  # type: ignore[union-attr]
         assert accounts["stale"] == accounts["sampled"] > 0
 

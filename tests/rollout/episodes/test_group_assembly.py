@@ -18,13 +18,14 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree
-from relax_core.rollout.episodes.group_assembly import DroppedGroup, GroupFilter, complete_episodes, complete_group
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
+from relax_core.rollout.episodes.group_assembly import DroppedGroup, GroupFilter, complete_group
 from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.train.micro_batches import decode_train_tree
 from relax_core.train.step_sums import micro_batch_totals
 from tests.bus.make_rows import make_core
 from tests.responses import response as make_response
+from tests.responses import scored
 from tests.trees import of_tokens, rewards_of, tree_of
 
 
@@ -48,15 +49,10 @@ def response(
 
 
 def completed(*pairs: tuple[Generated, float | None]) -> object:
-    return complete_group(
-        index=12,
-        prompt_ids=[1, 2, 3],
-        generated=[one for one, _ in pairs],
-        rewards=[
-            RewardOutput(reward=reward, exact=reward == 1.0, parts={"format": 0.5}, why=f"{reward}")
-            for _, reward in pairs
-        ],
-    )
+    outputs = [
+        RewardOutput(reward=reward, exact=reward == 1.0, parts={"format": 0.5}, why=f"{reward}") for _, reward in pairs
+    ]
+    return complete_group(index=12, episodes=scored([one for one, _ in pairs], outputs, index=12))
 
 
 def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
@@ -141,13 +137,7 @@ def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
     results = []
     for rewards in ([0.5, 0.5], [0.5, 0.5], [0.5, 1.0], [1.0, 1.0], [None, 1.0]):
         results.append(
-            complete_group(
-                index=12,
-                prompt_ids=[1],
-                generated=[response(0), response(1)],
-                rewards=[RewardOutput(reward=reward) for reward in rewards],
-                refuse=refuse,
-            )
+            complete_group(index=12, episodes=scored([response(0), response(1)], rewards, index=12), refuse=refuse)
         )
     reasons = [one.reason if isinstance(one, DroppedGroup) else None for one in results]
     assert reasons == ["all_equal", "all_equal", None, "all_equal", "reward_failed"]
@@ -165,9 +155,7 @@ def test_the_filter_of_a_sum_compares_its_first_part() -> None:
         outputs = [RewardOutput(reward=sum(one.values()), parts=one) for one in parts]
         group = complete_group(
             index=12,
-            prompt_ids=[1],
-            generated=[response(0), response(1)],
-            rewards=outputs,
+            episodes=scored([response(0), response(1)], outputs, index=12),
             refuse=GroupFilter(drop_group, parts=["right", "form"]),
         )
         return isinstance(group, DroppedGroup)
@@ -182,9 +170,7 @@ def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[i
     """A sample is then as old as the newest weights in it; a sample of a single version is not masked."""
     row = complete_group(
         index=12,
-        prompt_ids=[1, 2, 3],
-        generated=[response(0), response(1, version=5)],
-        rewards=[RewardOutput(reward=1.0), RewardOutput(reward=0.0)],
+        episodes=scored([response(0), response(1, version=5)], [1.0, 0.0], index=12),
         mask_off_policy=mask,
     )
     assert not isinstance(row, DroppedGroup)
@@ -196,9 +182,7 @@ def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[i
 def truncated(*pairs: tuple[Generated, float | None]) -> Group | DroppedGroup:
     return complete_group(
         index=0,
-        prompt_ids=[1, 2, 3],
-        generated=[one for one, _ in pairs],
-        rewards=[RewardOutput(reward=reward) for _, reward in pairs],
+        episodes=scored([one for one, _ in pairs], [reward for _, reward in pairs]),
         refuse=GroupFilter(lambda rewards, dropped: "all_equal" if len(set(rewards)) == 1 else None),
         mask_truncated=True,
     )
@@ -259,7 +243,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
 
 def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: Any) -> Group | DroppedGroup:
     """Returns a group; ``episodes`` holds the reward, the end, and for each turn the versions of its tokens."""
-    played = []
+    played = list[EpisodeRecord]()
     for place, (reward, ended, turns) in enumerate(episodes):
         prompt, made = [1, 2], list[PlayedTurn]()
         for versions in turns:
@@ -267,8 +251,9 @@ def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: 
             made.append(PlayedTurn(prompt_ids=prompt, response=answer))
             prompt = [*prompt, *answer.output_ids.tolist(), 5]
         uid = f"g00000012.{place}"
-        played.append(PlayedEpisode(uid=uid, turns=made, reward=reward, parts={}, ended=ended))
-    return complete_episodes(index=12, episodes=played, **given)
+        output = RewardOutput(reward=reward)
+        played.append(EpisodeRecord(uid=uid, turns=made, output=output, ended=ended))  # type: ignore[arg-type]
+    return complete_group(index=12, episodes=played, **given)
 
 
 def test_an_episode_without_a_reward_is_dropped_alone() -> None:

@@ -7,10 +7,10 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.engine import Generated
-from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
 from relax_core.train.micro_batches import decode_train_tree
 from tests.responses import response as make_response
+from tests.responses import scored
 
 LAYERS, TOP_K = 2, 3
 PROMPT = np.arange(4 * LAYERS * TOP_K, dtype=np.uint8).reshape(4, LAYERS, TOP_K)
@@ -35,14 +35,16 @@ def response(sample: int, tokens: int, *, replayed: bool) -> Generated:
 def leased(*, replayed: bool) -> Group:
     row = complete_group(
         index=0,
-        prompt_ids=[1, 2, 3, 4],
-        generated=[
-            response(3, 5, replayed=replayed),
-            response(0, 3, replayed=replayed),
-            response(1, 2, replayed=replayed),
-            response(2, 1, replayed=replayed),
-        ],
-        rewards=[RewardOutput(reward=reward) for reward in (1.0, 1.0, None, 1.0)],
+        episodes=scored(
+            [
+                response(3, 5, replayed=replayed),
+                response(0, 3, replayed=replayed),
+                response(1, 2, replayed=replayed),
+                response(2, 1, replayed=replayed),
+            ],
+            [1.0, 1.0, None, 1.0],
+            prompt_ids=[1, 2, 3, 4],
+        ),
     )
     assert not isinstance(row, DroppedGroup)
     columns = row.columns | {c.ADVANTAGES: c.encode_column(c.ADVANTAGES, np.zeros(9))}

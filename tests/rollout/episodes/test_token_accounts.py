@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.bus import Group
-from relax_core.rollout.episodes.group_assembly import complete_episodes
-from relax_core.rollout.episodes.token_accounts import token_accounts
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
+from relax_core.contracts.reward import RewardOutput
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
+from relax_core.rollout.episodes.group_assembly import complete_group, token_accounts
 from tests.responses import response as make_response
 from tests.trees import tree_of
 
 GROUPS, EPISODES, OLDEST = 250, 4, 3
 
 
-def random_episode(draw: np.random.Generator, place: int) -> PlayedEpisode:
+def random_episode(draw: np.random.Generator, place: int) -> EpisodeRecord:
     """An episode of up to four turns, some of whose histories were rewritten, with weights of several versions."""
     turns: list[PlayedTurn] = []
     prompt = [1, 2, 3]
@@ -32,12 +32,11 @@ def random_episode(draw: np.random.Generator, place: int) -> PlayedEpisode:
     failed = draw.random() < 0.2
     lost = str(draw.choice(["env_failed", "step_timeout", "episode_timeout", "straggler", "stale", "cancelled"]))
     ended = lost if failed else str(draw.choice(["env_done", "turn_cut", "token_budget", "context_full"]))
-    return PlayedEpisode(
+    return EpisodeRecord(
         uid=f"g00000012.{place}",
         turns=[] if failed and draw.random() < 0.3 else turns,
-        reward=None if failed else float(draw.random()),
-        parts={},
-        ended=ended,
+        output=RewardOutput(reward=None if failed else float(draw.random())),
+        ended=ended,  # type: ignore[arg-type]
         not_chosen=int(draw.integers(0, 9)) if draw.random() < 0.2 else 0,
     )
 
@@ -49,7 +48,7 @@ def test_the_accounts_of_a_thousand_episodes_add_up(masks: dict[str, Any]) -> No
     for _ in range(GROUPS):
         episodes = [random_episode(draw, place) for place in range(EPISODES)]
         refuse = (lambda rewards: "filtered") if draw.random() < 0.1 else None
-        done = complete_episodes(index=12, episodes=episodes, refuse=refuse, **masks)  # type: ignore[arg-type]
+        done = complete_group(index=12, episodes=episodes, refuse=refuse, **masks)  # type: ignore[arg-type]
         tree = tree_of(done) if isinstance(done, Group) else None
         counts = token_accounts(episodes, tree, oldest_version=OLDEST)
         sampled = [turn.response for one in episodes for turn in one.turns]

@@ -15,8 +15,8 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
-from relax_core.rollout.episodes.group_assembly import ScoredResponse, one_turn_tree
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, TreeBuilder, build_tree
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
+from relax_core.rollout.episodes.tree_builder import TreeBuilder, build_tree
 from tests.media_items import image_item
 from tests.responses import response
 
@@ -28,8 +28,8 @@ def turn(
     return PlayedTurn(prompt_ids=prompt, response=answer, media=media)
 
 
-def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> PlayedEpisode:
-    return PlayedEpisode(uid=uid, turns=turns, reward=reward, parts={}, ended="env_done")
+def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> EpisodeRecord:
+    return EpisodeRecord(uid=uid, turns=list(turns), output=RewardOutput(reward=reward), ended="env_done")
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ def agree(row: Row, token: int, experts: tuple[int, ...] | None) -> bool:
     return row.token == token and (None in (row.experts, experts) or row.experts == experts)
 
 
-def plain_tree(episodes: Sequence[PlayedEpisode]) -> tuple[list[Row], list[list[Row]]]:
+def plain_tree(episodes: Sequence[EpisodeRecord]) -> tuple[list[Row], list[list[Row]]]:
     """Returns all rows depth-first, and the last row of each turn of each episode."""
     root, ends = Row(0, None), list[list[Row]]()
     for one in episodes:
@@ -99,7 +99,7 @@ def plain_tree(episodes: Sequence[PlayedEpisode]) -> tuple[list[Row], list[list[
     return rows, ends
 
 
-def check_against_rows(tree: TokenTree, episodes: Sequence[PlayedEpisode]) -> None:
+def check_against_rows(tree: TokenTree, episodes: Sequence[EpisodeRecord]) -> None:
     check_tree(tree)
     rows, ends = plain_tree(episodes)
     assert tree.token_ids.tolist() == [row.token for row in rows]
@@ -117,26 +117,6 @@ def check_against_rows(tree: TokenTree, episodes: Sequence[PlayedEpisode]) -> No
     if tree.extras:
         for row, experts in zip(rows, tree.extras[ROUTED_EXPERTS], strict=True):
             assert tuple(experts.ravel().tolist()) == (row.experts or (0,))
-
-
-def test_a_group_of_one_turn_has_the_tree_of_the_quick_way() -> None:
-    prompt = [5, 6, 7]
-    responses = [response([8, 9], versions=[1, 2]), response([8], versions=2), response([9, 9, 3], versions=2)]
-    quick = one_turn_tree(
-        "g",
-        prompt,
-        [
-            ScoredResponse(uid=f"g.{k}", response=one, output=RewardOutput(reward=0.0), trained_from=0)
-            for k, one in enumerate(responses)
-        ],
-    )
-    built = build_tree(
-        "g", [episode(f"g.{k}", PlayedTurn(prompt_ids=prompt, response=r)) for k, r in enumerate(responses)]
-    )
-    for name in ("token_ids", "end", "loss_mask", "logprobs", "versions"):
-        assert getattr(built, name).tobytes() == getattr(quick, name).tobytes()
-    assert [one.leaves for one in built.episodes] == [one.leaves for one in quick.episodes]
-    assert [one.turns for one in built.episodes] == [one.turns for one in quick.episodes]
 
 
 def test_turns_grow_a_branch_and_equal_draws_are_not_shared() -> None:
@@ -212,7 +192,7 @@ def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
 
 
 @st.composite
-def groups(draw: st.DrawFn, *, routed: bool) -> list[PlayedEpisode]:
+def groups(draw: st.DrawFn, *, routed: bool) -> list[EpisodeRecord]:
     """Returns episodes whose openings, answers and observations often agree; some histories are rewritten."""
     token = st.integers(1, 2)
     texts = st.lists(token, min_size=1, max_size=3)
@@ -237,12 +217,12 @@ def groups(draw: st.DrawFn, *, routed: bool) -> list[PlayedEpisode]:
 
 
 @given(groups(routed=False))
-def test_any_group_equals_the_tree_of_rows(group: list[PlayedEpisode]) -> None:
+def test_any_group_equals_the_tree_of_rows(group: list[EpisodeRecord]) -> None:
     check_against_rows(build_tree("g", group), group)
 
 
 @given(groups(routed=True))
-def test_any_group_with_recorded_experts_equals_the_tree_of_rows(group: list[PlayedEpisode]) -> None:
+def test_any_group_with_recorded_experts_equals_the_tree_of_rows(group: list[EpisodeRecord]) -> None:
     check_against_rows(build_tree("g", group), group)
 
 
