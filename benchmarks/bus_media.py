@@ -8,6 +8,7 @@ huge pages, which files of /dev/shm do not get where the kernel's setting for th
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from benchmarks.bus_transport import GROUP_SIZE, STEPS_WITHOUT_END, T, for_actor, make_row
+from benchmarks.bus_transport import T, bus_settings, for_actor, make_row
 from relax_core.bus.factory import BACKENDS, create_bus
 from relax_core.config.compose import load_config
 from relax_core.contracts.columns import MEDIA
@@ -55,20 +56,23 @@ class MediaLine:
         return _peak_bytes(self.pid) - self._peak_before
 
     def cycle(self, *, counts: bool = True) -> None:
+        asyncio.run(self._cycle(counts))
+
+    async def _cycle(self, counts: bool) -> None:
         bus, step = self._bus, self._step
-        admissions = bus.admit(GROUPS, timeout_s=T)
+        admissions = await bus.admit(GROUPS, timeout_s=T)
         start = time.perf_counter()
         items = [
             write_item(self._folder, _item(step * GROUPS + place), {"frames": self._frames}) for place in range(GROUPS)
         ]
-        assert bus.hold({item.digest: item.nbytes for item in items}, timeout_s=T) == []
+        assert await bus.hold({item.digest: item.nbytes for item in items}, timeout_s=T) == []
         placed = [{MEDIA: msgspec.msgpack.encode([Media(item, 0, item.rows)])} for item in items]
-        bus.put(
+        await bus.put(
             [make_row(one, version=step, columns=own) for one, own in zip(admissions, placed, strict=True)],
             timeout_s=T,
         )
         after_put = time.perf_counter()
-        lease = bus.lease(for_actor(step, GROUPS, placed[0]), timeout_s=T)
+        lease = await bus.lease(for_actor(step, GROUPS, placed[0]), timeout_s=T)
         reader = bus.media_reader(timeout_s=T)
         mapped = [reader.tensors(item)["frames"] for item in items]
         after_lease = time.perf_counter()
@@ -77,8 +81,8 @@ class MediaLine:
             self.message_bytes = len(placed[0][MEDIA])
         assert all(np.array_equal(one[-1], self._frames[-1]) for one in mapped)
         assert str(self._folder) not in Path(f"/proc/{self.pid}/maps").read_text()
-        bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
-        bus.let_go([item.digest for item in items], timeout_s=T)
+        await bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
+        await bus.let_go([item.digest for item in items], timeout_s=T)
         self._step += 1
         self.items += GROUPS
 
@@ -112,21 +116,19 @@ def _media_lines(ends: ExitStack, folder: Path, frames: np.ndarray) -> dict[str,
             ends.callback(shutil.rmtree, shared, ignore_errors=True)  # a node's folder is being removed, too
             bus = create_bus(
                 load_config([f"bus={backend}"]).bus,
-                groups_per_step=GROUPS,
-                group_size=GROUP_SIZE,
-                max_staleness=0,
-                on_stale="drop",
-                total_steps=STEPS_WITHOUT_END,
+                bus_settings(
+                    GROUPS,
+                    media_folder=str(shared / "media" if place == "nodes" else shared),
+                    media_nodes=place == "nodes",
+                ),
                 ledger_path=folder / f"media-{backend}-{place}.sqlite",
                 name=name,
                 namespace="benchmark",
                 socket_folder=folder,
-                media_folder=shared / "media" if place == "nodes" else shared,
-                media_nodes=place == "nodes",
             )
             ends.callback(bus.terminate)
-            ends.callback(bus.close, reason="the benchmark is over", timeout_s=T)
-            lines[name] = MediaLine(bus, bus.media_folder(timeout_s=T), frames)
+            ends.callback(lambda bus: asyncio.run(bus.close(reason="the benchmark is over", timeout_s=T)), bus)
+            lines[name] = MediaLine(bus, asyncio.run(bus.media_folder(timeout_s=T)), frames)
     return lines
 
 

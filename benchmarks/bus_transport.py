@@ -5,6 +5,7 @@ Backends and the memcpy bound take turns within one Ray, so that the machine's m
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import time
@@ -12,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from relax_core.bus.factory import BACKENDS, create_bus
+from relax_core.bus.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import Admission, Bus, Group, LeaseRequest
@@ -37,6 +40,17 @@ def make_row(admission: Admission, *, version: int, columns: dict[str, bytes]) -
         uids=uids,
         versions=[version] * GROUP_SIZE,
         columns=columns,
+    )
+
+
+def bus_settings(groups_per_step: int, **media: Any) -> BusSettings:
+    return BusSettings(
+        groups_per_step=groups_per_step,
+        group_size=GROUP_SIZE,
+        max_staleness=0,
+        on_stale="drop",
+        total_steps=STEPS_WITHOUT_END,
+        **media,
     )
 
 
@@ -81,20 +95,20 @@ class Line:
     def run(self, cycles: int, *, counts: bool = True) -> None:
         """``counts``: whether the cycles are measured, or warm up."""
         for _ in range(cycles):
-            seconds = self._cycle()
+            seconds = asyncio.run(self._cycle())
             if counts:
                 self.seconds.append(seconds)
 
-    def _cycle(self) -> tuple[float, float, float]:
+    async def _cycle(self) -> tuple[float, float, float]:
         step, bus = self._step, self._bus
-        admissions = bus.admit(self._groups, timeout_s=T)
+        admissions = await bus.admit(self._groups, timeout_s=T)
         rows = [make_row(admission, version=step, columns=self._columns) for admission in admissions]
         start = time.perf_counter()
-        bus.put(rows, timeout_s=T)
+        await bus.put(rows, timeout_s=T)
         after_put = time.perf_counter()
-        lease = bus.lease(for_actor(step, self._groups, self._columns), timeout_s=T)
+        lease = await bus.lease(for_actor(step, self._groups, self._columns), timeout_s=T)
         after_lease = time.perf_counter()
-        bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
+        await bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
         self._step += 1
         return after_put - start, after_lease - after_put, time.perf_counter() - after_lease
 
@@ -117,18 +131,14 @@ def lines(folder: Path, name: str, *, groups: int, columns: dict[str, bytes]) ->
         for backend in BACKENDS:
             bus = create_bus(
                 _settings(backend),
-                groups_per_step=groups,
-                group_size=GROUP_SIZE,
-                max_staleness=0,
-                on_stale="drop",
-                total_steps=STEPS_WITHOUT_END,
+                bus_settings(groups),
                 ledger_path=folder / f"{name}-{backend}.sqlite",
                 name=f"{name}-{backend}",
                 namespace="benchmark",
                 socket_folder=folder,
             )
             ends.callback(bus.terminate)
-            ends.callback(bus.close, reason="the benchmark is over", timeout_s=T)
+            ends.callback(lambda bus: asyncio.run(bus.close(reason="the benchmark is over", timeout_s=T)), bus)
             made[backend] = Line(bus, groups=groups, columns=columns)
         yield made
 

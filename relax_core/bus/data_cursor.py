@@ -11,7 +11,15 @@ import msgspec
 from relax_core.bus.ledger import LedgerState
 from relax_core.bus.open_groups import OpenGroup
 from relax_core.bus.settings import BusSettings
-from relax_core.bus.staleness import admissible_versions, choose, fill, oldest_window_first, window_steps
+from relax_core.bus.staleness import (
+    admissible_versions,
+    choose,
+    fill,
+    keeps_order,
+    oldest_version,
+    oldest_window_first,
+    window_steps,
+)
 from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import LeaseRequest
 
@@ -113,14 +121,14 @@ class MixedCursor(DataCursor):
 
     def _admissible_versions(self, core: BusCore, modality: str, max_groups: int) -> list[int]:
         settings, version = self._settings, core.version
-        steps = window_steps(version, max_staleness=settings.max_staleness, total_steps=settings.total_steps)
+        steps = window_steps(version, settings)
         open_groups = [group for group in core.groups.values() if group.modality == modality]
         supply = [group.ready_from(version) for group in open_groups if group.actor_step != version]
         return fill(
             [self._wanted(modality, open_groups, version=version, ahead=ahead) for ahead in range(steps)],
             supply,
+            settings,
             version=version,
-            max_staleness=settings.max_staleness,
             max_groups=max_groups,
         )
 
@@ -145,7 +153,7 @@ class MixedCursor(DataCursor):
         over-sampling exactly the step's groups were admitted, and they keep their order.
         """
         settings = self._settings
-        if request.step is None or (settings.max_staleness == 0 and not settings.spare_groups):
+        if request.step is None or keeps_order(settings):
             return choose(core, request)
         chosen: list[OpenGroup] = []
         for modality in self._order.names:
@@ -154,7 +162,7 @@ class MixedCursor(DataCursor):
             chosen += oldest_window_first(
                 [group for group in mine if group.actor_step is None],
                 columns=request.columns,
-                last_chance=core.version - settings.max_staleness,
+                last_chance=oldest_version(core.version, settings),
                 max_groups=request.max_groups,
                 slots=self._slots(modality, core.version, core.version + 1, each=settings.groups_per_step) - leased,
             )

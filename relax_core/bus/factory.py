@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_core.bus.settings import INLINE_BYTES, MAX_ROW_BYTES, BusSettings
+from relax_core.bus.settings import BusSettings
 
 if TYPE_CHECKING:
     from relax_core.bus.ray_bus import RayBus
@@ -24,54 +24,24 @@ START_TIMEOUT_S = 60.0
 
 def create_bus(
     config: BusConfig,
+    settings: BusSettings,
     *,
-    groups_per_step: int,
-    group_size: int,
-    max_staleness: int,
-    on_stale: Literal["drop", "mask"],
-    total_steps: int,
-    spare_groups: int = 0,
-    surplus: Literal["drop", "keep"] = "drop",
-    rollout_workers: int = 1,
     ledger_path: Path,
     name: str,
     namespace: str,
     socket_folder: Path = Path("/tmp"),
     plane: DataPlane | None = None,
     node_options: Mapping[str, Any] | None = None,
-    media_folder: Path | None = None,
-    media_nodes: bool = False,
-    mix: Mapping[str, float] | None = None,
-    inline_bytes: int = INLINE_BYTES,
-    max_row_bytes: int = MAX_ROW_BYTES,
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
     `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
     function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
     bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
-    bytes. ``node_options`` are Ray's options for the node of the bus process. ``media_folder`` is the folder of media
-    items, None in a run without media; with ``media_nodes`` each node has its own beside it, and items are copied to
-    the nodes that need them. ``mix`` is data.mix; the two limits are those of `BusSettings`.
-    Raises ValueError for an unknown backend or settings without sense.
+    bytes. ``node_options`` are Ray's options for the node of the bus process. Raises ValueError for an unknown backend.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
-    settings = BusSettings(
-        groups_per_step=groups_per_step,
-        group_size=group_size,
-        max_staleness=max_staleness,
-        on_stale=on_stale,
-        total_steps=total_steps,
-        inline_bytes=inline_bytes,
-        max_row_bytes=max_row_bytes,
-        spare_groups=spare_groups,
-        surplus=surplus,
-        rollout_workers=rollout_workers,
-        media_folder="" if media_folder is None else str(media_folder),
-        media_nodes=media_nodes,
-        mix=dict(mix or {}),
-    )
     options: dict[str, Any] = {"name": name, "namespace": namespace, "num_cpus": 0, "max_restarts": 0}
     options |= {"max_concurrency": _MAX_CALLS, **(node_options or {})}
     if config.name == "transfer_queue":

@@ -117,8 +117,8 @@ _lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
 class RayBus:
     """Is a handle on the bus process. It can be pickled for Ray actors, and any thread may use it.
 
-    The methods are described in `relax_core.contracts.bus.Bus`; those with suffix ``_async`` do the same from an event
-    loop. The bus process ends with the process that created it, or by `terminate`.
+    `relax_core.contracts.bus.Bus` describes the methods. The bus process ends with the process that created it, or by
+    `terminate`.
     """
 
     def __init__(self, actor: Any, *, settings: BusSettings) -> None:
@@ -126,94 +126,68 @@ class RayBus:
         self.settings = settings
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
-    def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+    async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Waits for credit and returns 1 to ``max_groups`` admissions."""
-        return _decode(self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s), list[Admission])
-
-    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-        """Waits for credit and returns 1 to ``max_groups`` admissions."""
-        call = self._call_async("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
+        call = self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, list[Admission])
 
-    def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+    async def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Returns the worker's admissions whose groups are not complete, with one attempt more."""
-        return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
+        return _decode(await self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
-    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+    async def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Enters complete groups."""
-        self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
+        await self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
-    async def put_async(self, groups: Sequence[Group], *, timeout_s: float) -> None:
-        """Enters complete groups."""
-        await self._call_async("put", *self._pack_groups(groups), timeout_s=timeout_s)
-
-    def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+    async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends a group that is in flight."""
-        self._call("drop", group_uid, reason, timeout_s=timeout_s)
+        await self._call("drop", group_uid, reason, timeout_s=timeout_s)
 
-    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
-        """Ends a group that is in flight."""
-        await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
-
-    def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+    async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
         """Says which modality the prompts of these groups have, by index."""
-        self._call("name_modalities", dict(modalities), timeout_s=timeout_s)
+        await self._call("name_modalities", dict(modalities), timeout_s=timeout_s)
 
-    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
-        """Says which modality the prompts of these groups have, by index."""
-        await self._call_async("name_modalities", dict(modalities), timeout_s=timeout_s)
-
-    def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+    async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
-        return _decode(self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s), VersionChange)
-
-    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
-        """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
-        call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
+        call = self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, VersionChange)
 
     # -- media items ----------------------------------------------------------------------------------------------
-    def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+    async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Names items for a rollout worker and returns the digests of those that are not stored."""
-        return _decode(self._call("hold", dict(items), worker, self._node(), timeout_s=timeout_s), list[str])
-
-    async def hold_async(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
-        """Names items for a rollout worker and returns the digests of those that are not stored."""
-        call = self._call_async("hold", dict(items), worker, self._node(), timeout_s=timeout_s)
+        call = self._call("hold", dict(items), worker, self._node(), timeout_s=timeout_s)
         return _decode(await call, list[str])
 
-    def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Ends the hold of a rollout worker on items."""
-        self._call("let_go", list(digests), worker, timeout_s=timeout_s)
+        await self._call("let_go", list(digests), worker, timeout_s=timeout_s)
 
-    async def let_go_async(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
-        """Ends the hold of a rollout worker on items."""
-        await self._call_async("let_go", list(digests), worker, timeout_s=timeout_s)
-
-    def media_folder(self, *, timeout_s: float) -> Path:
+    async def media_folder(self, *, timeout_s: float) -> Path:
         """Returns the folder of this process's node, which exists from now on, for the files of items."""
         folder = Path(self.settings.media_folder)
         if not self.settings.media_nodes:
             return folder
-        self._call("open_media", self._node(), timeout_s=timeout_s)
+        await self._call("open_media", self._node(), timeout_s=timeout_s)
         return node_folder(folder, self._node())
 
-    def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+    async def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
         """Waits until a node has the files of items in its folder. Raises `MediaGone` if one is not stored anywhere.
 
         ``node_id`` is Ray's, by default that of this process. If all nodes read one folder, it does nothing.
         """
         if self.settings.media_nodes:
-            self._call("bring_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
+            await self._call("bring_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
 
     def media_reader(self, *, timeout_s: float) -> MediaReader:
         """Returns the reader that maps the tensors of stored items."""
         folder = Path(self.settings.media_folder)
         if not self.settings.media_nodes:
             return FolderReader(folder)
-        return NodeReader(
-            node_folder(folder, self._node()), bring=lambda digests: self.bring_media(digests, timeout_s=timeout_s)
-        )
+
+        def bring(digests: Sequence[str]) -> None:
+            asyncio.run(self.bring_media(digests, timeout_s=timeout_s))
+
+        return NodeReader(node_folder(folder, self._node()), bring=bring)
 
     def _node(self) -> str:
         """Returns the id of this process's Ray node, or "" if all nodes read one folder."""
@@ -228,21 +202,21 @@ class RayBus:
         return encode(message), packer.blocks
 
     # -- calls of workers that lease ------------------------------------------------------------------------------
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+    async def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
         """Waits for a lease."""
-        lease = self._call_for_lease("lease", encode(request), timeout_s, timeout_s=timeout_s)
+        lease = await self._call_for_lease("lease", encode(request), timeout_s, timeout_s=timeout_s)
         assert lease is not None
         return lease
 
-    def read(
+    async def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[Group]:
         """Returns columns of groups of a held lease."""
-        lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
+        lease = await self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
         assert lease is not None
         return lease.rows
 
-    def write(
+    async def write(
         self,
         lease_id: int,
         columns: Mapping[str, Mapping[str, bytes]],
@@ -254,9 +228,11 @@ class RayBus:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
         body = encode({uid: packer.split(payloads) for uid, payloads in columns.items()})
         request = encode(then) if then else None
-        return self._call_for_lease("write", lease_id, body, packer.blocks, request, timeout_s, timeout_s=timeout_s)
+        return await self._call_for_lease(
+            "write", lease_id, body, packer.blocks, request, timeout_s, timeout_s=timeout_s
+        )
 
-    def ack(
+    async def ack(
         self,
         lease_ids: Sequence[int],
         *,
@@ -267,47 +243,43 @@ class RayBus:
     ) -> Lease | None:
         """Records a train step and returns the next lease if ``then`` asks for one."""
         request = encode(then) if then else None
-        return self._call_for_lease(
+        return await self._call_for_lease(
             "ack", list(lease_ids), step, dict(dropped), request, timeout_s, timeout_s=timeout_s
         )
 
-    def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+    async def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
         """Gives leases back unused."""
-        self._call("release", list(lease_ids), timeout_s=timeout_s)
+        await self._call("release", list(lease_ids), timeout_s=timeout_s)
 
-    def revoke(self, task: str, *, timeout_s: float) -> None:
+    async def revoke(self, task: str, *, timeout_s: float) -> None:
         """Ends all leases and waits of a task."""
-        self._call("revoke", task, timeout_s=timeout_s)
+        await self._call("revoke", task, timeout_s=timeout_s)
 
     # -- calls of the controller ---------------------------------------------------------------------------------
-    def progress(self, *, timeout_s: float) -> BusProgress:
+    async def progress(self, *, timeout_s: float) -> BusProgress:
         """Returns the counts of the run."""
-        return _decode(self._call("progress", timeout_s=timeout_s), BusProgress)
+        return _decode(await self._call("progress", timeout_s=timeout_s), BusProgress)
 
-    def waits(self, *, timeout_s: float) -> list[BusWait]:
+    async def waits(self, *, timeout_s: float) -> list[BusWait]:
         """Returns the calls that wait in the bus."""
-        return _decode(self._call("waits", timeout_s=timeout_s), list[BusWait])
+        return _decode(await self._call("waits", timeout_s=timeout_s), list[BusWait])
 
-    def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
+    async def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
         """Waits until the version is not ``since_version``, the bus is closed or ``timeout_s`` is over."""
-        return _decode(self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s), BusProgress)
-
-    async def wait_progress_async(self, since_version: int, *, timeout_s: float) -> BusProgress:
-        """Waits as `wait_progress` does, without a thread, so that a worker which fails need not wait for its end."""
-        call = self._call_async("wait_progress", since_version, timeout_s, timeout_s=timeout_s)
+        call = self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s)
         return _decode(await call, BusProgress)
 
-    def snapshot(self, *, timeout_s: float) -> bytes:
+    async def snapshot(self, *, timeout_s: float) -> bytes:
         """Returns the state for a checkpoint, as msgpack."""
-        return _decode(self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)
+        return _decode(await self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)
 
-    def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
+    async def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
         """Goes back to a snapshot."""
-        self._call("restore", snapshot, timeout_s=timeout_s)
+        await self._call("restore", snapshot, timeout_s=timeout_s)
 
-    def close(self, *, reason: str, timeout_s: float) -> None:
+    async def close(self, *, reason: str, timeout_s: float) -> None:
         """Closes the bus and brings the ledger to disk."""
-        self._call("close", reason, timeout_s, timeout_s=timeout_s)
+        await self._call("close", reason, timeout_s, timeout_s=timeout_s)
 
     def process_id(self, *, timeout_s: float) -> int:
         """Returns the process id of the bus."""
@@ -318,33 +290,36 @@ class RayBus:
         ray.kill(self._actor)
 
     # -- transport ----------------------------------------------------------------------------------------------
-    def _call(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
-        return open_answer(get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method))[0]
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
+        return open_answer(await self._answer(method, *args, timeout_s=timeout_s))[0]
 
-    def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
-        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
-        value, refs = open_answer(answer)
+    async def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
+        value, refs = open_answer(await self._answer(method, *args, timeout_s=timeout_s))
         message = _lease_decoder.decode(value)
         if message is None:
             return None
         lease, locations = message
-        blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
+        blocks: list[Block] = await _values(refs, timeout_s=timeout_s, what=f"the payloads of a {method}")
         groups = [
             msgspec.structs.replace(group, columns=join(group.columns, large, blocks))
             for group, large in zip(lease.rows, locations, strict=True)
         ]
         return msgspec.structs.replace(lease, rows=groups)
 
-    async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
-        reference = getattr(self._actor, method).remote(*args)
-        try:
-            async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
-                answer = await reference
-        except TimeoutError:
-            raise _no_answer(method, timeout_s) from None
-        except (ActorDiedError, ActorUnavailableError) as error:
-            raise _lost(method, error) from error
-        return open_answer(answer)[0]
+    async def _answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        (answer,) = await _values([getattr(self._actor, method).remote(*args)], timeout_s=timeout_s, what=method)
+        return answer
+
+
+async def _values(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
+    """Returns the values of object refs; errors are those of `get`."""
+    try:
+        async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
+            return await asyncio.gather(*references)
+    except TimeoutError:
+        raise _no_answer(what, timeout_s) from None
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise _lost(what, error) from error
 
 
 def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from relax_core.config.schema import RelaxConfig
 
 INLINE_BYTES = 1 << 16
 MAX_ROW_BYTES = 1 << 28
@@ -37,6 +41,23 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     media_folder: str = ""
     media_nodes: bool = False
     mix: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, config: RelaxConfig, *, media_folder: Path | None, media_nodes: bool) -> BusSettings:
+        """Returns the settings of a run's bus."""
+        return cls(
+            groups_per_step=config.rollout.prompts_per_step,
+            group_size=config.algo.group_size,
+            max_staleness=config.mode.max_staleness,
+            on_stale=config.mode.on_stale.value,
+            total_steps=config.run.steps,
+            spare_groups=config.rollout.spare_prompts,
+            surplus=config.rollout.surplus.value,
+            rollout_workers=config.rollout.workers,
+            media_folder="" if media_folder is None else str(media_folder),
+            media_nodes=media_nodes,
+            mix=dict(config.data.mix or {}),
+        )
 
     @property
     def most_in_flight(self) -> int | None:

@@ -1,11 +1,12 @@
 """The staleness rule: which groups may enter the rollout, which a lease gets, and which have left the window.
 
 Train step t consumes weights t and makes t + 1. It may train an episode iff t minus the version of its oldest trained
-token is at most ``max_staleness``. Three places apply the rule, and all are here:
+token is at most ``max_staleness``. These apply the rule, and all are here:
 
 - admission lets a group enter only if some step inside the window can consume it;
 - selection gives the actor first what leaves the window next;
-- what left the window, or is not needed after over-sampling, ends as ``stale`` or ``over_sampled``.
+- what left the window, or is not needed after over-sampling, ends as ``stale`` or ``over_sampled``. The rollout ends an
+  episode of several turns early if it would (`TooOld`).
 
 With mode.on_stale=mask the actor leases such groups too, and `relax_core.train.micro_batches.decode_train_tree` masks
 their tokens that are too old.
@@ -13,8 +14,9 @@ their tokens that are too old.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Protocol
 
 from relax_core.bus.call_checks import ACTOR
 from relax_core.bus.open_groups import OpenGroup
@@ -27,35 +29,30 @@ if TYPE_CHECKING:
 
 STALE = "stale"
 OVER_SAMPLED = "over_sampled"
+log = logging.getLogger(__name__)
+
+
+class Window(Protocol):
+    """Is what has the size of the window: the settings of a bus, or the section ``mode`` of a run's configuration."""
+
+    max_staleness: int
+
+
+def oldest_version(step: int, window: Window) -> int:
+    """Returns the version of the oldest token that train step ``step`` may train."""
+    return step - window.max_staleness
 
 
 def admissible_versions(core: BusCore, max_groups: int) -> list[int]:
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``."""
-    settings = core.settings
+    supply = [group.ready_from(core.version) for group in core.groups.values() if group.actor_step != core.version]
     return plan_admissions(
-        [group.ready_from(core.version) for group in core.groups.values() if group.actor_step != core.version],
-        version=core.version,
-        slots_left=core.slots_left(),
-        groups_per_step=settings.groups_per_step,
-        max_staleness=settings.max_staleness,
-        total_steps=settings.total_steps,
-        max_groups=max_groups,
-        spare_groups=settings.spare_groups,
-        surplus=settings.surplus,
+        supply, core.settings, version=core.version, slots_left=core.slots_left(), max_groups=max_groups
     )
 
 
 def plan_admissions(
-    supply_versions: Iterable[int],
-    *,
-    version: int,
-    slots_left: int,
-    groups_per_step: int,
-    max_staleness: int,
-    total_steps: int,
-    max_groups: int,
-    spare_groups: int = 0,
-    surplus: Literal["drop", "keep"] = "drop",
+    supply_versions: Iterable[int], settings: BusSettings, *, version: int, slots_left: int, max_groups: int
 ) -> list[int]:
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``.
 
@@ -67,22 +64,22 @@ def plan_admissions(
     If no group is lost, group k is meant for step k // groups_per_step. After a loss, a new group fills the missing
     slot first, because groups that the engine holds back for a later version cannot fill it.
 
-    ``spare_groups`` are admitted beyond the slots: for each step anew if ``surplus`` is "drop", and once for the whole
-    run if it is "keep", because an unused group then counts for the next step.
+    ``settings.spare_groups`` are admitted beyond the slots: for each step anew if ``surplus`` is "drop", and once for
+    the whole run if it is "keep", because an unused group then counts for the next step.
     """
-    steps = window_steps(version, max_staleness=max_staleness, total_steps=total_steps)
-    spares = [spare_groups if surplus == "keep" else spare_groups * (ahead + 1) for ahead in range(steps)]
-    wanted = [slots_left + ahead * groups_per_step + spares[ahead] for ahead in range(steps)]
-    return fill(wanted, supply_versions, version=version, max_staleness=max_staleness, max_groups=max_groups)
+    steps, each = window_steps(version, settings), settings.spare_groups
+    spares = [each if settings.surplus == "keep" else each * (ahead + 1) for ahead in range(steps)]
+    wanted = [slots_left + ahead * settings.groups_per_step + spares[ahead] for ahead in range(steps)]
+    return fill(wanted, supply_versions, settings, version=version, max_groups=max_groups)
 
 
-def window_steps(version: int, *, max_staleness: int, total_steps: int) -> int:
+def window_steps(version: int, settings: BusSettings) -> int:
     """Returns how many steps, from step ``version`` on, groups may be admitted for."""
-    return max(0, min(version + max_staleness + 1, total_steps - 1) - version + 1)
+    return max(0, min(version + settings.max_staleness + 1, settings.total_steps - 1) - version + 1)
 
 
 def fill(
-    wanted: Sequence[int], supply_versions: Iterable[int], *, version: int, max_staleness: int, max_groups: int
+    wanted: Sequence[int], supply_versions: Iterable[int], window: Window, *, version: int, max_groups: int
 ) -> list[int]:
     """Returns the ``min_version`` of each new group, if ``wanted[k]`` groups are wanted up to step version + k."""
     # supply[k] counts the groups that can be trained from step version + k on.
@@ -95,25 +92,31 @@ def fill(
     for ahead, count in enumerate(supply):
         groups_by_step += count
         while groups_by_step < wanted[ahead] and len(admitted) < max_groups:
-            admitted.append(max(0, version + ahead - max_staleness))
+            admitted.append(max(0, oldest_version(version + ahead, window)))
             groups_by_step += 1
     return admitted
 
 
+def keeps_order(settings: BusSettings) -> bool:
+    """Returns whether train steps take the groups in order of issue: exactly those of the step were admitted."""
+    return settings.max_staleness == 0 and not settings.spare_groups
+
+
 def choose(core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
-    """Returns the groups that a lease gets now; the actor's request is for the step that is due."""
-    groups = core.groups.values()
+    """Returns the groups that a lease gets now; the actor's request is for the step that is due.
+
+    If groups are over-sampled, there are more than the step needs, and no group waits for one that is not ready.
+    """
+    columns, most, settings = request.columns, request.max_groups, core.settings
     if request.task != ACTOR:
-        return choose_for_worker(groups, task=request.task, columns=request.columns, max_groups=request.max_groups)
-    return choose_for_actor(
-        groups,
-        columns=request.columns,
-        step=core.version,
-        max_staleness=core.settings.max_staleness,
-        max_groups=request.max_groups,
-        slots=core.slots_left(),
-        over_sampled=core.settings.spare_groups > 0,
-    )
+        return choose_for_worker(core.groups.values(), task=request.task, columns=columns, max_groups=most)
+    free = [group for group in core.groups.values() if group.actor_step is None]
+    if keeps_order(settings):
+        return _in_order(free, columns=columns, step=core.version, limit=min(core.slots_left(), most))
+    if settings.spare_groups:
+        free = [group for group in free if group.has_columns(columns)]
+    last_chance = oldest_version(core.version, settings)
+    return oldest_window_first(free, columns=columns, last_chance=last_chance, max_groups=most, slots=core.slots_left())
 
 
 def choose_for_worker(
@@ -128,30 +131,6 @@ def choose_for_worker(
         if undone and group.has_columns(columns):
             chosen.append(group)
     return chosen
-
-
-def choose_for_actor(
-    groups: Iterable[OpenGroup],
-    *,
-    columns: tuple[str, ...],
-    step: int,
-    max_staleness: int,
-    max_groups: int,
-    slots: int,
-    over_sampled: bool = False,
-) -> list[OpenGroup]:
-    """Returns the groups that train step ``step`` gets now, at most ``slots`` and ``max_groups``.
-
-    If ``over_sampled``, there are more groups than the step needs, and no group waits for one that is not ready.
-    """
-    free = [group for group in groups if group.actor_step is None]
-    if over_sampled:
-        free = [group for group in free if group.has_columns(columns)]
-    elif max_staleness == 0:
-        return _in_order(free, columns=columns, step=step, limit=min(slots, max_groups))
-    return oldest_window_first(
-        free, columns=columns, last_chance=step - max_staleness, max_groups=max_groups, slots=slots
-    )
 
 
 def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, limit: int) -> list[OpenGroup]:
@@ -198,7 +177,7 @@ def is_stale(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
     """Returns whether a complete group that no step holds has left the window of step ``version``, and must end."""
     if group.complete is None or group.actor_step is not None or settings.on_stale != "drop":
         return False
-    return group.oldest_version < version - settings.max_staleness
+    return group.oldest_version < oldest_version(version, settings)
 
 
 def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
@@ -210,7 +189,7 @@ def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool
     """
     if not settings.spare_groups:
         return False
-    oldest = version - settings.max_staleness
+    oldest = oldest_version(version, settings)
     if version >= settings.total_steps:
         return True
     if group.in_flight:
@@ -226,3 +205,38 @@ def newest_version(columns: Mapping[str, bytes]) -> int | None:
         return None
     turns = [turn for one in decode_episodes(columns[EPISODES]) for turn in one.turns]
     return max(version for turn in turns for version, _ in turn.versions)
+
+
+class TooOld:
+    """Knows the newest weight version that was seen, and which episodes no train step can take any more.
+
+    Such an episode has a token that is more than ``most_lag`` weight versions older; None means that none is too old.
+    """
+
+    def __init__(self, most_lag: int | None) -> None:
+        self._most_lag = most_lag
+        self._newest = 0
+        self._told = False
+
+    def sampled(self, version: int) -> None:
+        """Takes notice of the version of a response."""
+        self._newest = max(self._newest, version)
+
+    def words(self, uid: str, versions: Sequence[int]) -> str:
+        """Returns why an episode is too old, empty if it is not; the log says once what to change.
+
+        ``versions`` has the version of the oldest token of each of its turns.
+        """
+        if self._most_lag is None or not versions or self._newest - min(versions) <= self._most_lag:
+            return ""
+        words = f"its first tokens have version {min(versions)}, and the weights have version {self._newest}"
+        if not self._told:
+            self._told = True
+            log.warning(
+                "episode %s ends after %d turns, because it is too old to be trained: %s. This is not said again. "
+                "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
+                uid,
+                len(versions),
+                words,
+            )
+        return words

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from relax_core.bus.bus_actor import BusActor, answers
-from relax_core.bus.ray_bus import RayBus, encode, get, open_answer
+from relax_core.bus.ray_bus import RayBus, encode, get
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.transfer_queue_plane import (
     START_TIMEOUT_S,
@@ -70,23 +70,14 @@ class TransferQueueBus(RayBus):
             return self._client
 
     # -- calls that store payloads ------------------------------------------------------------------------------
-    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+    async def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
-        stored = self._store(samples, timeout_s=timeout_s)
-        self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
+        stored = await self._store(samples, timeout_s=timeout_s)
+        await self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
-    async def put_async(self, groups: Sequence[Group], *, timeout_s: float) -> None:
-        """Stores the payloads, then enters the groups."""
-        deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
-        client = await asyncio.to_thread(self.open)
-        request = client.put(self.location.partition, samples)
-        stored = await client.call_async(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
-        await self._call_async("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
-
-    def write(
+    async def write(
         self,
         lease_id: int,
         columns: Mapping[str, Columns],
@@ -97,28 +88,30 @@ class TransferQueueBus(RayBus):
         """Stores the payloads, then writes the columns."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(uid, group, timeout_s=timeout_s) for uid, group in columns.items()]
-        stored = self._store(samples, timeout_s=timeout_s)
+        stored = await self._store(samples, timeout_s=timeout_s)
         written = {uid: (_kept(group), samples) for (uid, group), samples in zip(columns.items(), stored, strict=True)}
         request = encode(then) if then else None
         left_s = _left_s(deadline)
-        return self._call_for_lease("write", lease_id, encode(written), request, left_s, timeout_s=left_s)
+        return await self._call_for_lease("write", lease_id, encode(written), request, left_s, timeout_s=left_s)
 
-    def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[list[StoredColumns]]:
-        client = self.open()
+    async def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[list[StoredColumns]]:
+        client = await self._opened()
         request = client.put(self.location.partition, samples)
-        return client.call(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
+        return await client.call(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
+
+    async def _opened(self) -> PlaneClient:
+        return await asyncio.to_thread(self.open) if self._client is None else self._client
 
     # -- calls that read payloads -------------------------------------------------------------------------------
-    def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
-        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
-        message = _lease_decoder.decode(open_answer(answer)[0])
+    async def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
+        message = _lease_decoder.decode(await self._call(method, *args, timeout_s=timeout_s))
         if message is None:
             return None
         lease, stored = message
         wanted = [one for samples in stored for one in samples]
-        client = self.open()
+        client = await self._opened()
         request = client.get(self.location.partition, wanted)
-        found = client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
+        found = await client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
         payloads = {one.key: group for one, group in zip(wanted, found, strict=True)}
         groups = [_joined(group, samples, payloads) for group, samples in zip(lease.rows, stored, strict=True)]
         return msgspec.structs.replace(lease, rows=groups)

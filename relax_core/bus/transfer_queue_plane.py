@@ -150,8 +150,8 @@ class NewSample:
 class PlaneClient:
     """Is the client of a data plane, one for each process and plane; any thread may use it.
 
-    Its requests run on a thread of their own, and the coroutines below run on that thread only: pass them to `call` or
-    `call_async`. Payloads larger than ``inline_bytes`` travel as separate frames, without a copy.
+    Its requests run on a thread of their own, and the coroutines below run on that thread only: pass them to
+    `call`. Payloads larger than ``inline_bytes`` travel as separate frames, without a copy.
     """
 
     def __init__(self, address: PlaneAddress, *, inline_bytes: int = 0) -> None:
@@ -173,17 +173,12 @@ class PlaneClient:
         self._storage = self._client.storage_manager
 
     # -- calls with a deadline ----------------------------------------------------------------------------------
-    def call(self, request: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
+    async def call(self, request: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
         """Runs a request and returns its value.
 
         Raises `BusLost` as soon as a server has exited and `BusTimeout` after ``timeout_s`` seconds; both name the
         servers.
         """
-        guarded = self._guarded(request, timeout_s=timeout_s, what=what)
-        return asyncio.run_coroutine_threadsafe(guarded, self._loop).result()
-
-    async def call_async(self, request: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
-        """Runs a request from an event loop of another thread; errors are those of `call`."""
         guarded = self._guarded(request, timeout_s=timeout_s, what=what)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(guarded, self._loop))
 
@@ -371,12 +366,12 @@ class ControllerHost(_Host):
     async def keys(self, partition: str, timeout_s: float) -> list[str]:
         """Returns every key of the partition."""
         assert self._client is not None
-        return await self._client.call_async(self._client.keys(partition), timeout_s=timeout_s, what="a list of keys")
+        return await self._client.call(self._client.keys(partition), timeout_s=timeout_s, what="a list of keys")
 
     async def clear(self, partition: str, keys: list[str], timeout_s: float) -> None:
         """Frees these samples and skips those that were freed before."""
         assert self._client is not None
-        await self._client.call_async(self._client.clear(partition, keys), timeout_s=timeout_s, what="a clear")
+        await self._client.call(self._client.clear(partition, keys), timeout_s=timeout_s, what="a clear")
 
 
 def _plain(actor_class: Any) -> Any:

@@ -279,11 +279,11 @@ class ItemFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def hold_async(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+    async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Returns the digests of the items that have no file."""
         return [digest for digest in items if not (self._folder / digest).exists()]
 
-    async def let_go_async(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Removes the files of items."""
         for digest in digests:
             await asyncio.to_thread((self._folder / digest).unlink, missing_ok=True)

@@ -161,6 +161,11 @@ class ModeConfig:
         """Returns how many weight versions may have sampled the groups that are in flight at one time."""
         return self.max_staleness + 1
 
+    @property
+    def most_lag(self) -> int | None:
+        """Returns how many versions an episode's oldest token may lag behind; None if tokens are masked instead."""
+        return self.max_staleness if self.on_stale is OnStale.drop else None
+
 
 @dataclass
 class ElasticConfig:

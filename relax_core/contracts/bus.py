@@ -84,9 +84,9 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     The task "actor" consumes groups; any other task works on each group once and writes columns. ``columns`` names the
     columns that a group must have. ``payloads`` names those that come with the lease, None for all; `Bus.read` reads
     the others. ``min_groups`` and ``max_groups`` bound the number of groups; the call waits for the minimum. ``step``
-    is the train step that consumes the groups (task "actor" only): groups older than ``step - max_staleness`` are
-    dropped as stale, or leased for masking if the bus is configured so. ``lease_s`` is the time in seconds after which
-    the groups go back.
+    is the train step that consumes the groups (task "actor" only): groups that have left its window are dropped as
+    stale, or leased for masking if the bus is configured so. ``lease_s`` is the time in seconds after which the groups
+    go back.
     """
 
     task: str
@@ -190,19 +190,20 @@ class BusWait(msgspec.Struct, frozen=True, kw_only=True):
 class Bus(Protocol):
     """Declares the methods of every bus backend. All arguments beyond the first are keyword-only.
 
+    A thread without an event loop runs a call by ``asyncio.run``.
     ``worker`` is the number of the calling rollout worker, from 0. An admission belongs to the worker that asked for
     it.
     """
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
-    def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+    async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Waits for credit, then admits 1 to ``max_groups`` prompt groups and opens their samples in the ledger.
 
         Waiting workers get credit in the order in which they asked, and each has at most its part of the groups in
         flight. The groups of a restored snapshot go to the worker that asks first.
         """
 
-    def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+    async def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Returns the worker's admissions whose groups never came, in order of issue: its work after a restart.
 
         A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call. Media
@@ -210,29 +211,29 @@ class Bus(Protocol):
         may still work on its requests.
         """
 
-    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+    async def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery).
 
         From now on the group names the media items of its column `MEDIA`, until it ends. Raises ValueError if nobody
         names one of them, because its tensors may be gone.
         """
 
-    def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+    async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends an admitted group that yields nothing. Its credit becomes free."""
 
-    def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+    async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
         """Says which modality the prompt of each of these groups has, by the groups' indices.
 
         A group keeps its first name; with data.mix it has one from its admission on. In a run on text nobody calls it.
         """
 
-    def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+    async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Returns once another version than ``since_version`` is in force, with the worker's groups that ended since.
 
         One caller of each worker may call it. After ``timeout_s`` it returns the same version and no groups.
         """
 
-    def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+    async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Names media items for a rollout worker, and returns the digests of those that are not stored.
 
         ``items`` maps digests to sizes in bytes. The tensors of an item stay as long as a rollout worker holds it, a
@@ -241,13 +242,13 @@ class Bus(Protocol):
         the groups whose requests use it. A file that nobody holds is removed some minutes after it was written.
         """
 
-    def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Ends the hold of a rollout worker on media items. Ignores those that it does not hold."""
 
-    def media_folder(self, *, timeout_s: float) -> Path:
+    async def media_folder(self, *, timeout_s: float) -> Path:
         """Returns the folder of this process's node in which a rollout worker writes the files of items."""
 
-    def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+    async def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
         """Waits until a node has the files of items, for a reader that has no bus, such as an engine.
 
         ``node_id`` is Ray's, by default that of this process. Raises `MediaGone` if an item is not stored anywhere. If
@@ -257,14 +258,15 @@ class Bus(Protocol):
     def media_reader(self, *, timeout_s: float) -> MediaReader:
         """Returns the reader that maps the tensors of stored items, for any process that has the bus.
 
-        ``timeout_s`` is the deadline of each read. The views stay valid after the item was removed.
+        ``timeout_s`` is the deadline of each read, which blocks its thread. The views stay valid after the item was
+        removed.
         """
 
     # -- calls of workers that lease ------------------------------------------------------------------------------
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+    async def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
         """Waits until enough groups are ready, then leases them."""
 
-    def read(
+    async def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[Group]:
         """Returns columns of groups of a held lease, in the order of ``group_uids``. The lease stays as it is.
@@ -274,7 +276,7 @@ class Bus(Protocol):
         group lacks.
         """
 
-    def write(
+    async def write(
         self,
         lease_id: int,
         columns: Mapping[str, Mapping[str, bytes]],
@@ -284,7 +286,7 @@ class Bus(Protocol):
     ) -> Lease | None:
         """Adds columns (group_uid → column → payload) and ends the lease. With ``then`` it waits for the next lease."""
 
-    def ack(
+    async def ack(
         self,
         lease_ids: Sequence[int],
         *,
@@ -299,30 +301,30 @@ class Bus(Protocol):
         for the next lease.
         """
 
-    def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+    async def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
         """Gives groups back unused."""
 
-    def revoke(self, task: str, *, timeout_s: float) -> None:
+    async def revoke(self, task: str, *, timeout_s: float) -> None:
         """Ends the leases of a task whose worker was lost.
 
         Their groups go back, and its waiting calls raise `LeaseLost`.
         """
 
     # -- calls of the controller ---------------------------------------------------------------------------------
-    def progress(self, *, timeout_s: float) -> BusProgress:
+    async def progress(self, *, timeout_s: float) -> BusProgress:
         """Returns the state of the run."""
 
-    def waits(self, *, timeout_s: float) -> list[BusWait]:
+    async def waits(self, *, timeout_s: float) -> list[BusWait]:
         """Returns the calls that wait for admissions or leases now, the longest wait first."""
 
-    def snapshot(self, *, timeout_s: float) -> bytes:
+    async def snapshot(self, *, timeout_s: float) -> bytes:
         """Returns the bus's part of a checkpoint as msgpack: ledger, data cursor and open groups.
 
         Groups in flight are not in it. Their prompts are issued again on resume, each once.
         """
 
-    def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
+    async def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
         """Goes back to a snapshot."""
 
-    def close(self, *, reason: str, timeout_s: float) -> None:
+    async def close(self, *, reason: str, timeout_s: float) -> None:
         """Ends the run: every waiting call raises `BusClosed`."""

@@ -5,6 +5,7 @@ No train step waits for it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,7 @@ class Controller:
         if has_own_ray and not self._supervisor.trained and not self._supervisor.ordered:
             start = self._context.start_step
             try:
-                progress = self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S)
+                progress = asyncio.run(self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S))
             except (BusLost, BusTimeout) as error:
                 raise ServicesLost("the bus did not answer while the run was being stopped", log=str(error)) from error
             if progress.version == start:
@@ -154,7 +155,7 @@ class Controller:
 
     def _last_progress(self) -> BusProgress:
         try:
-            return self._services.bus.progress(timeout_s=CALL_TIMEOUT_S)
+            return asyncio.run(self._services.bus.progress(timeout_s=CALL_TIMEOUT_S))
         except BusLost as error:
             raise ServicesLost("the bus died", log=str(error)) from error
 

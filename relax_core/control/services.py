@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -13,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_bus import RayBus
+from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.host.process_trees import kill, kill_trees
@@ -105,25 +107,15 @@ class Services:
             self._context.media_folder.mkdir(mode=0o700, parents=True)
         bus = create_bus(
             config.bus,
-            groups_per_step=config.rollout.prompts_per_step,
-            group_size=config.algo.group_size,
-            max_staleness=config.mode.max_staleness,
-            on_stale=config.mode.on_stale.value,
-            total_steps=config.run.steps,
-            spare_groups=config.rollout.spare_prompts,
-            surplus=config.rollout.surplus.value,
-            rollout_workers=config.rollout.workers,
+            BusSettings.of(config, media_folder=self._context.media_folder, media_nodes=by_node),
             ledger_path=self._context.run_dir / "ledger.sqlite",
             name=BUS,
             namespace=self._context.namespace,
             socket_folder=self._context.token_file.parent,
             node_options=node_options(config.launcher, BUS, 0),
-            media_folder=self._context.media_folder,
-            media_nodes=by_node,
-            mix=config.data.mix,
         )
         if snapshot is not None:
-            bus.restore(snapshot, timeout_s=CALL_TIMEOUT_S)
+            asyncio.run(bus.restore(snapshot, timeout_s=CALL_TIMEOUT_S))
         return bus
 
     def _start(self, role: str, rank: int) -> Any:
@@ -216,7 +208,7 @@ class Services:
         """Closes the bus and kills all processes. It does not ask the workers, which may be in a long operation."""
         try:
             with suppress(BusLost):
-                self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s)
+                asyncio.run(self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s))
         finally:
             self.kill()
 
@@ -232,7 +224,7 @@ class Services:
         timeout_s = self._context.config.run.stop_timeout_s
         try:
             with suppress(BusLost):  # no worker waits on a bus that has exited
-                self.bus.close(reason=reason, timeout_s=timeout_s)
+                asyncio.run(self.bus.close(reason=reason, timeout_s=timeout_s))
         finally:
             ranks = self._ranks_with(failed) if failed is not None else set()
             asked = [worker for name, worker in self.workers.items() if name not in ranks]

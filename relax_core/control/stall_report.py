@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ class Watchdog:
     def _text(self, beats: Mapping[str, Beat], what: str) -> str:
         waits: list[BusWait] | str
         try:
-            waits = self._services.bus.waits(timeout_s=BUS_S)
+            waits = asyncio.run(self._services.bus.waits(timeout_s=BUS_S))
         except (BusLost, BusTimeout) as error:
             waits = str(error)
         found = chain(beats, waits, start=worker_name("actor", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -333,7 +334,7 @@ class BusWatch:
     def _watch(self) -> None:
         while not self._ended.wait(ASK_S):
             try:
-                self.progress = self._bus.progress(timeout_s=self._call_timeout_s)
+                self.progress = asyncio.run(self._bus.progress(timeout_s=self._call_timeout_s))
             except BusLost as error:
                 # If another process was lost, such as a storage unit, the error names it.
                 self.lost = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"

@@ -204,6 +204,15 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     ]
 
 
+def order_words(config: RelaxConfig) -> Iterator[str]:
+    """Warns that several rollout workers make a run without staleness unrepeatable."""
+    if config.mode.max_staleness == 0 and not config.in_order:
+        yield (
+            f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: which worker rolls a group out "
+            "depends on timing, so the same seed gives another run. With rollout.workers=1 it gives the same bits."
+        )
+
+
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns how many groups may be in flight, and how old a trained token may be."""
     staleness, groups = config.mode.max_staleness, work.groups

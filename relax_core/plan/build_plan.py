@@ -17,7 +17,15 @@ from relax_core.control.host.ray_session import OBJECT_STORE_BYTES
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.data.sources import are_rows_named
 from relax_core.observe.process_usage import available_bytes
-from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words, plural
+from relax_core.plan.batch import (
+    batch_words,
+    context_words,
+    credit_words,
+    episode_words,
+    media_words,
+    order_words,
+    plural,
+)
 from relax_core.plan.context_length import planned_context
 from relax_core.plan.data_check import DataLook, epoch_words, look_at_data
 from relax_core.plan.memory_plan import (
@@ -152,7 +160,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         unread=list(unused_keys(config)),
         warnings=[
             *([UNSEEN] if on_gpus else []),
-            *_order_words(config),
+            *order_words(config),
             *stop_words(config),
             *_encode_faults(encoding),
             *of_host,
@@ -190,15 +198,6 @@ def _data_look(config: RelaxConfig) -> DataLook | None:
     if config.launcher.name is LauncherKind.ray_job or (data.task is None and not are_rows_named(data)):
         return None
     return look_at_data(config)
-
-
-def _order_words(config: RelaxConfig) -> Iterator[str]:
-    """Warns that several rollout workers make a run without staleness unrepeatable."""
-    if config.mode.max_staleness == 0 and not config.in_order:
-        yield (
-            f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: which worker rolls a group out "
-            "depends on timing, so the same seed gives another run. With rollout.workers=1 it gives the same bits."
-        )
 
 
 def _runs_here(config: RelaxConfig) -> bool:

@@ -50,8 +50,10 @@ def _connect(what: str, connect: Callable[[], T], *, timeout_s: float) -> T:
 # -- A bus whose waiting calls are recorded among its worker's waits --------------------------------------------------
 
 Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
-TRACED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # a `wait_progress` is idle time and not a wait
-TRACED_AWAITS = ("admit_async", "put_async", "drop_async", "hold_async", "name_modalities_async")
+TRACED_CALLS = (  # a `wait_progress` is idle time and not a wait
+    *("admit", "put", "drop", "hold", "name_modalities"),
+    *("lease", "read", "write", "ack", "release", "snapshot"),
+)
 
 
 def traced_bus(bus: RayBus, waiting: Waiting) -> RayBus:
@@ -66,18 +68,11 @@ class _TracedBus:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._bus, name)
-        if name in TRACED_CALLS:
+        if name not in TRACED_CALLS:
+            return method
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with self._waiting(name, on=BUS):
-                    return method(*args, **kwargs)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with self._waiting(name, on=BUS):
+                return await method(*args, **kwargs)
 
-            return call
-        if name in TRACED_AWAITS:
-
-            async def call_async(*args: Any, **kwargs: Any) -> Any:
-                with self._waiting(name.removesuffix("_async"), on=BUS):
-                    return await method(*args, **kwargs)
-
-            return call_async
-        return method
+        return call

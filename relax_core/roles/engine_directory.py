@@ -209,7 +209,7 @@ class EngineMedia:
         timeout_s = CALL_TIMEOUT_S
         if media and (node_id := self._node(engine, url, timeout_s=timeout_s)):
             digests = list({one.item.digest: None for one in media})
-            self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s)
+            asyncio.run(self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s))
 
     def _node(self, engine: int, url: str, *, timeout_s: float) -> str:
         if url not in self._nodes:

@@ -16,10 +16,10 @@ ENCODINGS = 3  # of an item whose file is not there after it was encoded
 class HoldingBus(Protocol):
     """Declares the calls of the bus that hold items."""
 
-    async def hold_async(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+    async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Names items (digest → bytes) and returns the digests of those that are not stored."""
 
-    async def let_go_async(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Ends the hold on items."""
 
 
@@ -48,7 +48,7 @@ class HeldItems:
         for _ in range(ENCODINGS):
             item = await self._encoder.encode(source)
             async with self._calling:
-                missing = await self._bus.hold_async(
+                missing = await self._bus.hold(
                     {item.digest: item.nbytes}, worker=self._worker, timeout_s=self._timeout_s
                 )
                 # The cache may have let an equal item of another source go before or during the call.
@@ -73,7 +73,7 @@ class HeldItems:
             async with self._calling:
                 digests, self._unused = list(self._unused), {}
                 try:
-                    await self._bus.let_go_async(digests, worker=self._worker, timeout_s=self._timeout_s)
+                    await self._bus.let_go(digests, worker=self._worker, timeout_s=self._timeout_s)
                 except BusClosed:  # the run has ended, and its media folder ends with it
                     return
                 except (BusLost, BusTimeout) as error:

@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 class AdmissionBus(Protocol):
     """Declares the calls of the bus that admissions need."""
 
-    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+    async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Waits until groups may be sampled and returns their admissions; raises BusTimeout."""
 
-    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+    async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends a group without training; the ledger keeps the reason."""
 
-    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+    async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
         """Says which modality the prompts of these groups have, by index."""
 
 
@@ -123,7 +123,7 @@ class PromptAdmissions:
         settings = self._settings
         while True:
             try:
-                return await self._bus.admit_async(
+                return await self._bus.admit(
                     settings.batch_prompts, worker=settings.worker, timeout_s=settings.admit_timeout_s
                 )
             except BusTimeout as late:
@@ -173,7 +173,7 @@ class PromptAdmissions:
             rows = [self._row_or_error(number) for number in numbers]
             if self._prompts.items is not None:
                 names = {one.index: modality_of_row(row) for one, row in zip(admissions, rows, strict=True)}
-                await self._bus.name_modalities_async(names, timeout_s=self._settings.call_timeout_s)
+                await self._bus.name_modalities(names, timeout_s=self._settings.call_timeout_s)
             # The images and videos of all these prompts are encoded at the same time.
             made = await asyncio.gather(*map(self._prompt_or_error, admissions, numbers, rows))
             for admission, number, prompt in zip(admissions, numbers, made, strict=True):
@@ -196,13 +196,13 @@ class PromptAdmissions:
         if self._weight_update_handler is not None:
             self._weight_update_handler.end(index)
         self._prompts.release(group_uid(index))
-        await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
+        await self._bus.drop(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(number, error)
 
     async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
         """Returns no admission if the bus wants no more groups: a group that over-sampling ended leaves no credit."""
         try:
-            return await self._bus.admit_async(count, worker=self._settings.worker, timeout_s=AGAIN_S)
+            return await self._bus.admit(count, worker=self._settings.worker, timeout_s=AGAIN_S)
         except BusTimeout:
             return ()
 

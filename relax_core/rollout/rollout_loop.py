@@ -51,7 +51,7 @@ Record = Callable[[str, int, Mapping[str, float]], None]
 class RolloutBus(AdmissionBus, Protocol):
     """Declares the calls of the bus that the rollout's event loop makes."""
 
-    async def put_async(self, rows: Sequence[Group], *, timeout_s: float) -> None:
+    async def put(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         """Puts complete groups into the bus."""
 
 
@@ -353,7 +353,7 @@ class RolloutLoop:
     async def _hand_on(self, done: Group | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
         self._truncated_groups.record(isinstance(done, DroppedGroup) and done.reason == TRUNCATED)
         if isinstance(done, DroppedGroup):
-            await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
+            await self._bus.drop(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             self._prompts.release(done.group_uid)
             return
         if self._samples is not None:
@@ -368,7 +368,7 @@ class RolloutLoop:
         await asyncio.sleep(0)
         while self._staged:
             rows, self._staged = self._staged, []
-            await self._bus.put_async(rows, timeout_s=self._settings.call_timeout_s)
+            await self._bus.put(rows, timeout_s=self._settings.call_timeout_s)
             for row in rows:  # from here on the bus keeps their images and videos
                 self._prompts.release(row.group_uid)
         self._flushing = False

@@ -14,7 +14,7 @@ from relax_core.contracts.tree import group_uid
 class VersionBus(Protocol):
     """Declares the call of the bus that the handler makes."""
 
-    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+    async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Waits for a version after ``since_version``, or for groups of ``worker`` that the bus has ended."""
 
 
@@ -102,7 +102,7 @@ class WeightUpdateHandler:
                 await self._continue_with(change)
 
     async def _next_change(self, since_version: int) -> VersionChange:
-        return await self._bus.wait_version_async(since_version, worker=self._worker, timeout_s=self._call_timeout_s)
+        return await self._bus.wait_version(since_version, worker=self._worker, timeout_s=self._call_timeout_s)
 
     async def _give_up(self, retired: Sequence[str]) -> None:
         ended = [self._in_flight.pop(uid) for uid in retired if uid in self._in_flight]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.bus.staleness import plan_admissions
-from tests.bus.make_rows import for_actor, make_core, make_row
+from tests.bus.make_rows import for_actor, make_core, make_row, make_settings
 
 
 def by_position(
@@ -41,11 +41,9 @@ def test_without_losses_the_place_in_the_queue_decides(
     queue = expected[:outstanding]
     planned = plan_admissions(
         queue,
+        make_settings(groups_per_step=gps, max_staleness=staleness, total_steps=10),
         version=version,
         slots_left=slots_left,
-        groups_per_step=gps,
-        max_staleness=staleness,
-        total_steps=10,
         max_groups=1000,
     )
     assert planned == expected[outstanding:]

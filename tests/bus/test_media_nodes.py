@@ -17,14 +17,14 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from relax_core.bus.factory import create_bus
-from relax_core.bus.ray_bus import RayBus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import BusLost
 from relax_core.contracts.media import MediaGone, MediaItem
 from relax_core.contracts.media_file import node_folder
 from relax_core.roles.process_placement import node_id
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_media import held, make_item, media_columns
-from tests.bus.make_rows import for_actor, make_row
+from tests.bus.make_rows import for_actor, make_row, make_settings
 
 T = 60.0
 WaitUntil = Callable[..., None]
@@ -59,27 +59,20 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def bus(other_node: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest, wait_until: WaitUntil) -> Any:
-    bus = create_bus(
+    made = create_bus(
         BusConfig(name="ray"),
-        inline_bytes=1024,
-        groups_per_step=2,
-        group_size=2,
-        max_staleness=1,
-        on_stale="drop",
-        total_steps=100,
+        make_settings(media_folder=str(folder / "media"), media_nodes=True),
         ledger_path=tmp_path / "ledger.sqlite",
         name=request.node.name,
         namespace="test-media-nodes",
-        media_folder=folder / "media",
-        media_nodes=True,
         node_options={"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id(), soft=False)},
     )
-    yield bus
-    bus.terminate()
+    yield BlockingBus(made)
+    made.terminate()
     wait_until(lambda: not list(folder.iterdir()), what="the end of the folders")
 
 
-def look(bus: RayBus, items: list[MediaItem]) -> tuple[int, list[np.ndarray], bytes]:
+def look(bus: BlockingBus, items: list[MediaItem]) -> tuple[int, list[np.ndarray], bytes]:
     """Maps items as a rank does; returns its process id, their frames and what its process has mapped."""
     reader = bus.media_reader(timeout_s=T)
     reader.bring(items)
@@ -98,7 +91,7 @@ def on_node(node_id: str, function: Callable[..., Any]) -> Any:
 
 
 def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
-    bus: RayBus, other_node: str, folder: Path, wait_until: WaitUntil
+    bus: BlockingBus, other_node: str, folder: Path, wait_until: WaitUntil
 ) -> None:
     here, there = bus.media_folder(timeout_s=T), node_folder(folder / "media", other_node)
     assert here != there and not there.exists()
@@ -133,7 +126,7 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
 
 
 def test_a_lost_node_is_named_and_leaves_no_file(
-    bus: RayBus, second: Node, other_node: str, folder: Path, wait_until: WaitUntil
+    bus: BlockingBus, second: Node, other_node: str, folder: Path, wait_until: WaitUntil
 ) -> None:
     here, there = bus.media_folder(timeout_s=T), node_folder(folder / "media", other_node)
     item, _ = make_item(here, 1)

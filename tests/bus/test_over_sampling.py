@@ -10,7 +10,7 @@ from relax_core.bus.staleness import plan_admissions
 from relax_core.contracts.bus import Admission
 from relax_core.contracts.columns import EPISODES
 from relax_core.contracts.tree import Episode, Turn
-from tests.bus.make_rows import for_actor, make_core, make_row
+from tests.bus.make_rows import for_actor, make_core, make_row, make_settings
 
 
 def train(core: BusCore) -> list[int]:
@@ -95,9 +95,7 @@ def test_the_last_step_leaves_nothing_open(surplus: str) -> None:
 
 def test_without_spares_the_plan_is_as_ever() -> None:
     plans = [
-        plan_admissions(
-            [0, 1], version=1, slots_left=2, groups_per_step=2, max_staleness=1, total_steps=9, max_groups=99, **options
-        )
+        plan_admissions([0, 1], make_settings(total_steps=9, **options), version=1, slots_left=2, max_groups=99)
         for options in ({}, {"spare_groups": 0, "surplus": "keep"}, {"spare_groups": 0, "surplus": "drop"})
     ]
     assert plans[0] == plans[1] == plans[2] == [1, 1, 2, 2]

@@ -17,7 +17,8 @@ from relax_core.bus.factory import connect_bus, create_bus
 from relax_core.bus.ray_bus import RayBus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout
-from tests.bus.make_rows import for_actor, for_worker, make_row
+from tests.bus.blocking import BlockingBus
+from tests.bus.make_rows import for_actor, for_worker, make_row, make_settings
 
 T = 120.0
 NAMESPACE = "test-ray-backend"
@@ -28,42 +29,39 @@ def make_config(name: str = "ray") -> BusConfig:
 
 
 @pytest.fixture
-def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayBus]:
-    bus = create_bus(
+def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[BlockingBus]:
+    made = create_bus(
         make_config(),
-        inline_bytes=1024,
-        groups_per_step=2,
-        group_size=2,
-        max_staleness=1,
-        on_stale="drop",
-        total_steps=100,
+        make_settings(),
         ledger_path=tmp_path / "ledger.sqlite",
         name=request.node.name,
         namespace=NAMESPACE,
     )
-    yield bus
-    bus.terminate()
+    yield BlockingBus(made)
+    made.terminate()
 
 
-def test_the_bus_process_is_light(bus: RayBus) -> None:
+def test_the_bus_process_is_light(bus: BlockingBus) -> None:
     maps = Path(f"/proc/{bus.process_id(timeout_s=T)}/maps").read_text()
     assert "numpy" in maps
     assert "libtorch" not in maps
 
 
-def test_large_payloads_outlive_their_producer_and_are_not_copied(bus: RayBus, request: pytest.FixtureRequest) -> None:
+def test_large_payloads_outlive_their_producer_and_are_not_copied(
+    bus: BlockingBus, request: pytest.FixtureRequest
+) -> None:
     import ray
 
     payload = os.urandom(3_000_000)
 
-    def produce(bus: RayBus) -> int:
+    def produce(bus: BlockingBus) -> int:
         (admission,) = bus.admit(1, timeout_s=T)
         bus.put([make_row(admission, columns={"a": b"x", "pixels": payload})], timeout_s=T)
         return os.getpid()
 
     producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # its process ends with the call
     ray.get(producer.remote(bus), timeout=180)
-    other = connect_bus(request.node.name, NAMESPACE)
+    other = BlockingBus(connect_bus(request.node.name, NAMESPACE))
     lease = other.lease(for_worker(("pixels",)), timeout_s=T)
     pixels = lease.rows[0].columns["pixels"]
     assert isinstance(pixels, memoryview) and pixels.readonly
@@ -72,25 +70,25 @@ def test_large_payloads_outlive_their_producer_and_are_not_copied(bus: RayBus, r
     assert np.shares_memory(np.frombuffer(pixels, np.uint8), np.frombuffer(again, np.uint8))
 
 
-def test_async_twins(bus: RayBus) -> None:
-    async def rollout() -> int:
-        first, second = await bus.admit_async(2, timeout_s=T)
-        await bus.put_async([make_row(first)], timeout_s=T)
-        await bus.drop_async(second.group_uid, reason="engine failed", timeout_s=T)
-        await bus.admit_async(100, timeout_s=T)
+def test_one_event_loop_waits_for_several_calls(bus: BlockingBus) -> None:
+    async def rollout(bus: RayBus) -> int:
+        first, second = await bus.admit(2, timeout_s=T)
+        await bus.put([make_row(first)], timeout_s=T)
+        await bus.drop(second.group_uid, reason="engine failed", timeout_s=T)
+        await bus.admit(100, timeout_s=T)
         with pytest.raises(BusTimeout, match="rollout waits for credit"):
-            await bus.admit_async(1, timeout_s=0.05)
-        waiting = asyncio.create_task(bus.admit_async(1, timeout_s=T))
-        await asyncio.to_thread(bus.close, reason="the end", timeout_s=T)
+            await bus.admit(1, timeout_s=0.05)
+        waiting = asyncio.create_task(bus.admit(1, timeout_s=T))
+        await bus.close(reason="the end", timeout_s=T)
         with pytest.raises(BusClosed, match="the end"):
             await waiting
         return first.index
 
-    assert asyncio.run(rollout()) == 0
+    assert asyncio.run(rollout(bus.bus)) == 0
     assert bus.progress(timeout_s=T).waiting == 1
 
 
-def test_wait_progress(bus: RayBus) -> None:
+def test_wait_progress(bus: BlockingBus) -> None:
     bus.put([make_row(admission) for admission in bus.admit(2, timeout_s=T)], timeout_s=T)
     assert bus.wait_progress(0, timeout_s=0.05).version == 0
     lease = bus.lease(for_actor(0), timeout_s=T)
@@ -100,9 +98,9 @@ def test_wait_progress(bus: RayBus) -> None:
     assert bus.wait_progress(1, timeout_s=T).version == 1
 
 
-def test_an_event_loop_ends_though_a_wait_for_progress_was_cancelled(bus: RayBus) -> None:
+def test_an_event_loop_ends_though_a_wait_for_progress_was_cancelled(bus: BlockingBus) -> None:
     async def scene() -> bool:
-        waiting = asyncio.create_task(bus.wait_progress_async(0, timeout_s=600.0))
+        waiting = asyncio.create_task(bus.bus.wait_progress(0, timeout_s=600.0))
         await asyncio.wait([waiting], timeout=0.2)
         waiting.cancel()
         await asyncio.wait([waiting], timeout=T)
@@ -115,14 +113,14 @@ def test_an_event_loop_ends_though_a_wait_for_progress_was_cancelled(bus: RayBus
     assert ended == [True], "a thread that waits for the bus would hold the loop up for 600 s"
 
 
-CALLS: list[Callable[[RayBus], object]] = [
+CALLS: list[Callable[[BlockingBus], object]] = [
     lambda bus: bus.progress(timeout_s=T),
     lambda bus: bus.lease(for_worker(), timeout_s=T),
-    lambda bus: asyncio.run(bus.admit_async(1, timeout_s=T)),
+    lambda bus: bus.admit(1, timeout_s=T),
 ]
 
 
-def test_a_killed_bus_is_named(bus: RayBus) -> None:
+def test_a_killed_bus_is_named(bus: BlockingBus) -> None:
     os.kill(bus.process_id(timeout_s=T), signal.SIGKILL)
     for call in CALLS:
         with pytest.raises(BusLost, match="the bus process has exited"):
@@ -132,9 +130,8 @@ def test_a_killed_bus_is_named(bus: RayBus) -> None:
 def test_names_that_do_not_exist(ray_session: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no bus named 'nobody' runs in namespace"):
         connect_bus("nobody", NAMESPACE)
-    sizes: dict[str, Any] = {"group_size": 2, "max_staleness": 1, "on_stale": "drop", "total_steps": 1}
     place: dict[str, Any] = {"ledger_path": tmp_path / "ledger.sqlite", "name": "x", "namespace": NAMESPACE}
     with pytest.raises(ValueError, match=r"bus=foo is not built\. What exists for bus: ray, transfer_queue"):
-        create_bus(make_config("foo"), groups_per_step=1, **sizes, **place)
+        create_bus(make_config("foo"), make_settings(), **place)
     with pytest.raises(ValueError, match="groups_per_step=0 is too small"):
-        create_bus(make_config(), groups_per_step=0, **sizes, **place)
+        make_settings(groups_per_step=0)

@@ -21,7 +21,8 @@ from relax_core.bus.transfer_queue_bus import TransferQueueBus
 from relax_core.bus.transfer_queue_plane import NewSample, StoredColumns, abandoned, new_key
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
-from tests.bus.make_rows import for_actor, for_worker, make_row
+from tests.bus.blocking import BlockingBus
+from tests.bus.make_rows import for_actor, for_worker, make_row, make_settings
 
 T = 120.0
 LONG_S = 400.0  # a call that waits for the end of this deadline is too late for T
@@ -30,22 +31,18 @@ PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 
 
 @contextmanager
-def a_bus(tmp_path: Path, name: str) -> Iterator[TransferQueueBus]:
+def a_bus(tmp_path: Path, name: str) -> Iterator[BlockingBus]:
     """A bus with processes of its own: a controller and two storage units."""
-    bus = create_bus(
+    made = create_bus(
         BusConfig(name="transfer_queue"),
-        inline_bytes=1024,
-        groups_per_step=2,
-        group_size=2,
-        max_staleness=0,
-        on_stale="drop",
-        total_steps=100,
+        make_settings(max_staleness=0),
         ledger_path=tmp_path / f"{name}.sqlite",
         name=name,
         namespace=NAMESPACE,
         socket_folder=Path(tempfile.gettempdir()),
     )
-    assert isinstance(bus, TransferQueueBus)
+    assert isinstance(made, TransferQueueBus)
+    bus = BlockingBus(made)
     try:
         bus.open()
         yield bus
@@ -56,16 +53,16 @@ def a_bus(tmp_path: Path, name: str) -> Iterator[TransferQueueBus]:
 
 
 @pytest.fixture(scope="module")
-def bus(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransferQueueBus]:
+def bus(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingBus]:
     """Returns a bus for the tests that leave no group open and nothing stored."""
     with a_bus(tmp_path_factory.mktemp("bus"), "shared") as bus:
         yield bus
 
 
-def keys(bus: TransferQueueBus) -> list[str]:
+def keys(bus: BlockingBus) -> list[str]:
     """Returns the keys that TransferQueue holds for this bus."""
     client = bus.open()
-    return client.call(client.keys(bus.location.partition), timeout_s=T, what="a list of keys")
+    return asyncio.run(client.call(client.keys(bus.location.partition), timeout_s=T, what="a list of keys"))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -75,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def train_step(bus: TransferQueueBus, columns: dict[str, bytes]) -> None:
+def train_step(bus: BlockingBus, columns: dict[str, bytes]) -> None:
     """Trains one step of two groups, with a column that another role writes."""
     step = bus.progress(timeout_s=T).version
     rows = [make_row(a, version=step, columns=columns) for a in bus.admit(2, timeout_s=T)]
@@ -86,7 +83,7 @@ def train_step(bus: TransferQueueBus, columns: dict[str, bytes]) -> None:
     bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
 
 
-def test_transfer_queue_carries_every_payload_and_is_empty_after_each_group(bus: TransferQueueBus) -> None:
+def test_transfer_queue_carries_every_payload_and_is_empty_after_each_group(bus: BlockingBus) -> None:
     step = bus.progress(timeout_s=T).version
     rows = [make_row(a, version=step, columns={"a": b"small", "pixels": PIXELS}) for a in bus.admit(2, timeout_s=T)]
     bus.put(rows, timeout_s=T)
@@ -99,13 +96,13 @@ def test_transfer_queue_carries_every_payload_and_is_empty_after_each_group(bus:
     wait_for(lambda: keys(bus) == [])
 
 
-def test_many_steps_leave_nothing(bus: TransferQueueBus) -> None:
+def test_many_steps_leave_nothing(bus: BlockingBus) -> None:
     for _ in range(20):
         train_step(bus, {"a": PIXELS})
     wait_for(lambda: keys(bus) == [])
 
 
-def test_rows_that_were_refused_or_came_twice_or_late_are_freed(bus: TransferQueueBus) -> None:
+def test_rows_that_were_refused_or_came_twice_or_late_are_freed(bus: BlockingBus) -> None:
     step = bus.progress(timeout_s=T).version
     first, second = bus.admit(2, timeout_s=T)
     bus.put([make_row(first, version=step), make_row(second, version=step)], timeout_s=T)
@@ -121,16 +118,16 @@ def test_rows_that_were_refused_or_came_twice_or_late_are_freed(bus: TransferQue
     wait_for(lambda: keys(bus) == [])
 
 
-def test_what_a_dead_writer_left_is_swept(bus: TransferQueueBus) -> None:
+def test_what_a_dead_writer_left_is_swept(bus: BlockingBus) -> None:
     import ray
 
     client = bus.open()
     dead = NewSample(f"g00000000:aaaa:{time.time() - 1:.0f}", {"a": PIXELS})
     alive = NewSample.of("g00000001", {"a": PIXELS}, timeout_s=T)
-    client.call(client.put(bus.location.partition, [dead, alive]), timeout_s=T, what="a put")
+    asyncio.run(client.call(client.put(bus.location.partition, [dead, alive]), timeout_s=T, what="a put"))
     ray.get(bus._actor.sweep.remote(), timeout=T)
     wait_for(lambda: keys(bus) == [alive.key])
-    client.call(client.clear(bus.location.partition, [alive.key]), timeout_s=T, what="a clear")
+    asyncio.run(client.call(client.clear(bus.location.partition, [alive.key]), timeout_s=T, what="a clear"))
 
 
 def test_abandoned_keys() -> None:
@@ -140,51 +137,50 @@ def test_abandoned_keys() -> None:
     assert abandoned([key], {key: object()}, now=time.time() + 1000.0) == []
 
 
-def test_an_index_that_another_sample_has_now_is_not_read(bus: TransferQueueBus) -> None:
+def test_an_index_that_another_sample_has_now_is_not_read(bus: BlockingBus) -> None:
     """TransferQueue gives a freed index to the next sample. A slow reader must not get that sample's payload."""
     client, partition = bus.open(), bus.location.partition
 
     def put(uid: str) -> StoredColumns:
-        ((stored,),) = client.call(
-            client.put(partition, [NewSample.of(uid, {"a": uid.encode()}, timeout_s=T)]), timeout_s=T, what="a put"
+        ((stored,),) = asyncio.run(
+            client.call(
+                client.put(partition, [NewSample.of(uid, {"a": uid.encode()}, timeout_s=T)]), timeout_s=T, what="a put"
+            )
         )
         return stored
 
     def clear(stored: StoredColumns) -> None:
-        client.call(client.clear(partition, [stored.key]), timeout_s=T, what="a clear")
+        asyncio.run(client.call(client.clear(partition, [stored.key]), timeout_s=T, what="a clear"))
 
     first = put("g00000001")
     clear(first)
     with pytest.raises(LeaseLost, match="g00000001"):
-        client.call(client.get(partition, [first]), timeout_s=T, what="a get")
+        asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
     others = [put(f"g0000001{number}") for number in range(10)]
     deadline = time.monotonic() + T
     while first.index not in [other.index for other in others]:  # a freed index may be given again only later
         assert time.monotonic() < deadline
         others.append(put(f"g0000001{len(others)}"))
     with pytest.raises(LeaseLost, match="g00000001"):
-        client.call(client.get(partition, [first]), timeout_s=T, what="a get")
+        asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
     clear(first)  # frees nothing: it goes by the key
-    assert len(client.call(client.get(partition, others), timeout_s=T, what="a get")) == len(others)
+    assert len(asyncio.run(client.call(client.get(partition, others), timeout_s=T, what="a get"))) == len(others)
     for other in others:
         clear(other)
 
 
-def test_payloads_outlive_their_producer(bus: TransferQueueBus) -> None:
+def test_payloads_outlive_their_producer(bus: BlockingBus) -> None:
     import ray
 
     step = bus.progress(timeout_s=T).version
 
-    def produce(bus: TransferQueueBus) -> None:
-        asyncio.run(self_put(bus))
-
-    async def self_put(bus: TransferQueueBus) -> None:
-        rows = [make_row(a, version=step, columns={"a": PIXELS}) for a in await bus.admit_async(2, timeout_s=T)]
-        await bus.put_async(rows, timeout_s=T)
+    def produce(bus: BlockingBus) -> None:
+        rows = [make_row(a, version=step, columns={"a": PIXELS}) for a in bus.admit(2, timeout_s=T)]
+        bus.put(rows, timeout_s=T)
 
     producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # its process ends with the call
     ray.get(producer.remote(bus), timeout=180)
-    other = connect_bus("shared", NAMESPACE)
+    other = BlockingBus(connect_bus("shared", NAMESPACE))
     lease = other.lease(for_actor(step), timeout_s=T)
     payload = lease.rows[0].columns["a"]
     assert payload == PIXELS
@@ -192,11 +188,11 @@ def test_payloads_outlive_their_producer(bus: TransferQueueBus) -> None:
     other.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
 
 
-def test_the_bus_process_is_light(bus: TransferQueueBus) -> None:
+def test_the_bus_process_is_light(bus: BlockingBus) -> None:
     assert "libtorch" not in Path(f"/proc/{bus.process_id(timeout_s=T)}/maps").read_text()
 
 
-def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: TransferQueueBus) -> None:
+def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: BlockingBus) -> None:
     servers = bus.location.plane.servers
     assert len(servers) == 3
     for server in servers:

@@ -63,7 +63,7 @@ class CoreBus:
         self._on_put = put
         self._changed = asyncio.Event()
 
-    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+    async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         while True:
             if self.core.finished():
                 raise BusClosed("all train steps are done")
@@ -76,7 +76,7 @@ class CoreBus:
             except TimeoutError as late:
                 raise BusTimeout("no credit") from late
 
-    async def put_async(self, rows: Sequence[Group], *, timeout_s: float) -> None:
+    async def put(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         await asyncio.sleep(0)
         self._on_put(rows)
         self.puts += 1
@@ -84,10 +84,10 @@ class CoreBus:
         self.rows |= {row.group_uid: row for row in rows}
         self._train()
 
-    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+    async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
         self.core.name_modalities(modalities)
 
-    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+    async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         self.core.drop(group_uid, reason=reason)
         self._train()
 
@@ -99,7 +99,7 @@ class CoreBus:
             self.core.ack([lease.lease_id], step=self.core.version, dropped={})
         self._changed.set()
 
-    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+    async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         while True:
             if change := self.core.version_change(since_version, worker=worker):
                 return change

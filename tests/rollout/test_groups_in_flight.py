@@ -43,8 +43,8 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
     """The spare groups wait at the gate until the step is done without them."""
 
     class InTwoParts(CoreBus):
-        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-            return await super().admit_async(STEP_GROUPS, worker=worker, timeout_s=timeout_s)
+        async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+            return await super().admit(STEP_GROUPS, worker=worker, timeout_s=timeout_s)
 
     async def scene() -> None:
         bus = InTwoParts(steps=2, spare_groups=2, surplus="drop", on_step=renamed(engine))
@@ -81,9 +81,9 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
             self.admitted: list[tuple[int, str]] = []
             self.deadlines_s: set[float] = set()
 
-        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             self.deadlines_s.add(timeout_s)
-            admitted = await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
+            admitted = await super().admit(max_groups, worker=worker, timeout_s=timeout_s)
             self.admitted += [(worker, one.group_uid) for one in admitted]
             return admitted
 
@@ -158,13 +158,13 @@ class UntilOneCameBack(CoreBus):
         self._client = client
         self.came_back: set[str] = set()
 
-    async def put_async(self, rows: Sequence[Group], *, timeout_s: float) -> None:
+    async def put(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         before = bool(self.came_back)
         back = [row for row in rows if f"{row.group_uid}-0" in self._client.again]
         self.came_back |= {row.group_uid for row in back if any(len(versions) > 1 for versions in versions_of(row))}
         if self.came_back and not before:
             self.core.settings = msgspec.structs.replace(self.core.settings, total_steps=self.core.version + 2)
-        await super().put_async(rows, timeout_s=timeout_s)
+        await super().put(rows, timeout_s=timeout_s)
 
 
 def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engine, tiny_folder: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from relax_core.bus.factory import create_bus
-from relax_core.bus.ray_bus import RayBus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_media import make_item
+from tests.bus.make_rows import make_settings
 
 T = 60.0
 WaitUntil = Callable[..., None]
@@ -37,35 +38,29 @@ class Encoder:
 
 
 @pytest.fixture
-def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayBus]:
+def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[BlockingBus]:
     folder = tmp_path / "media"
     folder.mkdir()
-    bus = create_bus(
+    made = create_bus(
         BusConfig(name="ray"),
-        inline_bytes=1024,
-        groups_per_step=2,
-        group_size=2,
-        max_staleness=1,
-        on_stale="drop",
-        total_steps=100,
+        make_settings(media_folder=str(folder)),
         ledger_path=tmp_path / "ledger.sqlite",
         name=request.node.name,
         namespace="test-held-items",
-        media_folder=folder,
     )
-    yield bus
-    bus.terminate()
+    yield BlockingBus(made)
+    made.terminate()
 
 
 def source(number: int) -> MediaSource:
     return MediaSource(kind="image", path=str(number))
 
 
-def test_the_items_of_the_cache_stay_and_no_others(bus: RayBus, wait_until: WaitUntil) -> None:
+def test_the_items_of_the_cache_stay_and_no_others(bus: BlockingBus, wait_until: WaitUntil) -> None:
     folder = Path(bus.settings.media_folder)
 
     async def use() -> dict[str, MediaItem]:
-        held = HeldItems(Encoder(folder), bus, worker=0, timeout_s=T)
+        held = HeldItems(Encoder(folder), bus.bus, worker=0, timeout_s=T)
         size = make_item(folder, 0)[0].nbytes
         cache = ItemCache(held, most_bytes=3 * size, let_go=held.let_go)
         choose = random.Random(0)
@@ -87,10 +82,10 @@ def test_the_items_of_the_cache_stay_and_no_others(bus: RayBus, wait_until: Wait
         bus.media_reader(timeout_s=T).tensors(item)
 
 
-def test_an_item_whose_file_vanished_is_encoded_again(bus: RayBus) -> None:
+def test_an_item_whose_file_vanished_is_encoded_again(bus: BlockingBus) -> None:
     folder = Path(bus.settings.media_folder)
-    held = HeldItems(Encoder(folder, vanishing=2), bus, worker=0, timeout_s=T)
+    held = HeldItems(Encoder(folder, vanishing=2), bus.bus, worker=0, timeout_s=T)
     item = asyncio.run(held.encode(source(1)))
     bus.media_reader(timeout_s=T).tensors(item)
     with pytest.raises(RuntimeError, match=r"2: the file of media item [0-9a-f]{32} vanished 3 times"):
-        asyncio.run(HeldItems(Encoder(folder, vanishing=9), bus, worker=0, timeout_s=T).encode(source(2)))
+        asyncio.run(HeldItems(Encoder(folder, vanishing=9), bus.bus, worker=0, timeout_s=T).encode(source(2)))

@@ -102,11 +102,11 @@ def test_a_trainer_that_is_busy_for_long_is_waited_for(engine: Engine, tiny_fold
     class BusyBus(CoreBus):
         timeouts = 0
 
-        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if self.timeouts < 3:
                 self.timeouts += 1
                 raise BusTimeout("actor owes the ack of step 0")
-            return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
+            return await super().admit(max_groups, worker=worker, timeout_s=timeout_s)
 
     async def scene() -> None:
         bus = BusyBus(steps=1)
@@ -231,13 +231,13 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 
         early = False
 
-        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if not self.core.progress().admitted:
                 return self.core.admit(max_groups)
             if not self.early:
                 self.early = True
                 return [Admission(index=9, group_uid="g00000009", min_version=1)]
-            return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
+            return await super().admit(max_groups, worker=worker, timeout_s=timeout_s)
 
     def refuse(rows: Sequence[Group]) -> None:
         raise ValueError("too many bytes")
@@ -255,7 +255,7 @@ def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
     class LateBus(CoreBus):
         """A bus whose answer arrives with the cancellation, as asyncio.wait_for of Python 3.11 then returns it."""
 
-        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if not self.core.progress().admitted:
                 return self.core.admit(max_groups)
             with suppress(asyncio.CancelledError):

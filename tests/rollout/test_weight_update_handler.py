@@ -20,7 +20,7 @@ class Versions:
         self._changes = list(changes)
         self.since: list[int] = []
 
-    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+    async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         self.since.append(since_version)
         if not self._changes:
             raise BusClosed("all train steps are done")

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.bus.ray_bus import RayBus
-from relax_core.config.choices import OnStale, Partial
+from relax_core.config.choices import Partial
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Admission, BusClosed
@@ -173,11 +173,10 @@ class RolloutWorker(Worker):
 
     def _early_ends(self) -> EarlyEnds:
         config = self.context.config
-        drops = config.mode.on_stale is OnStale.drop
         return EarlyEnds(
             quorum=config.rollout.quorum,
             grace_s=config.rollout.quorum_grace_s,
-            most_lag=config.mode.max_staleness if drops else None,
+            most_lag=config.mode.most_lag,
         )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
@@ -188,7 +187,7 @@ class RolloutWorker(Worker):
         return open_encoders(
             context.config,
             model_folder=context.model_folder,
-            media_folder=bus.media_folder(timeout_s=context.config.run.start_timeout_s),
+            media_folder=asyncio.run(bus.media_folder(timeout_s=context.config.run.start_timeout_s)),
             log_dir=context.log_dir,
         )
 
@@ -261,7 +260,7 @@ class RolloutWorker(Worker):
         """
         try:
             timeout_s = CALL_TIMEOUT_S
-            return await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
+            return await bus.reclaim(worker=self._rank, timeout_s=timeout_s)
         except BusClosed as closed:
             return closed
 
@@ -325,7 +324,7 @@ class RolloutWorker(Worker):
 
     async def _versions(self, bus: RayBus) -> VersionsReached:
         call_s = CALL_TIMEOUT_S
-        now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
+        now = (await bus.progress(timeout_s=call_s)).version
         return VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
 
 

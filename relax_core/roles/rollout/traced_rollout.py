@@ -96,7 +96,7 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
         timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
         silent_s=SILENT_S,
         by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
-        max_lag=config.mode.max_staleness,
+        max_lag=config.mode.versions_in_flight - 1,
         lag_s=SYNC_TIMEOUT_S,
         waiting=waiting,
         bring_media=None if media is None else media.bring_requests,

@@ -32,7 +32,7 @@ class VersionsReached:
                     await self._ask()
 
     async def _ask(self) -> None:
-        progress = await self._bus.wait_progress_async(self.version, timeout_s=self._call_timeout_s)
+        progress = await self._bus.wait_progress(self.version, timeout_s=self._call_timeout_s)
         if progress.version == self.version and self._stopping():
             raise BusClosed("the run ended before this version")
         if progress.version == self.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from dataclasses import replace
@@ -95,7 +96,7 @@ def _media_reader(context: RunContext) -> MediaReader | None:
     if folder is None or context.config.launcher.ray_address is None:
         return None if folder is None else FolderReader(folder)
     bus = cache(lambda: connect_bus(BUS, context.namespace))
-    return NodeReader(folder, bring=lambda digests: bus().bring_media(digests, timeout_s=timeout_s))
+    return NodeReader(folder, bring=lambda digests: asyncio.run(bus().bring_media(digests, timeout_s=timeout_s)))
 
 
 def _setup(

@@ -16,11 +16,13 @@ an update. Then the last checkpoint is saved, the samples' files are closed, hf/
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from relax_core.bus.staleness import oldest_version
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
@@ -199,7 +201,7 @@ class PolicyTrainer(Worker):
         while True:
             try:
                 return self._clock.timed_lease(
-                    lambda: self._bus.lease(request, timeout_s=STOP_SLICE_S), timeout_s=STOP_SLICE_S
+                    lambda: asyncio.run(self._bus.lease(request, timeout_s=STOP_SLICE_S)), timeout_s=STOP_SLICE_S
                 )
             except BusTimeout:
                 if self.stopping and may_stop:
@@ -208,7 +210,7 @@ class PolicyTrainer(Worker):
                     raise
 
     def _decode(self, lease: Lease, step: int, consumed: StepGroups) -> list[TokenTree]:
-        oldest = step - self._config.mode.max_staleness
+        oldest = oldest_version(step, self._config.mode)
         groups = []
         for row in lease.rows:
             group, masked = decode_train_tree(row, step=step, oldest_version=oldest)
@@ -250,8 +252,10 @@ class PolicyTrainer(Worker):
         then = None if due or last else self._request(version, self._plan.groups)
         try:
             lease = self._clock.timed_lease(
-                lambda: self._bus.ack(
-                    consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
+                lambda: asyncio.run(
+                    self._bus.ack(
+                        consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
+                    )
                 ),
                 timeout_s=STOP_SLICE_S,
             )

@@ -5,6 +5,7 @@ The rank executes the calls of the role's lead, rank 0. The lead names the parts
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ray
 
+from relax_core.bus.staleness import Window, oldest_version
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
@@ -66,13 +68,13 @@ def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[T
 class RankGroups:
     """Reads the groups of a step from the bus, each once per step, even if several updates train on them.
 
-    ``columns`` are those that this rank needs. ``max_staleness`` is mode.max_staleness, and ``timeout_s`` the limit of
+    ``columns`` are those that this rank needs. ``window`` says how old a token may be. ``timeout_s`` is the limit of
     one read in seconds.
     """
 
-    def __init__(self, bus: Bus, *, columns: Sequence[str], max_staleness: int, timeout_s: float) -> None:
+    def __init__(self, bus: Bus, *, columns: Sequence[str], window: Window, timeout_s: float) -> None:
         self._bus, self._columns = bus, tuple(columns)
-        self._max_staleness, self._timeout_s = max_staleness, timeout_s
+        self._window, self._timeout_s = window, timeout_s
         self._step = -1
         self._groups: dict[str, TokenTree] = {}
 
@@ -93,8 +95,8 @@ class RankGroups:
         return [_part_of(self._groups[part.group_uid], part) for part in parts]
 
     def _read(self, lease_id: int, group_uids: list[str]) -> None:
-        oldest = self._step - self._max_staleness
-        rows = self._bus.read(lease_id, group_uids, columns=self._columns, timeout_s=self._timeout_s)
+        oldest = oldest_version(self._step, self._window)
+        rows = asyncio.run(self._bus.read(lease_id, group_uids, columns=self._columns, timeout_s=self._timeout_s))
         for row in rows:
             self._groups[row.group_uid], _ = decode_train_tree(row, step=self._step, oldest_version=oldest)
 
@@ -118,9 +120,7 @@ def critic_groups(context: RunContext, bus: Bus) -> RankGroups:
 
 def _rank_groups(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankGroups:
     config = context.config
-    return RankGroups(
-        bus, columns=columns, max_staleness=config.mode.max_staleness, timeout_s=config.run.stall_timeout_s
-    )
+    return RankGroups(bus, columns=columns, window=config.mode, timeout_s=config.run.stall_timeout_s)
 
 
 def policy_columns(config: RelaxConfig) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ end without a better one.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -136,7 +137,7 @@ class RunCheckpoints:
         if version == self._taken:
             return
         self.finish()
-        snapshot = self._bus.snapshot(timeout_s=self._timeout_s)
+        snapshot = asyncio.run(self._bus.snapshot(timeout_s=self._timeout_s))
         self._worker_group.copy_state()
 
         meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}

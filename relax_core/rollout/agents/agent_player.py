@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import NoReturn, cast
 
+from relax_core.bus.staleness import TooOld
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import REWARDED_ENDS, Ended, EpisodeLimits, TurnsConfig
@@ -18,7 +19,7 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 from relax_core.rollout.agents.agent_host import AgentHost
 from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, tool_form
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.played_group import STARTS_AGAIN, EarlyEnds, GroupStart, TooOld, end_stragglers
+from relax_core.rollout.episodes.played_group import STARTS_AGAIN, EarlyEnds, GroupStart, end_stragglers
 from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in
 from relax_core.rollout.prompt_tokens import PromptMaker
 
@@ -153,7 +154,7 @@ class AgentPlayer:
             self._too_old.sampled(int(record.turns[-1].response.versions[-1]))
 
     def _stale(self, record: EpisodeRecord) -> tuple[Ended, str] | None:
-        words = self._too_old.words(record)
+        words = self._too_old.words(record.uid, record.turn_versions())
         if not words:
             return None
         record.failed = words

@@ -117,6 +117,10 @@ class EpisodeRecord:
         """Returns the number of tokens that were sampled since the newest start."""
         return sum(len(turn.response.output_ids) for turn in self.turns)
 
+    def turn_versions(self) -> list[int]:
+        """Returns the version of the oldest token of each turn."""
+        return [int(turn.response.versions.min()) for turn in self.turns]
+
     def fail(self, ended: Ended, words: str, error: Exception | None = None) -> None:
         """Ends the episode without a reward. ``words`` may hold text of foreign code."""
         self.ended, self.failed, self.error = ended, clean_text(words, MOST_REASON), error

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from relax_core.bus.staleness import TooOld
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import (
     Action,
@@ -42,7 +43,6 @@ from relax_core.rollout.episodes.played_group import (
     NextTurn,
     OpenEnv,
     PlayedGroup,
-    TooOld,
     end_stragglers,
 )
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
@@ -276,7 +276,7 @@ class EpisodePlayer:
 
     def _is_stale(self, start: GroupStart, record: EpisodeRecord) -> bool:
         """Ends an episode that no train step can take any more."""
-        words = "" if start.evaluation else self._too_old.words(record)
+        words = "" if start.evaluation else self._too_old.words(record.uid, record.turn_versions())
         if words:
             record.fail("stale", words)
         return bool(words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import Prompt
 from relax_core.rollout.sample_seeds import sampling_seed
 
-log = logging.getLogger(__name__)
 # Ends of an attempt after which the episode starts again from its reset, because the failure may not occur twice.
 STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
@@ -42,41 +40,6 @@ class EarlyEnds:
     def needed(self, group_size: int) -> int:
         """Returns how many episodes of a group must end with a reward."""
         return math.ceil(round(self.quorum * group_size, 6))
-
-
-class TooOld:
-    """Knows the newest weight version that was seen, and which episodes no train step can take any more.
-
-    ``most_lag`` is `EarlyEnds.most_lag`.
-    """
-
-    def __init__(self, most_lag: int | None) -> None:
-        self._most_lag = most_lag
-        self._newest = 0
-        self._told = False
-
-    def sampled(self, version: int) -> None:
-        """Takes notice of the version of a response."""
-        self._newest = max(self._newest, version)
-
-    def words(self, record: EpisodeRecord) -> str:
-        """Returns why an episode is too old, empty if it is not; the log says once what to change."""
-        if self._most_lag is None or not record.turns:
-            return ""
-        oldest = min(int(turn.response.versions.min()) for turn in record.turns)
-        if self._newest - oldest <= self._most_lag:
-            return ""
-        words = f"its first tokens have version {oldest}, and the weights have version {self._newest}"
-        if not self._told:
-            self._told = True
-            log.warning(
-                "episode %s ends after %d turns, because it is too old to be trained: %s. This is not said again. "
-                "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
-                record.uid,
-                len(record.turns),
-                words,
-            )
-        return words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ import pytest
 
 from relax_core.bus.factory import BACKENDS, create_bus
 from relax_core.config.schema import BusConfig
-from relax_core.contracts.bus import Bus
+from tests.bus.blocking import BlockingBus
+from tests.bus.make_rows import make_settings
 
 if TYPE_CHECKING:
     from relax_core.bus.transfer_queue_plane import DataPlane
@@ -37,37 +38,30 @@ def plane(ray_session: str) -> Iterator[DataPlane]:
 
 
 @pytest.fixture(params=BACKENDS)
-def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -> Iterator[Callable[..., Bus]]:
+def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -> Iterator[Callable[..., BlockingBus]]:
     """Yields ``make_bus(**changes)``, which starts a new bus.
 
     By default it has 2 groups of 2 samples per step, staleness 1, and payloads inline up to 1 KB.
     """
     made: list[Any] = []
 
-    def make(**changes: Any) -> Bus:
-        number = next(_numbers)
-        values: dict[str, Any] = {
-            "groups_per_step": 2,
-            "group_size": 2,
-            "max_staleness": 1,
-            "on_stale": "drop",
-            "total_steps": 100,
-            "inline_bytes": 1024,
-            "max_row_bytes": 1 << 22,
-        } | changes
+    def make(**changes: Any) -> BlockingBus:
+        number, plane = next(_numbers), None
         if request.param == "transfer_queue":
-            values["plane"] = request.getfixturevalue("plane")
+            plane = request.getfixturevalue("plane")
         bus = create_bus(
             BusConfig(name=request.param),
+            make_settings(**changes),
             ledger_path=tmp_path / f"ledger{number}.sqlite",
             name=f"bus{number}",
             namespace=NAMESPACE,
-            **values,
+            plane=plane,
         )
-        made.append(bus)
+        blocking = BlockingBus(bus)
+        made.append(blocking)
         if request.param == "transfer_queue":
-            bus.open()  # as `connect_bus` does
-        return bus
+            blocking.open()  # as `connect_bus` does
+        return blocking
 
     yield make
     for bus in made:

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from relax_core.contracts.bus import Bus, BusClosed, BusTimeout, LeaseLost
+from relax_core.contracts.bus import BusClosed, BusTimeout, LeaseLost
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row, uids_of
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 T = 60.0
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_core.contracts.bus import Bus, BusClosed, BusTimeout, LeaseLost
+from relax_core.contracts.bus import BusClosed, BusTimeout, LeaseLost
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row, uids_of
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 T = 60.0  # deadline of calls that must succeed, in seconds
 SHORT = 0.05  # deadline of calls that must time out
 

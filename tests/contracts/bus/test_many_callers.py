@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.bus import Bus, BusClosed, BusTimeout, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import BusClosed, BusTimeout, LeaseLost, LeaseRequest
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 T = 60.0
 
 STEPS, GROUPS = 12, 4
 
 
-def _produce(bus: Bus) -> None:
+def _produce(bus: BlockingBus) -> None:
     try:
         while True:
             for admission in bus.admit(3, timeout_s=T):
@@ -30,7 +31,7 @@ def _produce(bus: Bus) -> None:
         return
 
 
-def _work(bus: Bus, seen: list[str]) -> None:
+def _work(bus: BlockingBus, seen: list[str]) -> None:
     request = LeaseRequest(task="advantages", columns=("a",), max_groups=3)
     try:
         lease = bus.lease(request, timeout_s=T)
@@ -44,7 +45,7 @@ def _work(bus: Bus, seen: list[str]) -> None:
         return
 
 
-def _train(bus: Bus, max_staleness: int) -> list[str]:
+def _train(bus: BlockingBus, max_staleness: int) -> list[str]:
     trained = []
     for step in range(STEPS):
         request = LeaseRequest(task="actor", columns=("a", "b"), max_groups=GROUPS, min_groups=GROUPS, step=step)
@@ -73,7 +74,7 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
     assert (counts.issued, counts.trained, counts.open, counts.lost, counts.trained_twice) == (96, 96, 0, 0, 0)
 
 
-def _await_waits(bus: Bus, count: int) -> None:
+def _await_waits(bus: BlockingBus, count: int) -> None:
     """Waits until so many calls wait in the bus."""
     deadline = time.monotonic() + T
     while len(waits := bus.waits(timeout_s=T)) < count:

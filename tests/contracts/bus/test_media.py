@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_core.contracts.bus import Bus
 from relax_core.contracts.media import MediaItem
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_media import held, make_item, media_columns
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 WaitUntil = Callable[..., None]
 T = 60.0
 PLACES = ("one folder", "nodes")
@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def is_stored(bus: Bus, item: MediaItem) -> bool:
+def is_stored(bus: BlockingBus, item: MediaItem) -> bool:
     try:
         bus.media_reader(timeout_s=T).tensors(item)
     except ValueError:
@@ -40,7 +40,7 @@ def is_stored(bus: Bus, item: MediaItem) -> bool:
     return True
 
 
-def media_bus(make_bus: MakeBus, folder: Path, place: str, **changes: object) -> Bus:
+def media_bus(make_bus: MakeBus, folder: Path, place: str, **changes: object) -> BlockingBus:
     return make_bus(
         media_folder=folder / "media" if place == "nodes" else folder, media_nodes=place == "nodes", **changes
     )

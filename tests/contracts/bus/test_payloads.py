@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_core.contracts.bus import Bus, BusTimeout
+from relax_core.contracts.bus import BusTimeout
 from relax_core.contracts.columns import LOGPROBS, PERSISTED_COLUMNS, TOKEN_IDS, decode_column, encode_column
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 T = 60.0
 
 TOKENS = np.arange(5003)

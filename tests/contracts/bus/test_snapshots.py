@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_core.contracts.bus import Bus
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, make_row, uids_of
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 T = 60.0
 
 
-def _train_step(bus: Bus, step: int) -> list[str]:
+def _train_step(bus: BlockingBus, step: int) -> list[str]:
     """Trains one whole step and returns its samples."""
     version = bus.progress(timeout_s=T).version
     assert version == step

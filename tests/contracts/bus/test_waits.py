@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from relax_core.contracts.bus import Bus, BusWait
+from relax_core.contracts.bus import BusWait
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
-MakeBus = Callable[..., Bus]
+MakeBus = Callable[..., BlockingBus]
 T = 60.0
 
 
-def waits_of(bus: Bus, count: int) -> dict[str, BusWait]:
+def waits_of(bus: BlockingBus, count: int) -> dict[str, BusWait]:
     deadline = time.monotonic() + T
     while len(waits := bus.waits(timeout_s=T)) != count:
         assert time.monotonic() < deadline, waits

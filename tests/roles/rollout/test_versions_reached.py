@@ -19,7 +19,7 @@ class Versions:
         self.left = list(versions)
         self.asked: list[int] = []
 
-    async def wait_progress_async(self, since_version: int, *, timeout_s: float) -> Any:
+    async def wait_progress(self, since_version: int, *, timeout_s: float) -> Any:
         self.asked.append(since_version)
         return SimpleNamespace(version=self.left.pop(0) if len(self.left) > 1 else self.left[0])
 

@@ -17,11 +17,13 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.role_context import BUS, RunContext
+from tests.bus.blocking import BlockingBus
+from tests.bus.make_rows import make_settings
 from tests.roles.run_context import context_in
 from tests.trees import answers_tree, with_tokens
 
 if TYPE_CHECKING:
-    from relax_core.bus.ray_bus import RayBus
+    pass
 
 ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # tokens of each answer of the groups on the bus
 
@@ -43,22 +45,18 @@ def context(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> RunCo
 
 
 @pytest.fixture(scope="module")
-def bus(context: RunContext) -> Iterator[RayBus]:
+def bus(context: RunContext) -> Iterator[BlockingBus]:
     """Returns a bus with a group for each of `ANSWERS`; the answers of a group share one prompt of 3 rows."""
     from relax_core.bus.factory import create_bus
 
-    bus = create_bus(
+    made = create_bus(
         BusConfig(name="ray"),
-        inline_bytes=64,
-        groups_per_step=len(ANSWERS),
-        group_size=4,
-        max_staleness=1,
-        on_stale="drop",
-        total_steps=10,
+        make_settings(inline_bytes=64, groups_per_step=len(ANSWERS), group_size=4, total_steps=10),
         ledger_path=context.run_dir / "ledger.sqlite",
         name=BUS,
         namespace=context.namespace,
     )
+    bus = BlockingBus(made)
     for admission, lengths in zip(bus.admit(len(ANSWERS), timeout_s=60.0), ANSWERS, strict=True):
         first = 100 * admission.index
         ids = np.arange(first, first + 3 + sum(lengths))
@@ -81,7 +79,7 @@ def bus(context: RunContext) -> Iterator[RayBus]:
 
 
 @pytest.fixture(scope="module")
-def lease(bus: RayBus, context: RunContext) -> Lease:
+def lease(bus: BlockingBus, context: RunContext) -> Lease:
     """Returns a lease of all groups without tokens, as the lead of several data-parallel ranks has; no test ends it."""
     from relax_core.roles.trainer.rank_worker import policy_columns
     from tests.roles.trainer.worker_group_harness import STEP
@@ -100,7 +98,7 @@ def lease(bus: RayBus, context: RunContext) -> Lease:
 
 
 @pytest.fixture
-def groups(bus: RayBus, lease: Lease, context: RunContext) -> list[TokenTree]:
+def groups(bus: BlockingBus, lease: Lease, context: RunContext) -> list[TokenTree]:
     """Returns the whole groups, as the lead of one data-parallel rank has them."""
     from relax_core.roles.trainer.rank_worker import policy_columns
 

@@ -5,6 +5,7 @@ The first tests run on the bus's own state machine.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ import pytest
 
 from relax_core.bus.bus_state import BusCore
 from relax_core.bus.factory import create_bus
-from relax_core.bus.ray_bus import RayBus
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements, TeacherRequirements
 from relax_core.contracts.bus import BusClosed, BusProgress, BusTimeout, Group, Lease, LeaseRequest
@@ -35,8 +35,9 @@ from relax_core.roles.trainer.column_worker import (
     write_then_lease,
 )
 from relax_core.roles.trainer.rank_worker import train_columns
+from tests.bus.blocking import BlockingBus
 from tests.bus.make_media import held, make_item, media_columns
-from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
+from tests.bus.make_rows import for_actor, for_worker, make_core, make_row, make_settings
 from tests.roles.run_context import context_in
 
 OWED = "rollout has no group in flight and owes new ones"
@@ -49,7 +50,7 @@ class LateBus:
         self._core, self._meanwhile = core, meanwhile
         self.timeouts = 0
 
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+    async def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
         lease = self._core.lease(request)
         if lease is None:
             self.timeouts += 1
@@ -57,11 +58,11 @@ class LateBus:
             raise BusTimeout(OWED)
         return lease
 
-    def write(
+    async def write(
         self, lease_id: int, columns: Mapping[str, Mapping[str, bytes]], *, then: LeaseRequest, timeout_s: float
     ) -> Lease:
         self._core.write(lease_id, columns)
-        return self.lease(then, timeout_s=timeout_s)
+        return await self.lease(then, timeout_s=timeout_s)
 
 
 def test_rows_that_come_late_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +74,7 @@ def test_rows_that_come_late_are_waited_for(caplog: pytest.LogCaptureFixture) ->
         core.put([make_row(late[timeouts])] if timeouts in late else [])
 
     bus: Any = LateBus(core, put_late)
-    lease = without_timeout(lambda: bus.lease(for_worker(), timeout_s=1.0))
+    lease = without_timeout(lambda: asyncio.run(bus.lease(for_worker(), timeout_s=1.0)))
     assert [row.group_uid for row in lease.rows] == [first.group_uid]
     columns = {first.group_uid: {"advantages": b"x"}}
     lease = write_then_lease(bus, lease.lease_id, columns, for_worker(), timeout_s=1.0)
@@ -88,7 +89,7 @@ def test_the_end_of_the_bus_ends_the_wait() -> None:
 
     bus: Any = LateBus(make_core(), closes)
     with pytest.raises(BusClosed):
-        without_timeout(lambda: bus.lease(for_worker(), timeout_s=1.0))
+        without_timeout(lambda: asyncio.run(bus.lease(for_worker(), timeout_s=1.0)))
     assert bus.timeouts == 2
 
 
@@ -118,16 +119,16 @@ class CoreBus:
     def __init__(self, core: BusCore) -> None:
         self._core = core
 
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+    async def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
         lease = self._core.lease(request)
         if lease is None:
             raise BusTimeout(f"nothing for {timeout_s} s")
         return lease
 
-    def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+    async def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
         self._core.release(lease_ids)
 
-    def progress(self, *, timeout_s: float) -> BusProgress:
+    async def progress(self, *, timeout_s: float) -> BusProgress:
         return self._core.progress()
 
 
@@ -185,19 +186,15 @@ def context(tmp_path: Path) -> RunContext:
 
 
 @pytest.fixture
-def bus(ray_session: str, context: RunContext) -> Iterator[RayBus]:
-    bus = create_bus(
+def bus(ray_session: str, context: RunContext) -> Iterator[BlockingBus]:
+    made = create_bus(
         context.config.bus,
-        groups_per_step=1,
-        group_size=2,
-        max_staleness=1,
-        on_stale="drop",
-        total_steps=100,
+        make_settings(groups_per_step=1, media_folder=str(context.media_folder)),
         ledger_path=context.run_dir / "ledger.sqlite",
         name=BUS,
         namespace=context.namespace,
-        media_folder=context.media_folder,
     )
+    bus = BlockingBus(made)
     yield bus
     bus.close(reason="the test is over", timeout_s=T)
     bus.terminate()
@@ -229,7 +226,7 @@ class Annotator(ColumnWorker):
 
 
 def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
-    bus: RayBus,
+    bus: BlockingBus,
     context: RunContext,
     wait_until: WaitUntil,
     monkeypatch: pytest.MonkeyPatch,
@@ -269,9 +266,9 @@ def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
     assert worker.join(T)
 
 
-def test_an_item_that_is_gone_while_its_lease_is_held_is_an_error(bus: RayBus, context: RunContext) -> None:
+def test_an_item_that_is_gone_while_its_lease_is_held_is_an_error(bus: BlockingBus, context: RunContext) -> None:
     (admission,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(admission)], timeout_s=T)
     lease = bus.lease(for_worker(task="annotator"), timeout_s=T)
     with pytest.raises(MediaGone):
-        give_up_lease(bus, lease, MediaGone("media 00 is not there"), timeout_s=T)
+        give_up_lease(bus.bus, lease, MediaGone("media 00 is not there"), timeout_s=T)

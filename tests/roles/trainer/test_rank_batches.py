@@ -15,7 +15,7 @@ from relax_core.contracts.bus import Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.trainer.rank_worker import RankGroups, parts_of
 from relax_core.train.micro_batches import REPEATED, MicroBatcher, decode_train_tree, split_over_ranks
-from tests.bus.make_rows import make_core, make_row
+from tests.bus.make_rows import make_core, make_row, make_settings
 from tests.trees import random_tree
 
 GROUPS = 6
@@ -30,7 +30,7 @@ class CoreBus:
         self._core = core
         self.reads: list[list[str]] = []
 
-    def read(
+    async def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[Group]:
         self.reads.append(list(group_uids))
@@ -63,7 +63,7 @@ def decoded(rows: Sequence[Group]) -> list[TokenTree]:
 
 
 def rank_rows(bus: Any) -> RankGroups:
-    return RankGroups(bus, columns=COLUMNS, max_staleness=MAX_STALENESS, timeout_s=60.0)
+    return RankGroups(bus, columns=COLUMNS, window=make_settings(max_staleness=MAX_STALENESS), timeout_s=60.0)
 
 
 def shares_of(trees: Sequence[TokenTree], *, budget_rows: int) -> list[list[list[TokenTree]]]:

@@ -84,7 +84,7 @@ class Bus:
     def __init__(self, lead: Lead) -> None:
         self._lead = lead
 
-    def snapshot(self, *, timeout_s: float) -> bytes:
+    async def snapshot(self, *, timeout_s: float) -> bytes:
         return str(self._lead.state).encode()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from relax_core.bus.ray_bus import RayBus
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease
@@ -18,6 +17,7 @@ from relax_core.roles.role_context import BUS, RunContext
 from relax_core.roles.trainer.rank_worker import parts_of, policy_groups
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup, WorkerGroup
 from relax_core.train.parallel_layout import replica_ranks, world_size
+from tests.bus.blocking import BlockingBus
 from tests.roles.trainer.worker_group_harness import (
     OVERRIDES,
     STEP,
@@ -31,7 +31,7 @@ from tests.trees import answers_tree, with_tokens
 
 
 def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
-    other_ranks: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, bus: BlockingBus, lease: Lease, groups: list[TokenTree]
 ) -> None:
     import ray
 
@@ -46,7 +46,9 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
         replicas=replicas,
     )
     # 33 rows in groups of one answer, then a prompt of 3 rows with 14 more an answer: cut behind the first of these.
-    worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, rank_groups=policy_groups(context, bus))
+    worker_group = TrainerWorkerGroup(
+        ranks, timeout_s=120.0, waiting=waiting, rank_groups=policy_groups(context, bus.bus)
+    )
     worker_group.begin_step(STEP)
     worker_group.add_lease(lease)
     worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
@@ -65,7 +67,12 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
 
 
 def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
-    other_ranks: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree], wait_until: Any
+    other_ranks: list[Any],
+    context: RunContext,
+    bus: BlockingBus,
+    lease: Lease,
+    groups: list[TokenTree],
+    wait_until: Any,
 ) -> None:
     import ray
 

@@ -72,10 +72,10 @@ class DropBus(CoreBus):
         self.lost: dict[str, str] = {}
         self.player: EpisodePlayer | None = None
 
-    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+    async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         if not self.core.finished():
             self.lost[group_uid] = reason
-        await super().drop_async(group_uid, reason=reason, timeout_s=timeout_s)
+        await super().drop(group_uid, reason=reason, timeout_s=timeout_s)
 
 
 class Accounts(Counter[str]):

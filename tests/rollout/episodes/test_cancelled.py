@@ -334,7 +334,7 @@ class OneChange:
     def __init__(self) -> None:
         self.due = asyncio.Event()
 
-    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+    async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         if since_version == -1:
             return VersionChange(version=0, retired=[])
         if since_version == 1:

@@ -1,0 +1,23 @@
+"""A bus for tests without an event loop: each call blocks its thread until it has the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+
+class BlockingBus:
+    """Runs each asynchronous call of ``bus`` to its end. It can be pickled with its bus."""
+
+    def __init__(self, bus: Any) -> None:
+        self.bus = bus
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockingBus, (self.bus,)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.bus, name)
+        if not inspect.iscoroutinefunction(value):
+            return value
+        return lambda *args, **kwargs: asyncio.run(value(*args, **kwargs))
