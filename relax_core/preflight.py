@@ -31,7 +31,7 @@ from relax_core.data.sources import GENERATED_KEYS, file_rows
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, tiny_config
-from relax_core.observe.alarm_sender import read_receivers
+from relax_core.observe.alarms import read_receivers
 from relax_core.observe.event_log import EVAL
 from relax_core.plan.context_length import settle_context, settle_evaluation_context
 from relax_core.plan.data_check import look_at_data, settle_steps

@@ -18,7 +18,7 @@ REASONS = {
         "PrometheusSink.close",
     ): "the server looks for it twice a second; the tracker's process, which calls it, is ended at a deadline",
     (
-        "relax_core/observe/alarm_sender.py",
+        "relax_core/observe/alarms.py",
         "_ReceiverThread._main",
     ): "a thread at rest, which a message or the run's end wakes; its end is waited for with a deadline",
     ("relax_core/observe/event_log.py", "EventWriter._main"): "a daemon thread at rest; close() wakes it",
@@ -46,10 +46,10 @@ REASONS = {
         "_addresses",
     ): "each address has RESOLVE_S in engine_address, which names it",
     (
-        "relax_core/server/controller_channel.py",
+        "relax_core/server/order_desk.py",
         "_answer_all",
     ): "the thread of orders at rest; the end of `answering` wakes it and joins it with a deadline",
-    ("relax_core/server/controller_channel.py", "_has_left"): "the socket does not block",
+    ("relax_core/server/order_desk.py", "_has_left"): "the socket does not block",
     ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",
     (
         "relax_core/engines/http_server/held_port.py",

@@ -45,7 +45,7 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, read_hf_config
-from relax_core.observe.panel_view import ShownConsole
+from relax_core.observe.panel import ShownConsole
 from relax_core.observe.summary import library_versions
 from relax_core.plan.unused_keys import unread_by_evaluation
 from relax_core.registry import find_env, find_reward

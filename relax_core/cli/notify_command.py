@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.observe.alarm_sender import read_receivers, tell
+from relax_core.observe.alarms import read_receivers, tell
 
 _NOT_TAKEN, _UNUSABLE = 1, 2
 

@@ -18,8 +18,7 @@ from relax_core.control.engine_set import autoscaler_bounds
 from relax_core.control.worker_health import Beat
 from relax_core.observe.event_log import ACTOR, MetricRecord
 from relax_core.server.order_book import OrderBook
-from relax_core.server.orders import ScaleDecision
-from relax_core.server.problems import Refusal
+from relax_core.server.orders import Refusal, ScaleDecision
 
 OUT_WAIT, IN_WAIT = 0.20, 0.05  # shares of the steps' time: above the first one more engine, below the second one fewer
 FULL_CACHE = 0.85  # share of the caches' tokens above which engines take no more samples at once though none waits

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.curves import CURVES_FILE, draw_picture, plot_curves
 from relax_core.observe.event_log import (
     ACTOR,
     EVAL,
@@ -21,7 +20,14 @@ from relax_core.observe.event_log import (
     TextRecord,
     bad_rows_kind,
 )
-from relax_core.observe.report import CHECKPOINTS_FOLDER, print_report, report_console
+from relax_core.observe.report import (
+    CHECKPOINTS_FOLDER,
+    CURVES_FILE,
+    draw_picture,
+    plot_curves,
+    print_report,
+    report_console,
+)
 from relax_core.observe.summary import build_summary, write_summary
 from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.train.checkpoints.checkpoint_store import unremoved

@@ -22,8 +22,8 @@ from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engine_set import limits_of
 from relax_core.engines.engine_process import first_line, readable
 from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
-from relax_core.server.controller_channel import channel
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
+from relax_core.server.order_desk import channel
 
 PORTS = 100  # ports from gateway.port on that are tried
 START_S = 60.0

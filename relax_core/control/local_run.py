@@ -29,10 +29,10 @@ from relax_core.control.run_view import RunView
 from relax_core.control.supervisor import Attempt
 from relax_core.data.data_identity import data_digest
 from relax_core.observe.event_log import ACTOR, CONTROLLER, EventWriter, each_metric, read_texts
-from relax_core.observe.findings import SignalWatch
 from relax_core.observe.panel import Panel
-from relax_core.observe.sample_reader import NewestSamples
+from relax_core.observe.sample_log import NewestSamples
 from relax_core.observe.stragglers import STRAGGLER, StragglerWatch, told_stragglers
+from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.registry import short_name
 from relax_core.roles.process_placement import equal_trainers, roles_of
@@ -317,8 +317,7 @@ def _engines(
     """
     from relax_core.control.engine_orders import end_book, open_book
     from relax_core.control.engine_set import limits_of
-    from relax_core.server.controller_channel import answering
-    from relax_core.server.order_desk import OrderDesk
+    from relax_core.server.order_desk import OrderDesk, answering
 
     config = context.config
     if attempt.gateway is None:

@@ -12,8 +12,16 @@ from typing import Literal
 
 from relax_core.config.notify_rules import Rule, read_rules
 from relax_core.config.schema import RelaxConfig
-from relax_core.observe.alarm_book import NOTICES, AlarmBook, RuleState, advanced, clean
-from relax_core.observe.alarm_sender import AlarmSender, Notify, read_receivers
+from relax_core.observe.alarms import (
+    NOTICES,
+    AlarmBook,
+    AlarmSender,
+    Notify,
+    RuleState,
+    advanced,
+    clean,
+    read_receivers,
+)
 from relax_core.observe.event_log import MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.gateway_client import read_address

@@ -12,10 +12,8 @@ import msgspec
 from relax_core.contracts.bus import BusProgress
 from relax_core.control.run_alarms import RunAlarms
 from relax_core.observe.event_log import LEDGER, EventReader, EventWriter, GapRecord, MetricRecord
-from relax_core.observe.findings import SignalWatch
-from relax_core.observe.panel import Panel, PanelState
-from relax_core.observe.panel_view import RoleState
-from relax_core.observe.sample_reader import NewestSamples
+from relax_core.observe.panel import Panel, PanelState, RoleState
+from relax_core.observe.sample_log import NewestSamples
 from relax_core.observe.stragglers import (
     STRAGGLER,
     StragglerWatch,
@@ -24,6 +22,7 @@ from relax_core.observe.stragglers import (
     straggler_row,
     straggler_words,
 )
+from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
 
 EVENTS_LOG = "recoveries.log"

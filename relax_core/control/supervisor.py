@@ -29,7 +29,7 @@ from relax_core.control.host.subreaper import become_subreaper, end_children
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.control.run_alarms import TITLES
-from relax_core.observe.alarm_book import clean
+from relax_core.observe.alarms import clean
 from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
 TELL_S = 60.0
@@ -141,7 +141,7 @@ def _tell(config: RelaxConfig, event: str, cause: str) -> None:
         return
     title = f"{config.name}: {TITLES[event]}"
     text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
-    command = module_command("relax_core.observe.alarm_sender", config.notify.urls_file, title, text)
+    command = module_command("relax_core.observe.alarms", config.notify.urls_file, title, text)
     try:
         subprocess.run(command, timeout=TELL_S, check=False)
     except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 from relax_core.control.host.process_trees import EXITED, LONGEST_GAP_S, OwnedProcesses, process_state
 from relax_core.control.recoveries import IN_PLACE, Recoveries, RunFailed, ServicesLost
-from relax_core.observe.panel_view import RoleState, RoleStateName
+from relax_core.observe.panel import RoleState, RoleStateName
 from relax_core.roles.worker import WorkerStatus, process_host
 
 POLL_S = 0.2  # timeout of the answers, which take milliseconds

@@ -1,12 +1,17 @@
-"""Prints the end of a run: its results, answers before and after training, its files, and commands to try next."""
+"""Prints the end of a run: its results, answers before and after training, its files, and commands to try next.
+
+`plot_curves` draws the reward and the accuracy as curves.png.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -14,12 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.sink import SAMPLED_MARKS
-from relax_core.observe.curves import CURVES_FILE
-from relax_core.observe.event_log import TextCell
-from relax_core.observe.panel_view import UNKNOWN, ShownConsole, duration, number, staleness_shares
+from relax_core.observe.event_log import ACTOR, EVAL, MetricRecord, TextCell, by_step, without_undone
+from relax_core.observe.panel import UNKNOWN, ShownConsole, duration, number, staleness_shares
 from relax_core.observe.sample_log import SAMPLES_FOLDER
 from relax_core.observe.summary import STEP_PARTS, SUMMARY_FILE
 from relax_core.observe.trackers.file_sinks import METRICS_FILE, TENSORBOARD_FOLDER
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 Answer = Mapping[str, TextCell]
 
@@ -28,6 +37,7 @@ CELL_WIDTH = 60
 MOST_CHARACTERS = 4000  # of an episode that is shown whole; texts.jsonl has all of it
 NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
+CURVES_FILE = "curves.png"
 RESULT_FILES = (
     ("reward curve", CURVES_FILE),
     ("checkpoints", CHECKPOINTS_FOLDER),
@@ -290,3 +300,110 @@ def _cell(value: TextCell) -> Text:
     """Returns one line of at most `CELL_WIDTH` characters: the end of the text, where an answer usually is."""
     flat = " ".join(str(value).split())
     return Text(flat if len(flat) <= CELL_WIDTH else "… " + flat[2 - CELL_WIDTH :])
+
+
+# -- Curves ------------------------------------------------------------------------------------------------------------
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9660a", "#5a5a5a"
+
+
+_BACKEND = "MPLBACKEND"
+
+
+def draw_picture(draw: Callable[[], Path | None]) -> tuple[Path | None, str | None]:
+    """Calls ``draw``, which makes a picture with `picture_figure`, and returns its path.
+
+    A picture is an optional product: if it cannot be drawn or written, the result is None and the reason.
+    """
+    try:
+        return draw(), None
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # matplotlib, its settings, its fonts, the disk
+        return None, f"{type(error).__name__}: {error}"
+
+
+def picture_figure(**settings: Any) -> Figure:
+    """Returns an empty figure that is drawn without a screen; ``settings`` are those of matplotlib's Figure.
+
+    A notebook exports its own MPLBACKEND to each command, and the package behind it may be missing here. So matplotlib
+    is imported without that variable, and a backend that exists is chosen afterwards for the code of the user.
+    """
+    if "matplotlib" not in sys.modules and (chosen := os.environ.pop(_BACKEND, None)) is not None:
+        try:
+            import matplotlib
+
+            try:
+                matplotlib.rcParams["backend"] = chosen
+            except ValueError as error:
+                print(f"relax: {_BACKEND}={chosen} is ignored: {error}", file=sys.stderr)
+        finally:
+            os.environ[_BACKEND] = chosen
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(**settings)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
+    """Plots reward and share of exact answers over train steps, in training and on held-out prompts; returns ``path``.
+
+    The picture is a PNG of 1320 x 528 pixels. Raises ValueError if no train step and no evaluation was recorded.
+    """
+    held = without_undone(records)
+    training, evaluation = by_step(held, ACTOR), by_step(held, EVAL)
+    if not training and not evaluation:
+        raise ValueError(f"{path}: there is nothing to draw, because no train step was recorded")
+    figure = picture_figure(figsize=(11, 4.4), dpi=120)
+    from matplotlib.layout_engine import ConstrainedLayoutEngine  # behind the import that `picture_figure` guards
+
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    axes = figure.subplots(1, 2)
+    for axis, name, title in zip(axes, ("reward", "exact"), ("mean reward", "share of exact answers"), strict=True):
+        _draw(axis, training=_points(training, name), evaluation=_points(evaluation, name))
+        axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
+    axes[1].set_ylim(-0.04, 1.04)
+    figure.savefig(path)
+    return path
+
+
+def _points(values: dict[int, dict[str, float]], name: str) -> tuple[list[int], list[float]]:
+    steps = [step for step in values if name in values[step]]
+    return steps, [values[step][name] for step in steps]
+
+
+def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tuple[list[int], list[float]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    steps, values = training
+    if steps:
+        window = max(1, len(steps) // 25)
+        axis.plot(steps, values, color=BLUE, alpha=0.3 if window > 1 else 1.0, linewidth=1.0)
+        if window > 1:
+            axis.plot(
+                steps,
+                _moving_mean(values, window),
+                color=BLUE,
+                linewidth=2.2,
+                label=f"training, mean of {window} steps",
+            )
+        else:
+            axis.lines[-1].set_label("training")
+    steps, values = evaluation
+    if steps:
+        style: dict[str, Any] = {"color": ORANGE, "marker": "o", "markersize": 6, "linewidth": 1.2, "linestyle": "--"}
+        axis.plot(steps, values, label="held-out prompts, greedy", **style)
+    axis.set_xlabel("train step", fontsize=11, color=GREY)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.tick_params(labelsize=10, colors=GREY)
+    axis.grid(axis="y", color="#e3e3e3", linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if axis.lines:
+        axis.legend(frameon=False, fontsize=10, loc="best")
+
+
+def _moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns the mean of the ``window`` values around each value; at the ends, of fewer values."""
+    before, after = window // 2, window - window // 2
+    return [fmean(values[max(0, index - before) : index + after]) for index in range(len(values))]

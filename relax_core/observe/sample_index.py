@@ -26,8 +26,10 @@ from relax_core.observe.sample_log import (
     MadeRecord,
     Numbers,
     TrainedRecord,
+    decode_numbers,
+    numbers_files,
+    read_frames,
 )
-from relax_core.observe.sample_reader import decode_numbers, numbers_files, read_frames
 
 FORMAT = 3  # part of the file's name: another format makes another index
 MOST_ROWS = 500

@@ -1,4 +1,8 @@
-"""Builds and writes summary.json, the figures of a run. docs/summary.md says what each field means."""
+"""Builds and writes summary.json, the figures of a run. docs/summary.md says what each field means.
+
+Findings say in words what the numbers mean, at the end and while a run learns nothing. The figures of episodes,
+modalities, rewards and judges are those of the panel, too.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,17 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from relax_core.contracts.bus import BusProgress
-from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
-from relax_core.observe.findings import findings
-from relax_core.observe.run_results import (
-    JUDGE_CHECK,
-    episode_results,
-    judge_results,
-    modality_results,
-    reward_results,
-    unfair_shares,
-)
+from relax_core.config.choices import TEXT
+from relax_core.contracts.bus import BusProgress, ModalityCounts
+from relax_core.contracts.env import REWARDED_ENDS
+from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, is_resume, without_undone
 
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pools grow in them
@@ -205,3 +204,328 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+# -- Findings ----------------------------------------------------------------------------------------------------------
+
+WINDOW = 10  # number of steps in a mean
+NOISE = 5.0  # a fall of the reward counts from this number of standard errors of the difference of two windows on
+LOST_SHARE = 1 / 3  # a fall of the reward counts from this share of the former gain on
+EVAL_NOISE = 3.0  # a fall of the accuracy counts from this number of standard errors on
+EVAL_FALL = 0.03
+MOST_GROUPS = 0.5
+MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean that the prompts are learnt
+
+
+def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:
+    """Returns one sentence for each problem of the run; none for a healthy run.
+
+    ``actor`` maps train steps to the trainer's values, and ``evaluations`` maps weight versions to those of
+    evaluations.
+    """
+    return [*_of_rewards(actor), *_of_evaluations(evaluations), *_of_the_last_steps(list(actor.values())[-WINDOW:])]
+
+
+def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
+    """Checks whether the reward fell.
+
+    The last window's mean must be below the best window's by more than a third of the gain until then, and by more than
+    the noise between steps explains.
+    """
+    known = [
+        (step, values["reward"]) for step, values in actor.items() if math.isfinite(values.get("reward", math.nan))
+    ]
+    if len(known) < 2 * WINDOW:
+        return
+    rewards = [reward for _, reward in known]
+    means = [fmean(rewards[start : start + WINDOW]) for start in range(len(rewards) - WINDOW + 1)]
+    best = max(range(len(means)), key=means.__getitem__)
+    first, highest, last = means[0], means[best], means[-1]
+    # The differences of neighbouring steps have twice the variance of independent noise.
+    noise = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(rewards)) / 2)
+    lost = highest - last
+    if lost > LOST_SHARE * (highest - first) and lost > NOISE * noise * math.sqrt(2 / WINDOW):
+        steps = f"steps {known[best][0]} to {known[best + WINDOW - 1][0]}"
+        yield f"The reward fell from {highest:.3f} ({steps}) to {last:.3f} in the last {WINDOW} steps."
+
+
+def _of_evaluations(evaluations: Mapping[int, Values]) -> Iterator[str]:
+    """Checks whether the held-out accuracy fell by more than `EVAL_FALL`, and by more than the sampling error."""
+    if len(evaluations) < 2:
+        return
+    best = max(evaluations, key=lambda step: evaluations[step]["exact"])
+    last = max(evaluations)
+    high, low, prompts = evaluations[best]["exact"], evaluations[last]["exact"], evaluations[last]["rows"]
+    middle = (high + low) / 2
+    if high - low > max(EVAL_FALL, EVAL_NOISE * math.sqrt(2 * middle * (1 - middle) / max(1.0, prompts))):
+        yield f"The held-out accuracy fell from {high:.3f} at step {best} to {low:.3f} at step {last}."
+
+
+def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
+    if not newest:
+        return
+    if all(values.get("truncated") == 1.0 for values in newest):
+        yield f"No answer of the last {len(newest)} steps ended by itself: all were cut at rollout.max_new_tokens."
+    equal = [values["groups_without_signal"] for values in newest if "groups_without_signal" in values]
+    exact = fmean(values.get("exact", 0.0) for values in newest)
+    if equal and fmean(equal) > MOST_GROUPS and exact < MOSTLY_RIGHT:
+        yield (
+            f"In {fmean(equal):.0%} of the groups of the last {len(newest)} steps all rewards were equal, with "
+            f"{exact:.0%} of the answers right: there was almost no learning signal."
+        )
+
+
+STEPS = 20  # in a row with all answers cut, or most groups with equal rewards, after which a line says so
+
+
+class SignalWatch:
+    """Checks the trainer's records as they arrive.
+
+    A warning comes after ``steps`` train steps in a row. ``max_new_tokens`` is the limit of an answer, in
+    tokens, which the text of the warning names.
+    """
+
+    def __init__(self, *, steps: int = STEPS, max_new_tokens: int) -> None:
+        self._steps = steps
+        self._max_new_tokens = max_new_tokens
+        self._newest = -1
+        self._truncated = self._equal = 0  # number of newest steps in a row
+
+    def lines(self, records: Iterable[MetricRecord]) -> list[str]:
+        """Takes new records, in order, and returns one line for each condition that has now lasted ``steps`` steps.
+
+        A condition that ends and begins again is reported again.
+        """
+        warnings = []
+        for record in records:
+            if is_resume(record):
+                self._newest, self._truncated, self._equal = record.step - 1, 0, 0
+            elif record.source == ACTOR and record.step > self._newest:
+                self._newest = record.step
+                values = record.values
+                self._truncated = self._truncated + 1 if values.get("truncated") == 1.0 else 0
+                self._equal = self._equal + 1 if values.get("groups_without_signal", 0.0) > MOST_GROUPS else 0
+                if self._truncated == self._steps:
+                    warnings.append(self._truncated_line())
+                if self._equal == self._steps:
+                    warnings.append(self._equal_line(exact=values.get("exact", 0.0)))
+        return warnings
+
+    def _when(self) -> str:
+        return f"for {self._steps} train steps, to step {self._newest}"
+
+    def _truncated_line(self) -> str:
+        return (
+            f"All answers were cut at rollout.max_new_tokens={self._max_new_tokens} {self._when()}: no reward saw a "
+            "whole answer. Raise rollout.max_new_tokens, or check whether the model's end tokens are those with which "
+            "its chat template ends an answer."
+        )
+
+    def _equal_line(self, *, exact: float) -> str:
+        if exact >= MOSTLY_RIGHT:
+            cause = (
+                f"{exact:.0%} of the answers are right, so there is little left to learn from these prompts. Use "
+                "harder prompts, or end the run here."
+            )
+        else:
+            cause = (
+                "such a group has no advantage and no gradient. Try algo=dapo, which skips such groups, a larger "
+                "algo.group_size, a higher rollout.temperature, other prompts, or a reward with more grades."
+            )
+        return f"In most groups all rewards were equal {self._when()}: {cause}"
+
+
+# -- Episodes, modalities, rewards and judges --------------------------------------------------------------------------
+ENDED = "ended/"
+AGENT = "agent/"
+_MEANS = ("turns", "restarts", "cut_observations", "engine_s", "queue_s", "env_s", "tool_calls", "failed_calls")
+_QUANTILES = ("turns/p50", "turns/p90", "turns/p99")
+
+
+def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
+    """Returns the figures of all episodes; none for a run of one turn.
+
+    Means and shares are over all episodes, but the cached share over all tokens of prompts. ``given_up`` is the share
+    of episodes whose end has no reward. A quantile is the mean of those of the prompt batches, weighted by their
+    episodes. ``agent`` has the means of the figures of agents' requests, if agents play.
+    """
+    played = [values for values in prompt_batches if "turns" in values]
+    episodes = sum(values["samples"] for values in played)
+    if not episodes:
+        return {}
+
+    def mean(name: str) -> float:
+        return sum(values.get(name, 0.0) * values["samples"] for values in played) / episodes
+
+    prompts = sum(values.get("prompt_tokens", 0.0) for values in played)
+    cached = sum(values.get("cached_share", 0.0) * values.get("prompt_tokens", 0.0) for values in played)
+    reasons = sorted({name for values in played for name in values if name.startswith(ENDED)})
+    agents = sorted({name for values in played for name in values if name.startswith(AGENT)})
+    return {
+        **{name: mean(name) for name in _MEANS},
+        **{name.replace("/", "_"): mean(name) for name in _QUANTILES},
+        "cached_share": cached / max(1.0, prompts),
+        "given_up": sum((mean(name) for name in reasons if name.removeprefix(ENDED) not in REWARDED_ENDS), 0.0),
+        "ended": {name.removeprefix(ENDED): mean(name) for name in reasons},
+        **({"agent": {name.removeprefix(AGENT): mean(name) for name in agents}} if agents else {}),
+    }
+
+
+MOST_POINTS = 0.02  # difference of a modality's shares of the issued and of the trained samples
+PREFIX = "modality/"
+
+
+def modality_results(
+    counts: Mapping[str, ModalityCounts], actor: Sequence[Values], prompt_batches: Sequence[Values]
+) -> dict[str, Any]:
+    """Returns the figures of each modality; none for a run that issued text alone.
+
+    ``issued_share`` is the share of all samples that have an end, and ``trained_share`` that of all trained ones.
+    """
+    if set(counts) <= {TEXT}:
+        return {}
+    ended = sum(one.issued - one.open for one in counts.values())
+    trained = sum(one.trained for one in counts.values())
+    return {
+        name: {
+            "issued": one.issued,
+            "trained": one.trained,
+            "dropped": dict(one.dropped),
+            "open": one.open,
+            "issued_share": (one.issued - one.open) / ended if ended else None,
+            "trained_share": one.trained / trained if trained else None,
+            "reward": _tagged_mean(actor, f"{PREFIX}{name}/reward", f"{PREFIX}{name}/samples"),
+            "staleness": {str(staleness): count for staleness, count in sorted(one.staleness.items())},
+            "encode_ms": _tagged_mean(prompt_batches, f"{PREFIX}{name}/encode_ms", f"{PREFIX}{name}/encode_prompts"),
+            "prefill_ms": _tagged_mean(prompt_batches, f"{PREFIX}{name}/prefill_ms", f"{PREFIX}{name}/prefill_prompts"),
+        }
+        for name, one in counts.items()
+    }
+
+
+def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
+    """Returns a sentence for each modality whose share of the trained samples differs from that of the issued ones."""
+    for name, one in modalities.items():
+        issued, trained = one["issued_share"], one["trained_share"]
+        if issued is None or trained is None or abs(trained - issued) <= MOST_POINTS:
+            continue
+        why = ", ".join(f"{count:,} {reason}" for reason, count in one["dropped"].items()) or "none"
+        yield (
+            f"Modality {name} is {issued:.1%} of the issued samples and {trained:.1%} of the trained ones (dropped: "
+            f"{why}). data.mix keeps its share."
+        )
+
+
+def _tagged_mean(records: Sequence[Values], name: str, weight: str) -> float | None:
+    """Returns the mean of a figure over all records, each weighted by the samples or prompts behind it."""
+    known = [(values[name], values[weight]) for values in records if name in values]
+    return sum(value * count for value, count in known) / sum(count for _, count in known) if known else None
+
+
+REWARD, JUDGE = "reward/", "judge/"
+JUDGE_CHECK = "judge_check"  # source of the record of the verdicts on known answers
+_NONE = "none/"
+
+
+def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
+    """Returns the figures of each reward over all answers of training, by its name.
+
+    ``answers`` counts them; ``mean`` is that of those with a reward, None if there are none; ``none`` is the share of
+    the others, and ``none_by`` the shares by cause. A quantile is the mean of those of the prompt batches, weighted by
+    their answers.
+    """
+    return {
+        name: {
+            "answers": int(answers),
+            "mean": _mean(batches, "mean", weight=_scored),
+            "none": _mean(batches, "none", weight=_answers),
+            "none_by": {
+                cause.removeprefix(_NONE): _mean(batches, cause, weight=_answers)
+                for cause in sorted({key for values in batches for key in values if key.startswith(_NONE)})
+            },
+            **{key: _mean(batches, key, weight=_answers) for key in ("ms_p50", "ms_p99")},
+        }
+        for name, batches in named_figures(prompt_batches, REWARD).items()
+        if (answers := sum(map(_answers, batches)))
+    }
+
+
+def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
+    """Returns the figures of each judge over the run, by its name; none for a run that asks none.
+
+    ``verdicts`` counts the questions and ``tokens`` the tokens of prompts and texts. ``none`` is the share of questions
+    without a verdict, ``unreadable`` the share of texts without one, and ``queue_max`` the most questions that waited.
+    """
+    return {
+        name: {
+            "verdicts": int(sum(map(_verdicts, batches))),
+            "none": _mean(batches, "none", weight=_verdicts),
+            "unreadable": _mean(batches, "unreadable", weight=_texts),
+            "tokens": int(sum(values.get("tokens", 0.0) for values in batches)),
+            "queue_max": int(max(values.get("queue", 0.0) for values in batches)),
+            **{key: _mean(batches, key, weight=_verdicts) for key in ("ms_p50", "ms_p99")},
+        }
+        for name, batches in named_figures(prompt_batches, JUDGE).items()
+    }
+
+
+def named_figures(prompt_batches: Sequence[Values], prefix: str) -> dict[str, list[dict[str, float]]]:
+    """Returns, for each NAME, the figures KEY of each prompt batch that has values PREFIX + NAME/KEY."""
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for values in prompt_batches:
+        of_batch: dict[str, dict[str, float]] = defaultdict(dict)
+        for tag, value in values.items():
+            if tag.startswith(prefix):
+                name, _, key = tag.removeprefix(prefix).partition("/")
+                of_batch[name][key] = value
+        for name, figures in of_batch.items():
+            found[name].append(figures)
+    return dict(sorted(found.items()))
+
+
+def panel_lines(newest: Values) -> Iterator[tuple[str, str]]:
+    """Yields label and words about the newest prompt batch: of rewards if one is missing or there are several."""
+    rewards, judges = named_figures([newest], REWARD), named_figures([newest], JUDGE)
+    if len(rewards) > 1 or judges or any(values["none"] for (values,) in rewards.values()):
+        yield "rewards", " · ".join(_reward_words(name, values) for name, (values,) in rewards.items())
+    if judges:
+        yield "judges", " · ".join(_judge_words(name, values) for name, (values,) in judges.items())
+
+
+def _reward_words(name: str, values: Values) -> str:
+    causes = sorted(
+        ((share, key.removeprefix(_NONE)) for key, share in values.items() if key.startswith(_NONE)), reverse=True
+    )
+    missing = "".join(f", {share:.0%} {cause}" for share, cause in causes)
+    mean = f"{values['mean']:.3f}" if "mean" in values else "none"
+    return f"{name} {mean}{missing}, p99 {values['ms_p99']:,.1f} ms"
+
+
+def _judge_words(name: str, values: Values) -> str:
+    words = f"{name} {values['verdicts']:.0f} verdicts, {values['queue']:.0f} wait"
+    if "unreadable" in values:
+        words += f", {values['unreadable']:.0%} unreadable, {values['tokens']:,.0f} tokens"
+    return words
+
+
+def _mean(batches: Sequence[Values], key: str, *, weight: Callable[[Values], float]) -> float | None:
+    """Returns the mean of a figure, weighted by ``weight``; None if all weights are 0."""
+    known = [(values.get(key, 0.0), weight(values)) for values in batches if weight(values)]
+    whole = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / whole if whole else None
+
+
+def _answers(values: Values) -> float:
+    return values.get("answers", 0.0)
+
+
+def _scored(values: Values) -> float:
+    return _answers(values) * (1.0 - values.get("none", 0.0))
+
+
+def _verdicts(values: Values) -> float:
+    return values.get("verdicts", 0.0)
+
+
+def _texts(values: Values) -> float:
+    return values.get("texts", 0.0)

@@ -12,8 +12,7 @@ import msgspec
 
 from relax_core.engines.protocol.proven_connection import ProvenConnection
 from relax_core.engines.protocol.reply_checks import plain_words, reply_object
-from relax_core.server.orders import Limits
-from relax_core.server.problems import TYPE
+from relax_core.server.orders import TYPE, Limits
 
 FILE = "gateway.json"  # in the run's folder
 ANSWER_S = 30.0  # longest time of one request

@@ -17,7 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from relax_core.server.problems import PROBLEM, Refusal
+from relax_core.server.orders import PROBLEM, Refusal
 
 OPEN = "/healthz"  # the one route for programs without a token
 EXCHANGE = "/api/session"  # where the page gets its key for the link's token; its body is no JSON

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from relax_core.contracts.foreign_files import decode_json, read_whole, shown_line
-from relax_core.observe.alarm_book import FILE as ALARMS
+from relax_core.observe.alarms import FILE as ALARMS
 from relax_core.observe.event_log import ACTOR, EVAL
 from relax_core.observe.trackers.file_sinks import TEXTS_FILE
 from relax_core.server.order_book import FILE as BOOK

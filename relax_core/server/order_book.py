@@ -22,13 +22,13 @@ from relax_core.server.orders import (
     EngineRow,
     Kind,
     Order,
+    Refusal,
     RunRow,
     ScaleDecision,
     State,
     StateAt,
     engine_id,
 )
-from relax_core.server.problems import Refusal
 
 FILE = "operations.jsonl"
 MOST_QUEUED = 64  # open orders for engines beside a new one that may wait for them

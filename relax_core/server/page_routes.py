@@ -29,7 +29,7 @@ from relax_core.observe.sample_index import FILTERS
 from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.guard import Session, refusal_answer
 from relax_core.server.listed_runs import ListedRuns
-from relax_core.server.problems import Refusal
+from relax_core.server.orders import Refusal
 from relax_core.server.run_folders import BROKEN, NotInside, find_runs, reason
 from relax_core.server.run_ledger import MOST_ROW_BYTES, QUERY_S, readable_ledger
 from relax_core.server.run_reader import CONFIG, PLAN, RunReader

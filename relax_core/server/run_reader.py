@@ -14,8 +14,8 @@ import msgspec
 import yaml
 
 from relax_core.contracts.foreign_files import decode_json, shown_line
-from relax_core.observe.alarm_book import FILE as ALARMS
-from relax_core.observe.alarm_book import NOTICES, Alarm, read_alarms
+from relax_core.observe.alarms import FILE as ALARMS
+from relax_core.observe.alarms import NOTICES, Alarm, read_alarms
 from relax_core.observe.event_log import ACTOR
 from relax_core.observe.sample_index import FORMAT, SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER

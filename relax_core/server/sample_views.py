@@ -22,10 +22,8 @@ from relax_core.observe.sample_log import (
     PLAYED_FOLDER,
     SAMPLES_FOLDER,
     MadeRecord,
-    TokensAt,
-)
-from relax_core.observe.sample_reader import (
     SampleText,
+    TokensAt,
     TokensRemoved,
     read_made_tree,
     read_numbers_at,

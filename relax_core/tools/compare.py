@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from relax_core.contracts.output_path import check_output_file
-from relax_core.observe.curves import draw_picture, picture_figure
 from relax_core.observe.event_log import ACTOR, EVAL, MetricRecord, by_step, read_metrics, without_undone
+from relax_core.observe.report import draw_picture, picture_figure
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.observe.summary import SUMMARY_FILE
 

@@ -30,7 +30,7 @@ from relax_core.contracts.foreign_files import shown_json
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.data.row_forms import label_text, written_number
-from relax_core.observe.panel_view import ShownConsole
+from relax_core.observe.panel import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.label_check import LabelCheck

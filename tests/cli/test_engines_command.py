@@ -18,10 +18,9 @@ from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import GatewayProcess, gateway
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
-from relax_core.server.controller_channel import answering
 from relax_core.server.gateway_client import FILE, GatewayClient, GatewayUnreachable
 from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import EngineRow, Order, RunRow, engine_id, read_room
 from tests.control.gateway_up import until_up
 

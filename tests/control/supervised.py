@@ -19,9 +19,8 @@ from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint
 from relax_core.control.supervisor import Attempt, supervise
-from relax_core.server.controller_channel import answering
 from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import Limits, RunRow
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from relax_core.config.schema import EVENTS
 from relax_core.contracts.sink import MetricRecord
 from relax_core.control import run_alarms
 from relax_core.control.run_alarms import UNKNOWN_RECORDS, RunAlarms
-from relax_core.observe.alarm_book import FILE, read_alarms
+from relax_core.observe.alarms import FILE, read_alarms
 from relax_core.observe.event_log import RESUMED, RUN
 from relax_core.observe.stragglers import Straggler
 from relax_core.server.order_book import OrderBook

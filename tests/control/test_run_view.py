@@ -14,8 +14,8 @@ from relax_core.contracts.bus import BusProgress, LedgerCounts
 from relax_core.control import run_view
 from relax_core.control.run_view import EVENTS_LOG, RunView
 from relax_core.observe.event_log import CONTROLLER, EventWriter, read_metrics
-from relax_core.observe.findings import SignalWatch
 from relax_core.observe.panel import Panel
+from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relax_core.observe.alarm_book import FILE as ALARMS
-from relax_core.observe.alarm_book import read_alarms
+from relax_core.observe.alarms import FILE as ALARMS
+from relax_core.observe.alarms import read_alarms
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.alarm_sender import MOST_WAITING, AlarmSender, main, read_receivers
+from relax_core.observe.alarms import MOST_WAITING, AlarmSender, main, read_receivers
 from tests.observe.receivers import DEADLINE_S, Told, http_receiver, smtp_receiver
 from tests.ports import free_port
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.curves import draw_picture, plot_curves
 from relax_core.observe.event_log import ACTOR, MetricRecord
+from relax_core.observe.report import draw_picture, plot_curves
 
 DRAW = """
 import os, sys
 from pathlib import Path
-from relax_core.observe.curves import draw_picture, plot_curves
+from relax_core.observe.report import draw_picture, plot_curves
 from relax_core.observe.event_log import ACTOR, MetricRecord
 records = [MetricRecord(source=ACTOR, step=step, time_s=0.0, values={"reward": 0.5}) for step in (1, 2)]
 path, problem = draw_picture(lambda: plot_curves(records, Path(sys.argv[1])))

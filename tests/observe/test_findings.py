@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relax_core.observe.event_log import RESUMED, RUN, MetricRecord
-from relax_core.observe.findings import SignalWatch, findings
+from relax_core.observe.summary import SignalWatch, findings
 
 
 def run(rewards: list[float], **same: float) -> dict[int, dict[str, float]]:

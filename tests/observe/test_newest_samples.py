@@ -7,8 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from relax_core.observe.sample_log import SAMPLES_FOLDER, TOKENIZER_FOLDER
-from relax_core.observe.sample_reader import NewestSamples
+from relax_core.observe.sample_log import SAMPLES_FOLDER, TOKENIZER_FOLDER, NewestSamples
 from tests.observe.test_samples import group, open_log
 
 DEADLINE_S = 60.0

@@ -25,10 +25,11 @@ from rich.console import Console
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe import panel as panel_module
 from relax_core.observe.event_log import RESUMED, RUN, MetricRecord
-from relax_core.observe.panel import Panel, PanelState
-from relax_core.observe.panel_view import (
+from relax_core.observe.panel import (
     BLOCKS,
     RATE_STEPS,
+    Panel,
+    PanelState,
     PanelView,
     RoleState,
     RunningNumbers,
@@ -53,7 +54,7 @@ from pathlib import Path
 from relax_core.observe import panel as panel_module
 from relax_core.observe.panel import Panel, PanelState
 from relax_core.observe.event_log import MetricRecord
-from relax_core.observe.panel_view import RoleState
+from relax_core.observe.panel import RoleState
 
 panel_module.LINE_S = panel_module.STILL_S = 3600.0  # lines come by steps alone, however slow the machine is
 with Panel(40, Path("/runs/x"), "grpo", live=sys.argv[1] == "live") as panel:

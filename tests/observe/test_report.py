@@ -16,12 +16,12 @@ from relax_core.config.choices import Schedule
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.curves import plot_curves
 from relax_core.observe.event_log import MetricRecord
 from relax_core.observe.report import (
     answers_table,
     next_commands,
     played_episode,
+    plot_curves,
     print_report,
     report_console,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relax_core.contracts.bus import ModalityCounts
-from relax_core.observe.run_results import judge_results, modality_results, panel_lines, reward_results, unfair_shares
+from relax_core.observe.summary import judge_results, modality_results, panel_lines, reward_results, unfair_shares
 
 FIRST = {
     "reward/math/answers": 30.0,

@@ -16,14 +16,19 @@ from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
 from relax_core.observe import sample_index, sample_log
 from relax_core.observe.sample_index import SampleIndex
-from relax_core.observe.sample_log import SAMPLES_FOLDER, MadeRecord, SampleLog, TokensAt, framed, split_frames
-from relax_core.observe.sample_reader import (
+from relax_core.observe.sample_log import (
+    SAMPLES_FOLDER,
+    MadeRecord,
+    SampleLog,
+    TokensAt,
     TokensRemoved,
+    framed,
     numbers_files,
     read_frames,
     read_made_tree,
     read_numbers_at,
     read_trained,
+    split_frames,
 )
 from tests.trees import answers_tree
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.foreign_files import shown, shown_json, shown_line
-from relax_core.observe.panel_view import ShownConsole
+from relax_core.observe.panel import ShownConsole
 from tests.server.made_run import make_run
 
 DANGEROUS = [
@@ -128,7 +128,7 @@ def test_a_live_panel_moves_the_cursor_and_its_texts_do_not(tmp_path: Path) -> N
     program = f"""
 from pathlib import Path
 from relax_core.observe.panel import Panel, PanelState
-from relax_core.observe.panel_view import RoleState
+from relax_core.observe.panel import RoleState
 from relax_core.observe.standard_streams import unread_streams, write_as_it_is
 hostile = {HOSTILE!r}
 with unread_streams(timeout_s=1.0):

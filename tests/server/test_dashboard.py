@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.cli.dashboard_command import main
-from relax_core.observe.alarm_book import AlarmBook
+from relax_core.observe.alarms import AlarmBook
 from relax_core.server.guard import POLICY
 from relax_core.server.listed_runs import ListedRuns
 from relax_core.server.run_folders import NotInside, find_runs, inside, run_id, run_state

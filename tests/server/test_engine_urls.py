@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from relax_core.server.order_bodies import engine_address
-from relax_core.server.problems import Refusal
+from relax_core.server.order_routes import engine_address
+from relax_core.server.orders import Refusal
 
 ALLOWED = ["127.0.0.1", "localhost", "10.0.0.7"]
 

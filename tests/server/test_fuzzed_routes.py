@@ -16,10 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import StallAsks
-from relax_core.server.controller_channel import answering, channel
 from relax_core.server.guard import Guard, Session
 from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_desk import OrderDesk, answering, channel
 from relax_core.server.order_routes import Controller, order_app
 from relax_core.server.orders import EngineRow, Limits, Order, RunRow, engine_id
 

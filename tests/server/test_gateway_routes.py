@@ -14,13 +14,11 @@ from starlette.testclient import TestClient
 import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import FOLDER
-from relax_core.server.controller_channel import answering, channel
 from relax_core.server.guard import Guard, Session
 from relax_core.server.order_book import FILE, OrderBook
-from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_desk import OrderDesk, answering, channel
 from relax_core.server.order_routes import Controller, order_app
-from relax_core.server.orders import EngineRoom, EngineRow, Limits, RunRow, ScaleDecision
-from relax_core.server.problems import PROBLEM, STATUS_OF, TYPE
+from relax_core.server.orders import PROBLEM, STATUS_OF, TYPE, EngineRoom, EngineRow, Limits, RunRow, ScaleDecision
 from tests.observe.test_stall_asks import controller
 
 TOKEN = {"Authorization": "Bearer secret"}

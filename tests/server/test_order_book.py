@@ -8,8 +8,7 @@ import pytest
 
 import relax_core.server.order_book as module
 from relax_core.server.order_book import FILE, OrderBook, order_history
-from relax_core.server.orders import EngineRow, Order, RunRow, ScaleDecision
-from relax_core.server.problems import Refusal
+from relax_core.server.orders import EngineRow, Order, Refusal, RunRow, ScaleDecision
 
 BODY = {"num_replicas": 2}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_core.observe.alarm_book import AlarmBook
+from relax_core.observe.alarms import AlarmBook
 from tests.server.browser import CHROMIUM, Page, opened_browser
 from tests.server.made_run import make_run
 from tests.server.page_server import Server

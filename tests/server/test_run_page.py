@@ -17,10 +17,9 @@ from relax_core.config.compose import load_config
 from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import gateway
 from relax_core.control.host.run_lock import run_lock
-from relax_core.server.controller_channel import answering
 from relax_core.server.gateway_client import FILE, GatewayAddress
 from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import RunRow
 from tests.control.gateway_up import until_up
 from tests.observe.test_stall_asks import controller

@@ -11,8 +11,14 @@ import pytest
 from relax_core.cli.trace_command import main, steps_of
 from relax_core.server import run_timeline
 from relax_core.server.run_series import Timed
-from relax_core.server.run_timeline import BETWEEN_CALLS, PARTS_LANE, TRAINER_LANE, all_spans, make_timeline
-from relax_core.server.trace_formats import trace_events
+from relax_core.server.run_timeline import (
+    BETWEEN_CALLS,
+    PARTS_LANE,
+    TRAINER_LANE,
+    all_spans,
+    make_timeline,
+    trace_events,
+)
 from tests.server.made_run import make_run
 
 

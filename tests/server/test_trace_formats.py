@@ -9,8 +9,7 @@ import pytest
 
 from relax_core.cli.trace_command import main
 from relax_core.server.run_series import Timed
-from relax_core.server.run_timeline import Span, all_spans
-from relax_core.server.trace_formats import WRITERS, otlp_trace, trace_events
+from relax_core.server.run_timeline import WRITERS, Span, all_spans, otlp_trace, trace_events
 from tests.server.made_run import make_run
 
 START_S = 1_800_000_000.0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.config.notify_rules import PRESETS, Rule, read_rule, read_rules
-from relax_core.observe.alarm_book import FILE, MOST_CHARACTERS, AlarmBook, RuleState, advanced, clean, read_alarms
+from relax_core.observe.alarms import FILE, MOST_CHARACTERS, AlarmBook, RuleState, advanced, clean, read_alarms
 
 
 class Clock:
