@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_core.config.plugin_types import plugins_of
 from relax_core.contracts.child import cause_in_log, module_command
 from relax_core.contracts.sink import BaseSink, SinkStart
 from relax_core.observe.event_log import EventReader, GapRecord, Record
@@ -73,6 +72,8 @@ def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
 
     No plug-in is imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
     """
+    from relax_core.config.plugin_types import plugins_of  # OmegaConf, which a child needs not
+
     own = ["jsonl", *(["tensorboard"] if config.tensorboard else [])]
     others = [
         [Tracker(name=short_name(plugin), plugin=plugin, values=dict(values))]
