@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.supervisor import AGAIN_S
+from relax_core.control.controller_process import AGAIN_S
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun
 
