@@ -50,7 +50,7 @@ from benchmarks.chaos_runs import (
     parent_of,
 )
 from relax_core.bus.ledger_reader import LedgerFile
-from relax_core.control.host.process_trees import EXITED, process_state
+from relax_core.contracts.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
 WITHOUT_END = "run.steps=1000000"

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from relax_core.contracts.process_trees import kill_trees
 from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned, read_owner
-from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.stale_runs import processes_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
@@ -16,8 +17,8 @@ from contextlib import AsyncExitStack
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, guarded
-from relax_core.contracts.child import cause_in
+from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, command_words
+from relax_core.contracts.child import cause_in, ends_with_parent
 from relax_core.contracts.host_network import is_loopback_url, proxy_words
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ async def _client(name: str, server: McpServer, output: LastOutput, stack: Async
         limits = httpx2.Timeout(_HTTP_S, read=_HTTP_READ_S)
         http = await stack.enter_async_context(httpx2.AsyncClient(timeout=limits, trust_env=False))
         return Client(streamable_http_client(url, http_client=http))
-    command = guarded(server.command)
+    command = ends_with_parent(command_words(server.command), signal.SIGKILL)
     parameters = StdioServerParameters(command=command[0], args=command[1:], env=dict(server.env), cwd=server.cwd)
     return Client(stdio_client(parameters, errlog=output.file))
 

@@ -15,12 +15,12 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
+from relax_core.contracts.child import Child
+
 log = logging.getLogger(__name__)
 PORT = "{port}"
 _SHOWN = 800  # the last bytes of a server's output that an error shows
 _POLL_S = 0.05
-# The process ends with the thread that started it, also if that is killed: SIGKILL by prctl(PR_SET_PDEATHSIG).
-_GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,11 @@ def command_words(command: str) -> list[str]:
     return [sys.executable if program == "python" else program, *arguments]
 
 
-def guarded(command: str) -> list[str]:
-    """Returns the words of a program that ends with the thread that starts it, also if that is killed."""
-    return [sys.executable, "-I", "-S", "-c", _GUARD, *command_words(command)]
-
-
 @dataclass(eq=False, kw_only=True)
 class _Running:
     """Is the process of a server of HTTP."""
 
-    process: subprocess.Popen[bytes]
+    process: Child
     url: str
     output: LastOutput
 
@@ -111,10 +106,9 @@ class HttpServers:
             return running.url
 
     def kill(self) -> None:
-        """Kills all servers as groups."""
+        """Kills all servers with their children."""
         for running in self._running.values():
-            with suppress(ProcessLookupError):
-                os.killpg(running.process.pid, signal.SIGKILL)
+            running.process.kill()
 
 
 def _started(server: McpServer) -> _Running:
@@ -123,14 +117,15 @@ def _started(server: McpServer) -> _Running:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     output = LastOutput()
-    process = subprocess.Popen(
-        guarded(server.command.replace(PORT, port)),
+    process = Child(
+        command_words(server.command.replace(PORT, port)),
+        name=f"the server {server.url}",
+        log=output.file.fileno(),
         stdin=subprocess.DEVNULL,
-        stdout=output.file,
-        stderr=output.file,
-        cwd=server.cwd,
-        env=get_default_environment() | dict(server.env),
-        start_new_session=True,
+        stdout=None,
+        folder=server.cwd,
+        environment=get_default_environment() | dict(server.env),
+        with_parent=signal.SIGKILL,
     )
     return _Running(process=process, url=server.url.replace(PORT, port), output=output)
 

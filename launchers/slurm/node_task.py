@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launchers.slurm.child_process import Child, remove_run_folders
 from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
 from relax_core.config.schema import SlurmLauncherConfig
-from relax_core.contracts.child import cause_in_log
+from relax_core.contracts.child import Child, cause_in_log
 from relax_core.contracts.private_folder import set_private_files
+from relax_core.contracts.process_trees import become_subreaper, end_children
 from relax_core.control.host.ray_session import (
     LOOPBACK_SWITCH,
     OBJECT_STORE_BYTES,
@@ -39,8 +40,7 @@ from relax_core.control.host.ray_session import (
     RAY_CPUS,
     new_token_file,
 )
-from relax_core.control.host.run_paths import SHARED_MEMORY
-from relax_core.control.host.subreaper import become_subreaper, end_children
+from relax_core.control.host.run_paths import SHARED_MEMORY, WEIGHTS_PREFIX
 
 FAILED = 1
 POLL_S = 0.2
@@ -170,7 +170,7 @@ class _Task:
             command.append(f"--ray-address={address}")
         if self._identity.restarts:
             command.append("--again")
-        run = Child(command, environment=self._environment(joined=address is not None))
+        run = self._child("the run", command, joined=address is not None)
         write_whole(self._attempt / RUN, str(run.pid))
         self._undo.callback(remove_run_folders, run.pid, SHARED_MEMORY, self._run_dir)
         self._undo.callback(end_children)
@@ -183,7 +183,7 @@ class _Task:
             self._raise_if_ended()
             if self._signals.stop and not terminated:
                 terminated = True
-                run.terminate()
+                run.send_signal(signal.SIGTERM)
             if head is not None and head.poll() is not None:
                 log = self._attempt / "head.log"
                 raise NodeLost(f"{self._identity.node}: its Ray head ended with {head.poll()}; see {log}")
@@ -258,7 +258,20 @@ class _Task:
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]
         if arguments[0] == "--head":
             command.append(f"--temp-dir={self._folder / 'ray'}")
-        return Child(command, environment=self._environment(joined=True), log=self._attempt / f"{name}.log")
+        return self._child(f"Ray's {name}", command, joined=True, log=self._attempt / f"{name}.log")
+
+    def _child(self, name: str, command: list[str], *, joined: bool, log: Path | None = None) -> Child:
+        """Starts a process that stops when this one ends, and that Slurm's signals to the whole job do not reach."""
+        return Child(
+            command,
+            name=name,
+            log=log,
+            stdin=subprocess.DEVNULL,
+            stdout=None,
+            environment=self._environment(joined=joined),
+            with_parent=signal.SIGTERM,
+            ignored=(signal.SIGUSR1, signal.SIGUSR2),
+        )
 
     def _environment(self, *, joined: bool) -> dict[str, str]:
         variables = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}
@@ -281,3 +294,13 @@ class _Task:
             if time.monotonic() > deadline:
                 raise NodeLost(f"{node}: {name} was not there within {limit_s:.0f} s; see {self._attempt}")
             time.sleep(POLL_S)
+
+
+def remove_run_folders(pid: int, *parents: Path) -> None:
+    """Removes the published weights and media items that a killed run leaves in folders outside of TMPDIR.
+
+    ``pid`` is that of its supervisor.
+    """
+    for parent in parents:
+        for folder in parent.glob(f"{WEIGHTS_PREFIX}{pid}-*"):
+            shutil.rmtree(folder, ignore_errors=True)

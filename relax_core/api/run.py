@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -20,14 +21,13 @@ from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, functi
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.api.run_child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.child import import_path, module_command
+from relax_core.contracts.child import Child, import_path, module_command
 from relax_core.observe.event_log import ACTOR
 from relax_core.observe.summary import SUMMARY_FILE
 from relax_core.observe.trackers.file_sinks import METRICS_FILE
 
 POLL_S = 0.2
 END_S = 600.0  # a stopped run writes a checkpoint; its own limits are shorter
-KILLED_S = 10.0  # a killed process ends within this time
 KEPT_LINES = 50  # lines of the run's stderr
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
@@ -67,7 +67,7 @@ def run(
             write_private(staging / FUNCTION_FILE, function_text(reward))
         request = {"words": words, "function": reward is not None, "on_step": on_step is not None}
         (staging / REQUEST).write_text(json.dumps(request), encoding="utf-8")
-        child = _Child(staging)
+        child = _RunProcess(staging)
         try:
             child.follow(on_step)
         except BaseException as error:
@@ -93,7 +93,7 @@ def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
     return words
 
 
-class _Child:
+class _RunProcess:
     """Starts the child process of the run.
 
     ``code`` is its exit code, or -N if signal N killed it.
@@ -103,37 +103,45 @@ class _Child:
         self._staging = staging
         self._stopping = False
         terminal = _is_terminal(sys.stdout)  # the child's panel then writes to it directly
-        self._process = subprocess.Popen(
-            module_command("relax_core.api.run_child", str(staging), str(os.getpid())),
-            stdin=subprocess.DEVNULL,
-            stdout=None if terminal else subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # The run can import the modules that this program can import. Its output is read line by line.
-            env=os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which passes it on once
-        )
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._readers = [_reader(self._process.stderr, sys.stderr, self.last_lines)]
-        if not terminal:
-            self._readers.append(_reader(self._process.stdout, sys.stdout, deque(maxlen=1)))
+        self._readers: list[threading.Thread] = []
+        with ExitStack() as ends:
+            self._child = Child(
+                module_command("relax_core.api.run_child", str(staging)),
+                name="the run",
+                log=self._copied_to(sys.stderr, self.last_lines, ends),
+                stdin=subprocess.DEVNULL,
+                stdout=1 if terminal else self._copied_to(sys.stdout, deque(maxlen=1), ends),
+                # The run can import the modules that this program can import. Its output is read line by line.
+                environment=os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"},
+                with_parent=signal.SIGTERM,
+            )
+
+    def _copied_to(self, target: TextIO, kept: deque[str], ends: ExitStack) -> int:
+        """Returns a descriptor, open until the stack ends, whose lines a thread copies to the program's stream."""
+        read_end, write_end = os.pipe()
+        ends.callback(os.close, write_end)
+        self._readers.append(_reader(os.fdopen(read_end, "rb"), target, kept))
+        return write_end
 
     @property
     def code(self) -> int:
-        assert self._process.returncode is not None
-        return self._process.returncode
+        code = self._child.poll()
+        assert code is not None
+        return code
 
     def follow(self, on_step: OnStep | None) -> None:
         """Waits until the run has ended, and calls ``on_step`` for each train step meanwhile."""
         steps: _Steps | None = None
         while True:
-            ended = self._ended_within(POLL_S)
+            ended = self._child.wait(POLL_S) is not None
             if on_step is not None:
                 if steps is None and (location := self.location()) is not None:
                     steps = _Steps(Path(location["folder"]) / METRICS_FILE, offset=location["metrics_bytes"])
                 for step, numbers in steps.new() if steps is not None else ():
                     if on_step(step, numbers) and not self._stopping:
                         self._stopping = True
-                        self._signal(signal.SIGTERM)
+                        self._child.send_signal(signal.SIGTERM)
             if ended:
                 return
 
@@ -152,32 +160,20 @@ class _Child:
 
     def stop(self, number: signal.Signals) -> None:
         """Sends the signal and waits until the run has ended. Another Ctrl-C meanwhile ends the run at once."""
-        self._signal(number)
+        self._child.send_signal(number)
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
             try:
-                if self._ended_within(POLL_S):
+                if self._child.wait(POLL_S) is not None:
                     return
             except KeyboardInterrupt:
-                self._signal(signal.SIGINT)
-        self._process.kill()
-        self._process.wait(KILLED_S)
+                self._child.send_signal(signal.SIGINT)
+        self._child.kill()
 
     def close(self) -> None:
         """Waits for the rest of the output of the ended process."""
         for reader in self._readers:
             reader.join(END_S)
-
-    def _ended_within(self, timeout_s: float) -> bool:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
 
 
 class _Steps:
@@ -204,9 +200,8 @@ def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def _reader(pipe: IO[bytes] | None, target: TextIO, kept: deque[str]) -> threading.Thread:
+def _reader(pipe: IO[bytes], target: TextIO, kept: deque[str]) -> threading.Thread:
     """Starts a thread that copies the run's output line by line to the program's stream, which may be a notebook's."""
-    assert pipe is not None
 
     def copy_lines() -> None:
         with pipe:
@@ -231,7 +226,7 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _outcome(child: _Child, *, started: float) -> Summary:
+def _outcome(child: _RunProcess, *, started: float) -> Summary:
     """Returns the summary of the ended run. Raises `ConfigError` and `RunFailed`."""
     if child.code == USAGE:
         raise ConfigError(child.problems())

@@ -1,7 +1,7 @@
-"""Is the child process of `relax_core.run`: ``python -m relax_core.api.run_child STAGING PARENT``.
+"""Is the child process of `relax_core.run`: ``python -m relax_core.api.run_child STAGING``.
 
-The process is the run's supervisor, as on the command line. STAGING is a private folder of the parent process, whose
-id is PARENT. The child reads the request there, and writes what the parent needs to know: what is wrong with the
+The process is the run's supervisor, as on the command line. STAGING is a private folder of the parent process. The
+child reads the request there, and writes what the parent needs to know: what is wrong with the
 configuration, or which folder the run uses.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from relax_core.config.override_words import without_secrets
 from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.private_folder import set_private_files
-from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.trackers.file_sinks import METRICS_FILE
 from relax_core.registry import with_file
 
@@ -32,11 +30,8 @@ USAGE, INTERRUPTED = 2, 130
 
 def main() -> int:
     """Executes the run and returns its exit code, or 2 for a mistake in the configuration."""
-    staging, parent = Path(sys.argv[1]), int(sys.argv[2])
+    staging = Path(sys.argv[1])
     set_private_files()
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the run stops if the parent is killed
-    if os.getppid() != parent:
-        return INTERRUPTED
     del os.environ["PYTHONUNBUFFERED"]  # the child's own processes do not inherit it
     request = json.loads((staging / REQUEST).read_text(encoding="utf-8"))
     try:

@@ -44,7 +44,9 @@ number, parent, ignored = sys.argv[1:4]
 ctypes.CDLL(None).prctl(1, int(number))
 if os.getppid() != int(parent): os._exit(1)
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-for one in ignored.split(): signal.signal(int(one), signal.SIG_IGN)
+for one in map(int, ignored.split()):
+    signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [one])
 os.execvp(sys.argv[4], sys.argv[4:])"""
 
 
@@ -86,8 +88,9 @@ class Child:
     The end of its stdin says that its owner has ended. ``log``, a path or a descriptor, gets its stderr, and also its
     stdout if ``stdout`` is None; without a log this process's stderr does. ``environment`` replaces this process's
     own; in a ``sandbox`` it adds to that of the sandbox. The process has the signals ``blocked`` blocked. With
-    ``with_parent`` it gets that signal when this process ends, and ignores the signals ``ignored``. Its first answer
-    must come within ``start``. Raises OSError if the command cannot be executed, and what the sandbox raises.
+    ``with_parent`` it gets that signal when the thread that makes it ends, also if that is killed, and it ignores the
+    signals ``ignored``. Its first answer must come within ``start``. Raises OSError if the command cannot be executed,
+    and what the sandbox raises.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Child:
                 command = ends_with_parent(command, with_parent, ignored=ignored)
 
             def popen() -> subprocess.Popen[bytes]:
-                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [*blocked, *ignored])
                 try:
                     return subprocess.Popen(
                         command,
@@ -143,8 +146,7 @@ class Child:
                 finally:
                     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
-            bound = sandbox is not None or with_parent is not None
-            self._process = _starter().submit(popen).result(self._start.seconds) if bound else popen()
+            self._process = popen() if sandbox is None else _starter().submit(popen).result(self._start.seconds)
         self._start_ends = time.monotonic() + self._start.seconds
         for pipe in self._pipes():
             os.set_blocking(pipe.fileno(), False)
@@ -274,16 +276,17 @@ class Child:
     def _with_log(self, text: str) -> str:
         if self.log is None:
             return text
-        why = cause_in_log(self.log, after=self._log_begins)
+        why = cause_in_log(self.log, after=self._log_begins).removesuffix(".")
         return f"{text}{why and f': {why}'}; see {self.log}"
 
     # -- The end ------------------------------------------------------------------------------------------------------
     def end(self, *, grace_s: float) -> bool:
-        """Asks the process to end, by the end of its stdin, and kills its tree after ``grace_s`` seconds.
+        """Asks the process to end, by the end of its stdin, and kills its tree after ``grace_s`` seconds, if 0 at once.
 
         Returns whether it ended by itself. Call it also for a process that has ended.
         """
-        self.close_stdin()
+        if grace_s:
+            self.close_stdin()
         by_itself = self.wait(grace_s) is not None
         self.kill()
         self.close_pipes()
@@ -294,16 +297,11 @@ class Child:
 
         Of a process that has ended, those children are killed that stayed in its process group.
         """
-        below = []
         if self._process.poll() is None:
-            import psutil
+            from relax_core.contracts.process_trees import kill_trees
 
-            with suppress(psutil.NoSuchProcess):
-                below = psutil.Process(self.pid).children(recursive=True)  # one may have left the process group
+            kill_trees([self.pid])
         self._end_group()
-        for one in below:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
         self._process.wait(_END_S)
 
     def _end_group(self) -> None:
@@ -329,8 +327,8 @@ class Child:
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """Returns the thread that starts what ends with its parent: to the kernel, that is the thread that started it."""
-    return ThreadPoolExecutor(1, thread_name_prefix="start of children")
+    """Returns the thread that starts all sandboxes: the kernel ends a sandbox together with the thread that made it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="start of sandboxes")
 
 
 # -- Workers ----------------------------------------------------------------------------------------------------------

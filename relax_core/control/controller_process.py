@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
+from relax_core.contracts.process_trees import LONGEST_GAP_S, PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
-from relax_core.control.host.process_trees import LONGEST_GAP_S
-from relax_core.control.host.subreaper import PR_SET_NAME, prctl
 
 FAILED = 1
 POLL_S = 0.2  # the longest delay after which an end, a freeze or a signal is noticed

@@ -5,29 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.child import cause_in_log, module_command
+from relax_core.contracts.child import Child, ChildLost, Limit, module_command
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engine_set import limits_of
-from relax_core.engines.engine_process import first_line, readable
 from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 from relax_core.server.order_desk import channel
 
 PORTS = 100  # ports from gateway.port on that are tried
 START_S = 60.0
-LINE_S = 1.0  # in which the rest of its first line comes
 STOP_S = 5.0
 AGAIN_S = 1.0  # seconds between two starts of a gateway that dies
 
@@ -73,7 +69,6 @@ class GatewayProcess:
     def __init__(self, config: RelaxConfig) -> None:
         self._folder = Path(config.run.dir)
         self._log = self._folder / "logs" / "gateway.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         self._restarts_left = self._most_restarts = config.run.max_restarts
         self._given_up = False
         self._listener = listener_of(config.gateway.host, config.gateway.port)
@@ -87,47 +82,34 @@ class GatewayProcess:
             token=secrets.token_urlsafe(32),
             limits=limits_of(config),
         )
-        self._process = self._start()
+        self._child = self._start()
         self._started = time.monotonic()
         self.is_up = False  # whether it has said its address
 
     @property
     def pid(self) -> int:
         """Returns the process id of the gateway."""
-        return self._process.pid
+        return self._child.pid
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            with self._log.open("ab") as log:
-                self._log_begins = log.tell()
-                process = subprocess.Popen(
-                    module_command("relax_core.server.gateway_server"),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    bufsize=0,
-                    pass_fds=(self._settings.listener, self._settings.channel),
-                    start_new_session=True,
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died already, which `check` and `_first_address` see
-            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-        return process
+    def _start(self) -> Child:
+        child = Child(
+            module_command("relax_core.server.gateway_server"),
+            name="the gateway",
+            log=self._log,
+            inherited=(self._settings.listener, self._settings.channel),
+            blocked=STOP_SIGNALS,
+            start=Limit(START_S),
+        )
+        child.send(msgspec.json.encode(self._settings) + b"\n")
+        return child
 
     def _look_for_address(self) -> None:
-        assert self._process.stdout is not None
-        is_late = time.monotonic() - self._started > START_S
-        if not is_late and not readable(self._process.stdout, timeout_s=0.0):
+        try:
+            line = self._child.first_line(wait_s=0.0)
+        except ChildLost as lost:
+            raise GatewayUnstarted(str(lost)) from lost
+        if line is None:
             return
-        line = first_line(self._process.stdout, deadline=time.monotonic() + LINE_S)
-        if not line.endswith(b"\n"):
-            code = self._process.poll()
-            how = f"no answer in {START_S:g} s" if code is None else f"it ended with exit code {code}"
-            why = cause_in_log(self._log, after=self._log_begins)
-            raise GatewayUnstarted(f"the gateway did not start: {how}{why and f': {why}'}; see {self._log}")
         address = msgspec.json.decode(line, type=GatewayAddress)
         self.is_up = True
         self._greet(address)
@@ -155,7 +137,7 @@ class GatewayProcess:
         if self._given_up:
             refuse_waiting(self._listener)
             return
-        code = self._process.poll()
+        code = self._child.poll()
         if code is None or time.monotonic() - self._started < AGAIN_S:
             return
         if not self._restarts_left:
@@ -168,27 +150,15 @@ class GatewayProcess:
             return
         self._restarts_left -= 1
         self._started = time.monotonic()
-        self._close_pipes()
-        self._process = self._start()
+        self._child.close_pipes()
+        self._child = self._start()
 
     def stop(self) -> None:
         """Ends the gateway by closing its stdin, after some seconds by SIGKILL, and removes its address."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_S)
-        self._close_pipes()
+        self._child.end(grace_s=STOP_S)
         for held in (self._listener, self._channel, self.controller_end):
             held.close()
         (self._folder / FILE).unlink(missing_ok=True)
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 def _report(*lines: str) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 import psutil
 
-from relax_core.control.host.process_trees import EXITED, LONGEST_GAP_S, process_state
+from relax_core.contracts.process_trees import EXITED, LONGEST_GAP_S, process_state
 
 POLL_S = 0.25
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from relax_core.control.host.process_trees import LONGEST_GAP_S, kill, process_state
+from relax_core.contracts.process_trees import LONGEST_GAP_S, kill, process_state
 
 CONTROLLER_ACTOR, NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve fixes these names
 

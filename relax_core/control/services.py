@@ -16,8 +16,8 @@ from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_bus import RayBus
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost
+from relax_core.contracts.process_trees import kill, kill_trees
 from relax_core.control.engine_set import EngineSet
-from relax_core.control.host.process_trees import kill, kill_trees
 from relax_core.roles.attached_engine import AttachedEngineOwner
 from relax_core.roles.engine_owner import EngineOwner
 from relax_core.roles.judge_engine import JudgeEngineOwner

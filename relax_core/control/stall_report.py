@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from relax_core.contracts.bus import BusLost, BusTimeout, BusWait
-from relax_core.control.host.process_trees import process_state
+from relax_core.contracts.process_trees import process_state
 from relax_core.control.worker_health import Beat
 from relax_core.roles.role_context import BUS, RunContext, worker_name
 from relax_core.roles.worker import process_host

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
-from relax_core.control.host.process_trees import EXITED, LONGEST_GAP_S, OwnedProcesses, process_state
+from relax_core.contracts.process_trees import EXITED, LONGEST_GAP_S, OwnedProcesses, process_state
 from relax_core.control.recoveries import IN_PLACE, Recoveries, RunFailed, ServicesLost
 from relax_core.observe.panel import RoleState, RoleStateName
 from relax_core.roles.worker import WorkerStatus, process_host

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.contracts.process_trees import process_state
 from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import gateway
-from relax_core.control.host.process_trees import process_state
 from relax_core.server.gateway_client import FILE
 from tests.control import supervised
 from tests.control.gateway_up import until_up

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from relax_core.control.host.process_trees import process_state
+from relax_core.contracts.process_trees import process_state
 from relax_core.control.serve_watch import ServeLost, ServeWatch
 
 DEADLINE_S = 120.0

@@ -10,8 +10,8 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
+from relax_core.contracts.process_trees import process_state
 from relax_core.control.host.lock_file import owned
-from relax_core.control.host.process_trees import process_state
 from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
 from relax_core.train.checkpoints.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATUM, TOKEN_TREE, CheckpointStore
 from tests.control import supervised

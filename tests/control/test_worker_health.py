@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.control.host.process_trees import EXITED, kill, process_state
+from relax_core.contracts.process_trees import EXITED, kill, process_state
 from relax_core.control.recoveries import Recoveries, RunFailed, ServicesLost
 from relax_core.control.worker_health import HealthManager
 from relax_core.roles.worker import WorkerStatus, process_host

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.process_trees import kill_trees
+from relax_core.contracts.process_trees import kill_trees
 from relax_core.control.host.ray_session import new_token_file
 
 ROOT = Path(__file__).resolve().parents[2]

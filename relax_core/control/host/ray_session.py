@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
-from relax_core.contracts.child import module_command
+from relax_core.contracts.child import Child, module_command
 from relax_core.contracts.private_folder import set_compile_cache
-from relax_core.control.host.process_trees import kill_trees
+from relax_core.contracts.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER
 from relax_core.roles.process_placement import cluster_fault
@@ -111,7 +110,7 @@ class RaySession:
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
             if self._preloaded:
-                undo.callback(_end_fork_server, self._start_fork_server())
+                undo.callback(self._start_fork_server().end, grace_s=0.0)  # with the workers that are left
         import ray
 
         if own:
@@ -141,12 +140,12 @@ class RaySession:
         else:
             self._await_nodes()
 
-    def _start_fork_server(self) -> subprocess.Popen[bytes]:
+    def _start_fork_server(self) -> Child:
         """Starts the fork server, which ends with its stdin, and tells its path to those whom Ray starts."""
         path = self._paths.folder / "fork-server"
         command = module_command("relax_core.control.host.fork_server", str(path), *self._preloaded)
         os.environ[FORK_SERVER] = str(path)
-        return subprocess.Popen(command, stdin=subprocess.PIPE)
+        return Child(command, name="the fork server", stdout=None)
 
     def _unstarted(self, error: Exception) -> RayUnstarted:
         self.keep_logs()
@@ -215,13 +214,6 @@ def _end_ray() -> None:
     worker._global_node = None
     ray.shutdown()
     kill_trees(started)
-
-
-def _end_fork_server(server: subprocess.Popen[bytes]) -> None:
-    """Kills the fork server and the workers that are left, which Ray's end has told to end."""
-    kill_trees([server.pid])
-    with server:  # waits for it and closes its stdin
-        pass
 
 
 def _first_line(error: Exception) -> str:

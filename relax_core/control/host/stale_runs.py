@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from relax_core.contracts.process_trees import kill_trees
 from relax_core.control.host.lock_file import claimed, read_owner
-from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import FOLDER_PREFIX, SHARED_MEMORY, WEIGHTS_PREFIX, temporary_folder
 from relax_core.engines.sglang.scratch import remove_left_scratch
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_core.contracts.child import cause_in_log, module_command
+from relax_core.contracts.child import Child, cause_in_log, module_command
 from relax_core.contracts.sink import BaseSink, SinkStart
 from relax_core.observe.event_log import EventReader, GapRecord, Record
 from relax_core.registry import FILE_SINKS, find_sink, short_name
@@ -96,7 +94,7 @@ class Trackers:
 
     def __init__(self, config: TrackerConfig, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._children = [_Child(run_dir, trackers) for trackers in trackers_of(config)]
+        self._children = [_TrackerChild(run_dir, trackers) for trackers in trackers_of(config)]
         self._failing: set[str] = set()
 
     def check(self) -> list[str]:
@@ -147,7 +145,7 @@ class Trackers:
         return found
 
 
-class _Child:
+class _TrackerChild:
     """Is the process of trackers. What it prints is in the run's folder of logs, in ``tracker-NAME.log``."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker]) -> None:
@@ -159,29 +157,23 @@ class _Child:
         self._start()
 
     def _start(self) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         self._next_start = time.monotonic() + self._pause_s
         self._alive_from = time.time()
         self._temporary = tempfile.mkdtemp(
             prefix=f"relax-tracker-{self.trackers[0].name}-"
         )  # libraries leave files there
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                module_command("relax_core.observe.trackers.tracker_process"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "TMPDIR": self._temporary},
-                start_new_session=True,  # a Ctrl-C in the terminal is not for it
-            )
+        self._child = Child(
+            module_command("relax_core.observe.trackers.tracker_process"),
+            name=f"tracker {self.trackers[0].name}",
+            log=self._log,
+            stdout=None,
+            environment={**os.environ, "TMPDIR": self._temporary},
+        )
         start = TrackersStart(run_dir=str(self._run_dir), temporary=self._temporary, trackers=list(self.trackers))
-        assert self._process.stdin is not None, "it is a pipe"
-        with suppress(BrokenPipeError):  # it has died at once
-            self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-            self._process.stdin.flush()
+        self._child.send(msgspec.json.encode(start) + b"\n")
 
     def keep_up(self) -> None:
-        if self._process.poll() is None:
+        if self._child.poll() is None:
             if time.time() - self._alive_from > SURE_S:
                 self.problem, self._pause_s = "", FIRST_PAUSE_S
             silent_s = time.time() - max(self._alive_from, *(self._alive_at(one.name) for one in self.trackers))
@@ -193,23 +185,20 @@ class _Child:
             self._remove_temporary()
             self.problem = self.problem or f"its process ended: {cause_in_log(self._log)}; see {self._log}"
         if time.monotonic() >= self._next_start:
-            self._close_input()
+            self._child.close_pipes()
             self._start()
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def begin_end(self) -> None:
-        self._close_input()
+        self._child.close_stdin()
 
     def end(self, *, deadline: float) -> bool:
         """Waits for the end of the process, at most until ``deadline``. Returns whether it has passed on everything."""
-        try:
-            is_done = self._process.wait(max(0.0, deadline - time.monotonic())) == 0
-            self._remove_temporary()
-            return is_done
-        except subprocess.TimeoutExpired:
+        code = self._child.wait(max(0.0, deadline - time.monotonic()))
+        if code is None:
             self.problem = self.problem or "its process did not end in time"
-            self._kill()
-            return False
+        self._kill()
+        return code == 0
 
     def _alive_at(self, name: str) -> float:
         try:
@@ -217,15 +206,8 @@ class _Child:
         except FileNotFoundError:
             return 0.0
 
-    def _close_input(self) -> None:
-        assert self._process.stdin is not None, "it is a pipe"
-        with suppress(OSError):  # it has died with unread bytes
-            self._process.stdin.close()
-
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(LEFT_S)
+        self._child.kill()
         self._remove_temporary()
 
     def _remove_temporary(self) -> None:

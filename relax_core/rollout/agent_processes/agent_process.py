@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.redaction import without_values
-from relax_core.contracts.child import cause_in
+from relax_core.contracts.child import Child, cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
@@ -66,7 +65,7 @@ class AgentProcess:
 
     def __init__(
         self,
-        guard: subprocess.Popen[bytes],
+        guard: Child,
         to_guard: asyncio.WriteTransport,
         told: asyncio.StreamReader,
         *,
@@ -98,16 +97,12 @@ class AgentProcess:
         Raises OSError if the folder ``cwd`` cannot be entered.
         """
         mode = "warm" if warm else "cold"
-        guard = subprocess.Popen(
+        guard = Child(
             [sys.executable, "-I", "-S", str(_GUARD), f"{GRACE_S:g}", mode, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=cwd,
-            env=dict(env),
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches only the run, which then ends its agents
+            name="the guard of an agent",
+            folder=cwd,
+            environment=env,
         )
-        assert guard.stdin is not None and guard.stdout is not None
         loop, told = asyncio.get_running_loop(), asyncio.StreamReader(limit=_MOST_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), guard.stdout)
         to_guard, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, guard.stdin)
@@ -166,4 +161,5 @@ class AgentProcess:
             if self._pid:
                 with suppress(ProcessLookupError):
                     os.killpg(self._pid, signal.SIGKILL)
-        await asyncio.to_thread(self._guard.wait, _EXIT_S)
+        if await asyncio.to_thread(self._guard.wait, _EXIT_S) is None:
+            await asyncio.to_thread(self._guard.kill)

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, SamplingParams
-from relax_core.control.host.process_trees import EXITED, process_state
+from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.engines.embedded.embedded_spec import ROOT
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -201,5 +201,5 @@ def test_a_model_that_is_not_built_is_said(launch: EngineLaunch, tmp_path: Path)
 
 def test_a_start_that_fails_shows_the_log(launch: EngineLaunch, tmp_path: Path) -> None:
     failing = replace(launch, model_folder=tmp_path / "nothing", log_file=tmp_path / "log")
-    with pytest.raises(EngineError, match=r"ended with 2(.|\n)*no config.json there"):
+    with pytest.raises(EngineError, match=r"exit code 2\)(.|\n)*no config.json there"):
         EngineProcess.start(failing)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.process_trees import EXITED, process_state
+from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.host.ray_session import new_token_file
 from relax_core.control.host.stale_runs import remove_stale_runs
 
@@ -23,9 +23,11 @@ import json, os, psutil, signal, stat, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
 from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.control.host import ray_session
 from relax_core.control.host.run_paths import run_paths
 from relax_core.control.host.ray_session import RaySession
 
+ray_session.RAY_CPUS = 1  # so that Ray starts one worker at a time
 assert "ray" not in sys.modules, "Ray reads the path of its token when it is imported"
 logs = Path(sys.argv[1])
 config = load_config([])

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.host import run_paths as paths
 from relax_core.control.host import stale_runs as stale_runs
 from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned
-from relax_core.control.host.process_trees import EXITED, process_state
 from relax_core.control.host.run_paths import run_paths
 
 ROOT = Path(__file__).resolve().parents[3]

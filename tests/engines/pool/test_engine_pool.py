@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
-from relax_core.control.host.process_trees import process_state
+from relax_core.contracts.process_trees import process_state
 from relax_core.engines.pool import engine_watch as watch_module
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.pool.engine_watch import EngineWatch

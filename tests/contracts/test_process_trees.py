@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.process_trees import EXITED, OwnedProcesses, kill, kill_trees, process_state
+from relax_core.contracts.process_trees import EXITED, OwnedProcesses, kill, kill_trees, process_state
 
 DEADLINE_S = 60.0
 PARENT = """
