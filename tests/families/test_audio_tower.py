@@ -67,16 +67,6 @@ def test_a_clips_rows_are_the_same_alone_and_in_company(
     assert backwards.equal(torch.cat(alone[::-1]))
 
 
-def test_transformers_alone_gives_a_short_clip_other_rows(
-    tower: AudioTower, module: Any, features: list[np.ndarray]
-) -> None:
-    """What the fixed length of a chunk prevents: alone, its only chunk is not padded."""
-    with torch.no_grad():
-        theirs = module(torch.from_numpy(features[0]), feature_lens=torch.tensor(FRAMES[:1])).last_hidden_state
-        ours = pass_sounds(module, tower, features[:1])
-    assert relative(ours, theirs) > 1e-4
-
-
 def test_a_change_of_one_frame_changes_the_rows_of_its_window_only(
     tower: AudioTower, module: torch.nn.Module, features: list[np.ndarray]
 ) -> None:

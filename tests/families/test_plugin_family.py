@@ -27,9 +27,8 @@ from relax_core.roles.engine_owner import EngineOwner
 from relax_core.tools import check_model, export
 from relax_core.tools.tiny_text import write_prompt_tokenizer
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
-from relax_core.train.hf.hf_export import export_hf_folder
 from tests.data.chat_templates import write_two_words
-from tests.train.tiny_trainer import dp_groups, make_backend, train_step
+from tests.train.tiny_trainer import dp_groups, export_folder, make_backend, train_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = REPOSITORY / "examples" / "plugins" / "seed_oss.py"
@@ -116,8 +115,7 @@ def test_exports_are_the_folder_to_the_byte(
 
 
 def exported(backend: Any, folder: Path, target: Path) -> bytes:
-    shapes = {name: tuple(tensor.shape) for name, tensor in backend.export()}
-    export_hf_folder(backend.export(), shapes=shapes, own_dtype="float32", source_folder=folder, target=target)
+    export_folder(backend, folder, target)
     return (target / "model.safetensors").read_bytes()
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from relax_core.contracts.family import DeltaNet, ExpertLayout, Experts
 from relax_core.families.folder import folder_architecture
-from relax_core.families.hf_config import end_token_ids, language_values
+from relax_core.families.hf_config import end_token_ids, inner_config, language_values
 from relax_core.families.rope import Rope
 from relax_core.families.table import read_architecture
 from relax_core.families.tiny_configs import (
@@ -24,6 +24,7 @@ from relax_core.families.tiny_configs import (
     VISION_NAMES,
     processor_files,
     tiny_config,
+    tiny_omni_config,
 )
 from relax_core.plan.model_dimensions import SHAPES
 from relax_core.registry import find_family
@@ -35,14 +36,16 @@ CLASSES = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
+OMNI, PUBLISHED_OMNI = "tiny_qwen3_omni", "Qwen3-Omni-30B-A3B"
 SEEING = (VISION, VISION_EXPERTS)
 HYBRIDS = (HYBRID, HYBRID_EXPERTS)
 
 
 def config_of(name: str) -> dict[str, Any]:
-    if name in VISION_NAMES:
-        return tiny_config(name)
+    if name in VISION_NAMES or name == OMNI:
+        return tiny_omni_config() if name == OMNI else tiny_config(name)
     values: dict[str, Any] = json.loads((SHAPES / f"{name}.json").read_text())
     del values["_source"]
     return values
@@ -51,22 +54,21 @@ def config_of(name: str) -> dict[str, Any]:
 def on_meta(config: dict[str, Any]) -> Any:
     model_class = getattr(transformers, CLASSES[config["model_type"]])
     with torch.device("meta"):
-        return model_class(model_class.config_class.from_dict(config))
+        return model_class(model_class.config_class.from_dict(dict(inner_config(config))))
 
 
-@pytest.mark.parametrize("name", [*VISION_NAMES, *PUBLISHED])
-def test_a_towers_weights_are_those_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("name", [*VISION_NAMES, OMNI, *PUBLISHED, PUBLISHED_OMNI])
+def test_the_towers_weights_are_those_of_transformers(name: str) -> None:
     config = config_of(name)
-    vision = find_family(config["model_type"]).vision
-    assert vision is not None
-    theirs = {
-        weight: tuple(parameter.shape)
-        for weight, parameter in on_meta(config).named_parameters()
-        if weight.startswith(vision.prefix)
-    }
-    assert {vision.prefix + part: shape for part, shape in vision.shapes(config["vision_config"]).items()} == theirs
-    projector = {part for part in vision.shapes(config["vision_config"]) if part.startswith(vision.projector)}
-    assert 0 < len(projector) < len(theirs)
+    family = find_family(config["model_type"])
+    outer = "thinker." if "omni" in config["model_type"] else ""
+    theirs = {outer + weight: tuple(one.shape) for weight, one in on_meta(config).named_parameters()}
+    assert family.vision is not None and (family.audio is not None) == bool(outer)
+    for tower in filter(None, (family.vision, family.audio)):
+        shapes = tower.shapes(inner_config(config)[tower.config_key])
+        own = {weight: shape for weight, shape in theirs.items() if weight.startswith(tower.prefix)}
+        assert {tower.prefix + part: shape for part, shape in shapes.items()} == own
+        assert 0 < sum(part.startswith(tower.projector) for part in shapes) < len(own)
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -100,10 +102,10 @@ def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path, name: st
     assert read_architecture(family, new) == read_architecture(family, config)
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", [*SEEING, OMNI])
 def test_no_two_axes_of_a_matrix_of_the_language_model_are_equal(name: str) -> None:
-    for weight, parameter in on_meta(tiny_config(name)).named_parameters():
-        if ".language_model." in weight and parameter.dim() > 1:
+    for weight, parameter in on_meta(config_of(name)).named_parameters():
+        if (".language_model." in weight or (name == OMNI and weight.startswith("model."))) and parameter.dim() > 1:
             assert parameter.shape[-1] != parameter.shape[-2], weight
 
 

@@ -232,11 +232,6 @@ def test_odd_texts_raise_nothing() -> None:
     score_odd_texts(COUNT // len(QUICK))
 
 
-@pytest.mark.soak
-def test_ten_thousand_odd_texts_raise_nothing_in_any_reward_of_the_rollout() -> None:
-    score_odd_texts(10_000)
-
-
 def score_odd_texts(count: int) -> None:
     @settings(max_examples=count, deadline=None, database=None, derandomize=True)
     @given(response=TEXTS, answer=TEXTS)
@@ -264,11 +259,6 @@ def _is_refused(check_row: Any, row: Mapping[str, Any], config: Any) -> bool:
 
 def test_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
     score_isolated(pool, COUNT_ISOLATED // len(ISOLATED))
-
-
-@pytest.mark.soak
-def test_ten_thousand_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
-    score_isolated(pool, 10_000)
 
 
 def score_isolated(pool: RewardPool, count: int) -> None:

@@ -17,7 +17,6 @@ from relax_core.tools.compare import (
     mean_curve,
     read_runs,
     spread_of,
-    table,
 )
 
 
@@ -106,14 +105,6 @@ def test_refused_runs_are_listed_with_their_cause(tmp_path: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[2:4]] == [["seed=x", "refused"], ["seed=3", "not", "started"]]
     assert "  seed=x: seed=x: expected" in lines
-
-
-def test_folders_of_runs_by_their_names(tmp_path: Path) -> None:
-    folders = [put_run(tmp_path / name, rewards=[0.5]) for name in ("one", "two")]
-    printed = table([run for folder in folders for run in read_runs(folder)])
-    assert "one" in printed and "two" in printed
-    assert main([*map(str, folders), "--picture", str(tmp_path / "both.png")]) == 0
-    assert (tmp_path / "both.png").is_file()
 
 
 def test_runs_without_evaluation_show_their_training(tmp_path: Path) -> None:

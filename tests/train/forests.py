@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from relax_core.train.context_parallel import RowSharding
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 
@@ -78,6 +81,41 @@ def random_rows(rows: int, *, dtype: torch.dtype, seed: int) -> list[Tensor]:
 
     inputs = [normal(rows, heads, DIM).requires_grad_() for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     return [*inputs, normal(rows, HEADS * DIM)]
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[Forest, int, int, int]:
+    """Draws a forest, a number of context-parallel ranks, rows of padding and a seed."""
+    return draw(forests()), draw(st.integers(2, 4)), draw(st.integers(0, 9)), draw(st.integers(0, 1000))
+
+
+def check_ranks(case: tuple[Forest, int, int, int], attention: Callable[[Forest, RowSharding, int], Any]) -> None:
+    """Compares context-parallel ranks with attention by its definition.
+
+    Each rank computes its queries against the gathered keys of all ranks, and the gradients add up. ``attention`` of
+    a forest, a rank's sharding and the padded rows has ``attend``.
+    """
+    forest, ranks, more, seed = case
+    rows = len(forest.parents)
+    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
+    padded = shardings[0].padded(rows + more)
+    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
+    incoming[rows:] = 0  # Nothing reads the result of a pad.
+    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
+    total = [torch.zeros_like(one) for one in inputs]
+    output = torch.zeros_like(incoming)
+    for sharding in shardings:
+        mine = torch.from_numpy(sharding.rows_of_rank(padded))
+        query, key, value = inputs
+        part = attention(forest, sharding, padded).attend(query[mine], key[order], value[order], scale=None)
+        output[mine] = part.detach()
+        for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
+            sum_of += grad
+    assert output.isfinite().all()
+    dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    torch.testing.assert_close(output[:rows], dense, rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(total, torch.autograd.grad(dense, inputs, incoming[:rows]), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, sees: np.ndarray, *, scale: float | None) -> Tensor:

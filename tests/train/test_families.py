@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tiny_models import make_model
 from tiny_trainer import export_folder, make_backend, parallel_config
 
@@ -33,21 +32,6 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
     export_folder(backend, folder, out)
     assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
-
-
-def test_weights_that_stand_twice_are_read_once(tmp_path: Path) -> None:
-    """Mistral's folders have several files with an index, and all weights again under names of their own."""
-    from relax_core.weights.folder_stream import read_safetensors
-
-    model = make_family_model(None, "mistral")
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, tmp_path / "consolidated.safetensors")
-    backend = make_backend(tmp_path, family="mistral")
-    assert weight_problems(tmp_path, backend.architecture) == []
-    assert {name for name, _ in read_safetensors(tmp_path)} == {name for name, _ in backend.export()}
-    (tmp_path / "model.safetensors.index.json").unlink()
-    assert "layers.0.attention.wq.weight is not a weight" in weight_problems(tmp_path, backend.architecture)[0]
 
 
 @pytest.mark.parametrize(("variant", "cut_tensors"), [("qwen3", 9), ("qwen2", 12)])

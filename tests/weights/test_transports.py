@@ -95,7 +95,10 @@ def test_versions_reach_every_engine_and_a_wrong_digest_keeps_one_out(
 
     publisher = publisher_of(name, tmp_path, receivers, model_folder)
     report = publish(publisher, first)
-    assert report.refused == {} and report.stall_ms > 0.0
+    assert (report.version, report.refused) == (first, {}) and report.stall_ms > 0.0
+    assert report.bytes == sum(
+        value.numel() * value.element_size() for _, value in hf_weights(make_model(None, seed=first))
+    )
     for engine in pair:
         serves(engine, first)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forests import Forest, dense_attention, forests, random_rows, two_level
+from forests import Forest, check_ranks, dense_attention, forests, random_rows, sharded, two_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -64,39 +64,16 @@ def test_it_is_the_dense_attention(
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    forest=forests(),
-    ranks=st.integers(2, 4),
-    more=st.integers(0, 9),
-    lone_pairs=st.sampled_from([1, 50, 2**17]),
-    seed=st.integers(0, 1000),
-)
-def test_context_parallel_ranks_make_the_dense_attention(
-    forest: Forest, ranks: int, more: int, lone_pairs: int, seed: int
-) -> None:
-    """Each rank computes its queries against the gathered keys of all ranks, and the gradients add up."""
-    rows = len(forest.parents)
-    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
-    padded = shardings[0].padded(rows + more)
-    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0  # Nothing reads the result of a pad.
-    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
-    total = [torch.zeros_like(one) for one in inputs]
-    output = torch.zeros_like(incoming)
-    for sharding in shardings:
-        mine = torch.from_numpy(sharding.rows_of_rank(padded))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
-            plan = always_planned(forest, dtype=torch.float64, sharding=sharding, padded=padded)
-        query, key, value = inputs
-        part = plan.attend(query[mine], key[order], value[order], scale=None)
-        output[mine] = part.detach()
-        for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
-            sum_of += grad
-    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
-    dense = output_and_gradients(expected, inputs, incoming[:rows])
-    for found, right in zip([output[:rows], *total], dense, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+@given(case=sharded(), lone_pairs=st.sampled_from([1, 50, 2**17]))
+def test_context_parallel_ranks_make_the_dense_attention(case: tuple[Forest, int, int, int], lone_pairs: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
+        check_ranks(
+            case,
+            lambda forest, sharding, padded: always_planned(
+                forest, dtype=torch.float64, sharding=sharding, padded=padded
+            ),
+        )
 
 
 def test_two_ranks_exchange_keys_head_by_head(tmp_path: Path) -> None:

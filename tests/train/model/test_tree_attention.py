@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forests import Forest, dense_attention, forests, random_rows
+from forests import Forest, check_ranks, dense_attention, forests, random_rows, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,31 +32,14 @@ def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> 
 
 
 @settings(max_examples=100, deadline=None)
-@given(forest=forests(), ranks=st.integers(2, 4), more=st.integers(0, 9), seed=st.integers(0, 1000))
-def test_context_parallel_ranks_make_the_dense_attention(forest: Forest, ranks: int, more: int, seed: int) -> None:
-    """Each rank computes its queries against the gathered keys of all ranks, and the gradients add up."""
-    rows = len(forest.parents)
-    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
-    padded = shardings[0].padded(rows + more)
-    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0
-    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
-    total = [torch.zeros_like(one) for one in inputs]
-    output = torch.zeros_like(incoming)
-    for sharding in shardings:
-        mine = torch.from_numpy(sharding.rows_of_rank(padded))
+@given(sharded())
+def test_context_parallel_ranks_make_the_dense_attention(case: tuple[Forest, int, int, int]) -> None:
+    def grid_of(forest: Forest, sharding: RowSharding, padded: int) -> MaskedGrid:
         grid = MaskedGrid.of_rank(forest.end, sharding, padded=padded, device=CPU, dtype=torch.float64)
         assert grid.mask.isfinite().any(-1).all()
-        query, key, value = inputs
-        part = grid.attend(query[mine], key[order], value[order], scale=None)
-        output[mine] = part.detach()
-        for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
-            sum_of += grad
-    assert output.isfinite().all()
-    dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
-    torch.testing.assert_close(output[:rows], dense, rtol=1e-12, atol=1e-12)
-    for mine, expected in zip(total, torch.autograd.grad(dense, inputs, incoming[:rows]), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+        return grid
+
+    check_ranks(case, grid_of)
 
 
 @pytest.mark.parametrize("pads", [0, 3])
