@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.contracts.output_path import check_output_file, next_free
+from relax_core.observe.event_log import each_metric
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.server.run_series import RunSeries
 from relax_core.server.run_timeline import WRITERS, all_spans, event_spans
@@ -49,13 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"relax trace: {error}", file=sys.stderr)
         return 2
-    series = RunSeries(given.run)
-    while series.refresh():
-        pass
+    series = RunSeries()
+    try:
+        for record in each_metric(given.run):
+            series.add(record)
+    except ValueError as error:
+        print(f"relax trace: {error}", file=sys.stderr)
     spans = [span for span in all_spans(series.timed) if first <= span.step < behind]
     if not spans:
         print(
-            f"relax trace: {given.run} has no metrics.jsonl with train steps of --steps={given.steps}. {_FIX}",
+            f"relax trace: the event log of {given.run} has no train steps of --steps={given.steps}. {_FIX}",
             file=sys.stderr,
         )
         return 1

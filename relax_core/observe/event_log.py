@@ -47,6 +47,8 @@ KEPT_RECORDS = 10_000  # some 20 MB of records that wait for the disk
 RETRY_S = 1.0  # between two tries to write, such as on a full disk
 FLUSH_S = 10.0
 READ_BYTES = 4 * 2**20  # of a file at once; no line is longer
+CALL_BYTES, LEAST_BYTES = 32 * 2**20, 16 * 2**10  # of all files at once, and of each of many files
+MOST_STEP, MOST_TIME_S = 2**53, 1e11
 MOST_FILES = 20_000
 _NAME = re.compile(r"(\d{4,9})\.[\w-]+\.\d+\.jsonl")
 
@@ -287,14 +289,21 @@ def _new_file(folder: Path, writer: str, attempt: int) -> AppendFile:
 
 
 # -- The reader -------------------------------------------------------------------------------------------------------
+class Place(NamedTuple):
+    """Says where an event stands: the file's name, and the first byte and the length of its line."""
+
+    name: str
+    offset: int
+    size: int
+
+
 class _Entry(NamedTuple):
-    """Is one line of a file: its place in the order, its event (None if it is not asked for), and where it ends."""
+    """Is one line of a file: its place in the order, its event (None if it is not asked for), and where it stands."""
 
     is_later: bool  # False for the mark of a resume, which is the first event of its attempt
     time_s: float
     event: Event | None
-    name: str
-    end: int
+    place: Place
 
 
 class EventReader:
@@ -302,7 +311,7 @@ class EventReader:
 
     ``cursor`` maps each file to the bytes that were read of it, and may be stored between two readers. ``kinds`` are
     the types of the events that are given, by default all. ``count`` is the number of events that were given.
-    ``problems`` says of each file why it, or a line of it, cannot be read.
+    ``problems`` says of each file why it, or a line of it, cannot be read. No event that was given is kept.
     """
 
     def __init__(
@@ -318,6 +327,10 @@ class EventReader:
 
     def read(self) -> list[Event]:
         """Returns the next events in order, of one attempt and at most some MiB; none if there are none now."""
+        return [event for event, _ in self.read_placed()]
+
+    def read_placed(self) -> list[tuple[Event, Place]]:
+        """Returns what `read` does, each event with its place, from which `read_event` reads it again."""
         while True:
             before = dict(self.cursor)
             for names in self._unread():
@@ -343,38 +356,44 @@ class EventReader:
                 attempts.setdefault(int(name.partition(".")[0]), []).append(name)
         return [names for _, names in sorted(attempts.items())]
 
-    def _next_of(self, names: Sequence[str]) -> list[Event]:
+    def _next_of(self, names: Sequence[str]) -> list[tuple[Event, Place]]:
         attempt = int(names[0].partition(".")[0])
         entries: list[_Entry] = []
         until = math.inf  # a file has further events from this time on that were not read yet
+        most_bytes, read_bytes = min(READ_BYTES, max(LEAST_BYTES, CALL_BYTES // len(names))), 0
         for name in names:
-            own, is_cut = self._entries(name)
+            if read_bytes > 2 * CALL_BYTES:  # many long lines; the other files come with the next call, out of order
+                break
+            own, is_cut = self._entries(name, most_bytes)
+            read_bytes += own[-1].place.offset + own[-1].place.size - own[0].place.offset if own else 0
             entries += own
             until = min(until, own[-1].time_s) if is_cut and own else until
         found = []
         for entry in sorted(entries, key=lambda entry: entry[:2]):
             if entry.is_later and entry.time_s > until:
                 break
-            self.cursor[entry.name] = entry.end
+            self.cursor[entry.place.name] = entry.place.offset + entry.place.size
             if entry.event is None:
                 continue
             if is_resume(entry.event):
                 self._starts[attempt] = entry.event.step
             if not self._is_undone(attempt, entry.event):
-                found.append(entry.event)
+                found.append((entry.event, entry.place))
         return found
 
     def _is_undone(self, attempt: int, event: Event) -> bool:
         """Is True for what a process reports of a step after a later attempt has begun before that step."""
         return any(number > attempt and event.step >= step for number, step in self._starts.items())
 
-    def _entries(self, name: str) -> tuple[list[_Entry], bool]:
-        """Returns the next whole lines of a file, and whether it has more."""
+    def _entries(self, name: str, most_bytes: int) -> tuple[list[_Entry], bool]:
+        """Returns the next whole lines of a file, one at least, and whether it has more."""
         offset, found, time_s = self.cursor.get(name, 0), [], 0.0
         try:
             with open_plain(self._run_dir / EVENTS_FOLDER / name) as file:
                 file.seek(offset)
-                data = file.read(READ_BYTES)
+                data = file.read(most_bytes)
+                if len(data) == most_bytes and b"\n" not in data:
+                    data += file.read(READ_BYTES - most_bytes)
         except (OSError, ValueError) as error:
             self.problems[name] = f"{name}: {error}"
             self._left.add(name)
@@ -384,29 +403,45 @@ class EventReader:
             self.problems[name] = f"{name}: the line at byte {offset} has more than {READ_BYTES} bytes"
             self._left.add(name)
         for line in data[:end].splitlines(keepends=True):
-            offset += len(line)
             event = self._event(name, line)
             if event is not None:
                 time_s = max(time_s, event.time_s)  # a clock that was set back does not change the order of a file
-            found.append(_Entry(event is None or not is_resume(event), time_s, event, name, offset))
-        return found, len(data) == READ_BYTES
+            place = Place(name, offset, len(line))
+            found.append(_Entry(event is None or not is_resume(event), time_s, event, place))
+            offset += len(line)
+        return found, len(data) >= most_bytes
 
     def _event(self, name: str, line: bytes) -> Event | None:
         if self._prefixes is not None and not line.startswith(self._prefixes):
             return None
         try:
-            event = decode_json(line, _decoder)
+            return _decoded(line)
         except ValueError as error:
             self.problems[name] = f"{name}: a line is not an event of Relax ({error})"
             return None
-        if isinstance(event, _NumbersLine):
-            values = {key: math.nan if value is None else value for key, value in event.values.items()}
-            return MetricRecord(source=event.source, step=event.step, time_s=event.time_s, values=values)
-        return event
+
+
+def _decoded(line: bytes) -> Event:
+    event = decode_json(line, _decoder)
+    if abs(event.step) > MOST_STEP or not 0.0 <= event.time_s <= MOST_TIME_S:
+        raise ValueError("its step or its time is out of all bounds")
+    if isinstance(event, _NumbersLine):
+        values = {key: math.nan if value is None else value for key, value in event.values.items()}
+        return MetricRecord(source=event.source, step=event.step, time_s=event.time_s, values=values)
+    return event
+
+
+def read_event(run_dir: Path, place: Place) -> Event:
+    """Returns the event at a place that `EventReader.read_placed` gave. Raises OSError, and ValueError for another."""
+    with open_plain(run_dir / EVENTS_FOLDER / place.name) as file:
+        file.seek(place.offset)
+        return _decoded(file.read(place.size))
 
 
 def event_files(run_dir: Path) -> dict[str, int]:
     """Returns name and size of each file of the log, sorted; links and whatever is no plain file are left out."""
+    if (run_dir / EVENTS_FOLDER).is_symlink():
+        return {}
     try:
         with os.scandir(run_dir / EVENTS_FOLDER) as entries:
             return dict(

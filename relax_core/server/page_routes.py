@@ -82,9 +82,9 @@ class Page:
             "/batch": _batch,
             "/engines": _engines,
             "/processes": lambda run, query: process_rows(run.series()),
-            "/evaluations": lambda run, query: run.texts.evaluations(),
+            "/evaluations": lambda run, query: run.texts().evaluations(),
             "/evaluation": _evaluation,
-            "/prompt": lambda run, query: run.texts.history(query.get("prompt", "")),
+            "/prompt": lambda run, query: run.texts().history(query.get("prompt", "")),
         }
         self.routes = [
             Route("/", _index),
@@ -314,7 +314,7 @@ def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     found = make_timeline(run.series().timed, first=ends[0], last=ends[1], events=events)
     if found is None:
         raise FileNotFoundError("No train step in this range has ended yet.")
-    slow = [straggler_words(one) for one in run.texts.stragglers() if _overlaps(one, found.first, found.last)]
+    slow = [straggler_words(one) for one in run.texts().stragglers() if _overlaps(one, found.first, found.last)]
     shown = {**msgspec.to_builtins(found), "steps_done": run.series().steps_done}
     return {**shown, "told": [*problems, *(f"{words}." for words in slow), *found.told]}
 
@@ -331,7 +331,7 @@ def _engines(run: RunReader, query: Mapping[str, str]) -> list[dict[str, Any]]:
 def _evaluation(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     exact, first = query.get("exact", ""), min(MOST_FIRST, max(0, int(query.get("first", "0"))))
     wanted = None if not exact else exact == "1"
-    return run.texts.rows(int(query.get("step", "-1")), exact=wanted, words=query.get("words", ""), first=first)
+    return run.texts().rows(int(query.get("step", "-1")), exact=wanted, words=query.get("words", ""), first=first)
 
 
 def _lineage(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:

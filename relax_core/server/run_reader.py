@@ -16,7 +16,7 @@ import yaml
 from relax_core.contracts.foreign_files import decode_json, shown_line
 from relax_core.observe.alarms import FILE as ALARMS
 from relax_core.observe.alarms import NOTICES, Alarm, read_alarms
-from relax_core.observe.event_log import ACTOR
+from relax_core.observe.event_log import ACTOR, EVENTS_FOLDER, EventReader, MetricRecord, TextRecord
 from relax_core.observe.sample_index import FORMAT, SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER
 from relax_core.server.run_folders import (
@@ -45,7 +45,7 @@ MOST_ALARMS = 50
 MOST_TEXT_BYTES = 2**20  # of a file that is shown as it is
 MOST_CONFIG = 2**18  # bytes of config.yaml
 MOST_NODES, MOST_YAML_DEPTH, MOST_SCALAR = 20_000, 50, 20_000  # of a YAML text
-READ_S = 5.0  # a call reads metrics.jsonl for so long at most
+READ_S = 5.0  # a call reads the event log for so long at most
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
 SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
@@ -78,8 +78,7 @@ class RunReader:
         self.run_dir, self.run_id = run_dir, run_id(run_dir)
         self._cache = cache
         self._lock = threading.Lock()
-        self._read = RunSeries(run_dir)
-        self.texts = RunTexts(run_dir)
+        self._open_log()
         self._index: SampleIndex | None = None
         self._views: SampleViews | None = None
         self._indexing: threading.Thread | None = None
@@ -99,11 +98,34 @@ class RunReader:
 
     def series(self) -> RunSeries:
         """Returns the run's numbers as of now."""
+        self._follow()
+        return self._series
+
+    def texts(self) -> RunTexts:
+        """Returns the run's evaluations and stragglers as of now."""
+        self._follow()
+        return self._texts
+
+    def _open_log(self) -> None:
+        self._log = EventReader(self.run_dir, kinds=("numbers", "texts"))
+        self._series, self._texts = RunSeries(), RunTexts(self.run_dir)
+        self._log_inode = _inode(self.run_dir / EVENTS_FOLDER)
+
+    def _follow(self) -> None:
+        """Takes in what the event log has gained, for `READ_S` seconds at most; the next call goes on."""
         with self._lock:
+            if self._log_inode != _inode(self.run_dir / EVENTS_FOLDER):  # another run has the folder's name
+                self._open_log()
             until = time.monotonic() + READ_S
-            while self._read.refresh(until) and time.monotonic() < until:
-                pass
-            return self._read
+            while time.monotonic() < until and (found := self._log.read_placed()):
+                for event, place in found:
+                    try:
+                        if isinstance(event, MetricRecord):
+                            self._series.add(event)
+                        elif isinstance(event, TextRecord):
+                            self._texts.add(event, place)
+                    except (ValueError, LookupError, TypeError) as error:
+                        self._problems[EVENTS_FOLDER] = reason(place.name, error)
 
     def samples(self) -> SampleIndex | None:
         """Returns the index of the run's samples, or None if it has none.
@@ -179,7 +201,7 @@ class RunReader:
             "samples_share": 1.0 if index is None else self.samples_share,
             "staleness": self._staleness(),
         }
-        own = [self._standing().problem, *self._problems.values(), series.problem, self.texts.problem]
+        own = [self._standing().problem, *self._problems.values(), *self._log.problems.values()]
         of_samples = [*(index.problems() if index else []), self._index_problem]
         return found | {"problems": list(dict.fromkeys(filter(None, [*own, *of_samples])))}
 
@@ -328,6 +350,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length()} bits"
     return value
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return -1
 
 
 def _at(values: Any, *keys: str) -> Any:

@@ -1,28 +1,21 @@
-"""Reads a run's metrics.jsonl as it grows and gives its numbers as curves of at most 2,000 points."""
+"""Keeps the numbers of a run's event log and gives them as curves of at most 2,000 points."""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
-import time
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
-from relax_core.contracts.foreign_files import decode_json
-from relax_core.observe.event_log import ACTOR, EVAL, PROCESS, RANK, RESUMED, ROLLOUT, RUN
-from relax_core.server.run_folders import METRICS, open_inside, reason
+from relax_core.observe.event_log import ACTOR, EVAL, PROCESS, RANK, ROLLOUT, MetricRecord, is_resume
 
 MOST_POINTS = 2000
-READ_BYTES = 4 * 2**20  # at once; no line is longer
 MOST_BYTES = 512 * 2**20  # of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
 MOST_TAGS, MOST_TAG = 20_000, 300  # numbers, and characters of a name
@@ -78,13 +71,6 @@ class PackedTimed(NamedTuple):
 TimedRecord = Timed | PackedTimed
 
 
-class _Line(msgspec.Struct):
-    source: Annotated[str, msgspec.Meta(max_length=MOST_TAG)]
-    step: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-    time_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
-    values: dict[str, float | None]
-
-
 class _Points:
     """Holds the points of one number in order of step, 16 bytes each; a value is NaN where it is not finite."""
 
@@ -108,87 +94,57 @@ class _Points:
 
 
 class RunSeries:
-    """Keeps the numbers of a run by their tags ``source/name``, read from a byte offset on.
+    """Keeps the numbers of a run by their tags ``source/name``.
 
     The numbers of the trainer's ranks, which are many, are among ``timed`` alone.
     ``resumes`` lists the steps from which the run went on. ``timed`` has the records of the trainer, the rollout and
-    the evaluations in the order of the file, also those that a resume undid. ``problem`` says why the file cannot be
-    read on, else it is empty. The methods are thread-safe.
+    the evaluations in their order, also those that a resume undid. One thread adds, any may read.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._lock = run_dir, threading.Lock()
-        self._decoder = msgspec.json.Decoder(_Line)
-        self._start()
-
-    def _start(self) -> None:
-        self._offset, self._inode = 0, -1
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._points: dict[str, _Points] = defaultdict(_Points)
         self._ended: dict[int, float] = {}  # train step → when it ended, in Unix seconds
         self.resumes: list[int] = []
         self.timed: list[TimedRecord] = []
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self.problem = ""
         self._bytes = 0  # about what the numbers take in memory
 
-    def refresh(self, until: float = math.inf) -> int:
-        """Reads the lines that have come since, until a time of the monotonic clock, and returns how many."""
-        with self._lock:
-            return self._take_in(until)
-
-    def _take_in(self, until: float) -> int:
-        try:
-            with open_inside(self._run_dir, METRICS) as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:  # another file has its name
-                    self._start()
-                    self._inode = status.st_ino
-                file.seek(self._offset)
-                data = file.read(READ_BYTES)
-        except FileNotFoundError:
-            return 0
-        except (OSError, ValueError) as error:
-            self.problem = reason(METRICS, error)
-            return 0
-        if len(data) == READ_BYTES and b"\n" not in data:
-            self.problem = f"{METRICS}: the line at byte {self._offset} has more than {READ_BYTES} bytes"
+    def add(self, record: MetricRecord) -> None:
+        """Takes the next record of the run. Raises ValueError for one that is beyond a bound."""
         if self._bytes > MOST_BYTES:
-            self.problem = f"{METRICS}: its numbers take more than {MOST_BYTES} bytes of memory; the rest is left out"
-            return 0
-        lines = 0
-        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-            if time.monotonic() > until:
-                break
-            try:
-                self._add(decode_json(line, self._decoder))
-                lines += 1
-            except ValueError as error:
-                self.problem = reason(METRICS, ValueError(f"a line is not a record of Relax ({error})"))
-            self._offset += len(line)
-        return lines
+            raise ValueError(f"the numbers take more than {MOST_BYTES} bytes of memory; the rest is left out")
+        self._bytes += RECORD_BYTES + POINT_BYTES * len(record.values)
+        if len(record.source) > MOST_TAG:
+            raise ValueError(f"a source has more than {MOST_TAG} characters")
+        with self._lock:
+            self._add(record)
 
-    def _add(self, line: _Line) -> None:
-        self._bytes += RECORD_BYTES + POINT_BYTES * len(line.values)
-        if line.source == RUN and RESUMED in line.values:
-            self._undo(line.step)
+    def _add(self, record: MetricRecord) -> None:
+        if is_resume(record):
+            self._undo(record.step)
             return
-        if line.source == ACTOR:
-            self._ended[line.step] = line.time_s
-        if line.source in _KEPT:
-            kept = _KEPT[line.source]
-            ms = {name.removesuffix("_ms"): value for name, value in line.values.items() if value and kept(name)}
-            if line.source != RANK:
-                self.timed.append(Timed(line.source, line.step, line.time_s, len(self.resumes), ms))
+        if record.source == ACTOR:
+            self._ended[record.step] = record.time_s
+        if record.source in _KEPT:
+            kept = _KEPT[record.source]
+            ms = {
+                name.removesuffix("_ms"): value
+                for name, value in record.values.items()
+                if value and kept(name) and not math.isnan(value)
+            }
+            if record.source != RANK:
+                self.timed.append(Timed(record.source, record.step, record.time_s, len(self.resumes), ms))
             else:
                 names = self._names.setdefault(tuple(ms), tuple(ms))
                 numbers = array("f", ms.values())
-                self.timed.append(PackedTimed(RANK, line.step, line.time_s, len(self.resumes), names, numbers))
+                self.timed.append(PackedTimed(RANK, record.step, record.time_s, len(self.resumes), names, numbers))
                 return  # the ranks have so many numbers that they are shown over time alone
-        new = sum(f"{line.source}/{name}" not in self._points for name in line.values)
-        if new and (len(self._points) + new > MOST_TAGS or max(map(len, line.values)) > MOST_TAG):
+        new = sum(f"{record.source}/{name}" not in self._points for name in record.values)
+        if new and (len(self._points) + new > MOST_TAGS or max(map(len, record.values)) > MOST_TAG):
             raise ValueError(f"there are more than {MOST_TAGS} numbers, or a name has more than {MOST_TAG} characters")
-        for name, value in line.values.items():
-            self._points[f"{line.source}/{name}"].set(line.step, np.nan if value is None else value)
+        for name, value in record.values.items():
+            self._points[f"{record.source}/{name}"].set(record.step, value)
 
     def _undo(self, step: int) -> None:
         if len(self.resumes) >= MOST_RESUMES:

@@ -1,26 +1,20 @@
-"""Reads texts.jsonl of a run as it grows, with the answers of evaluations and stragglers, and the run's logs."""
+"""Finds a run's answers of evaluations and stragglers in its event log, and reads the run's log files."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from relax_core.contracts.foreign_files import decode_json
-from relax_core.observe.event_log import EVAL
+from relax_core.observe.event_log import EVAL, Place, TextRecord, read_event
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
-from relax_core.observe.trackers.file_sinks import TEXTS_FILE
-from relax_core.server.run_folders import files_in, inside, open_inside, reason
+from relax_core.server.run_folders import files_in, inside, open_inside
 
-READ_BYTES = 32 * 2**20
-REFRESH_S = 5.0  # a call reads for so long at most
 MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
-Step = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
 
 LOGS = "logs"
@@ -30,46 +24,48 @@ MOST_READ_LINE = 2**20  # bytes of a line that are looked at as one
 MOST_FILES = 5000
 
 
-class _Line(msgspec.Struct):
-    kind: str
-    step: Step
-    rows: list[dict[str, str | int | float | bool | None]]
-
-
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Is one evaluation of the weights of ``step``: where its line stands, its rows, and how many are fully right."""
 
     step: int
-    offset: int
-    size: int
+    place: Place
     rows: int
     exact: int
 
 
 class RunTexts:
-    """Keeps where the evaluations of a run stand in texts.jsonl; of a step that was done again the newest counts.
+    """Keeps where the evaluations of a run stand in its event log; of a step that was done again the newest counts.
 
-    ``problem`` says why a line cannot be read, else it is empty. The methods are thread-safe.
+    The methods are thread-safe.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._lock = run_dir, threading.Lock()
-        self._decoder = msgspec.json.Decoder(_Line)
-        self._offset = 0
         self._found: dict[int, Evaluation] = {}
         self._stragglers: dict[tuple[str, int], Straggler] = {}
-        self.problem = ""
+
+    def add(self, text: TextRecord, place: Place) -> None:
+        """Takes the next text of the run. Raises ValueError for one that is beyond a bound or of another form."""
+        with self._lock:
+            if text.kind == STRAGGLER:
+                if len(self._stragglers) >= MOST_STRAGGLERS:
+                    raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
+                for slow in map(straggler_of_row, text.rows):
+                    self._stragglers[slow.who, slow.from_step] = slow
+            if text.kind == EVAL:
+                if len(self._found) >= MOST_EVALUATIONS:
+                    raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
+                exact = sum(bool(row.get("exact")) for row in text.rows)
+                self._found[text.step] = Evaluation(step=text.step, place=place, rows=len(text.rows), exact=exact)
 
     def evaluations(self) -> list[Evaluation]:
-        """Returns all evaluations as of now, in order of step."""
+        """Returns all evaluations, in order of step."""
         with self._lock:
-            self._refresh_all()
             return [self._found[step] for step in sorted(self._found)]
 
     def stragglers(self) -> list[Straggler]:
         """Returns who was slower than its equals, as the run has told it until now."""
         with self._lock:
-            self._refresh_all()
             return list(self._stragglers.values())
 
     def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
@@ -96,54 +92,11 @@ class RunTexts:
             found += [{"step": one.step, **_shortened(row)} for row in self._read(one) if row.get("prompt") == prompt]
         return found
 
-    def _refresh_all(self) -> None:
-        until = time.monotonic() + REFRESH_S
-        while self._refresh():
-            if time.monotonic() > until:  # the next call goes on
-                return
-
-    def _refresh(self) -> bool:
-        try:
-            with open_inside(self._run_dir, TEXTS_FILE) as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # another file has its name
-                    self._offset, self._found, self._stragglers, self.problem = 0, {}, {}, ""
-                file.seek(self._offset)
-                data = file.read(READ_BYTES)
-        except FileNotFoundError:
-            return False
-        except (OSError, ValueError) as error:
-            self.problem = reason(TEXTS_FILE, error)
-            return False
-        if len(data) == READ_BYTES and b"\n" not in data:
-            self.problem = f"{TEXTS_FILE}: the line at byte {self._offset} has more than {READ_BYTES} bytes"
-        end = data.rfind(b"\n") + 1
-        at = self._offset
-        for line in data[:end].splitlines(keepends=True):
-            try:
-                self._add(decode_json(line, self._decoder), at, len(line))
-            except (ValueError, LookupError, TypeError) as error:
-                self.problem = reason(TEXTS_FILE, ValueError(f"a line is not a record of Relax ({error})"))
-            at += len(line)
-        self._offset += end
-        return end > 0
-
-    def _add(self, line: _Line, offset: int, size: int) -> None:
-        if line.kind == STRAGGLER:
-            if len(self._stragglers) >= MOST_STRAGGLERS:
-                raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
-            for slow in map(straggler_of_row, line.rows):
-                self._stragglers[slow.who, slow.from_step] = slow
-        if line.kind == EVAL:
-            exact = sum(bool(row.get("exact")) for row in line.rows)
-            one = Evaluation(step=line.step, offset=offset, size=size, rows=len(line.rows), exact=exact)
-            if len(self._found) >= MOST_EVALUATIONS:
-                raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
-            self._found[line.step] = one
-
     def _read(self, one: Evaluation) -> list[dict[str, Any]]:
-        with open_inside(self._run_dir, TEXTS_FILE) as file:
-            file.seek(one.offset)
-            return decode_json(file.read(one.size), self._decoder).rows
+        text = read_event(self._run_dir, one.place)
+        if not isinstance(text, TextRecord):
+            raise ValueError(f"{one.place.name}: the event at byte {one.place.offset} is another one by now")
+        return text.rows
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from relax_core.observe import event_log
@@ -23,6 +24,7 @@ from relax_core.observe.event_log import (
     MetricRecord,
     TextRecord,
     event_files,
+    read_event,
     read_metrics,
     read_texts,
     without_undone,
@@ -122,6 +124,28 @@ def test_hostile_files_are_named_and_left_out(tmp_path: Path, monkeypatch: pytes
     reader = EventReader(tmp_path)
     assert [record.step for record in reader.each()] == [0]
     assert reader.problems.keys() == {"0000.long.0.jsonl", "0000.deep.0.jsonl"}
+
+
+def test_many_files_are_read_in_order_and_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "CALL_BYTES", 8000)
+    monkeypatch.setattr(event_log, "LEAST_BYTES", 500)
+    folder = tmp_path / EVENTS_FOLDER
+    folder.mkdir()
+    for rank in range(10):
+        lines = [metric(step=step, time_s=float(10 * step + rank), pad=900 if step == 3 else 10) for step in range(8)]
+        (folder / f"0000.actor-{rank}.0.jsonl").write_bytes(b"".join(lines))
+    reader, pieces = EventReader(tmp_path), []
+    while piece := reader.read_placed():
+        pieces.append(piece)
+    found = [one for piece in pieces for one in piece]
+    assert [event.time_s for event, _ in found] == [float(number) for number in range(80)]
+    assert max(sum(place.size for _, place in piece) for piece in pieces) < 20_000
+    assert read_event(tmp_path, found[33][1]) == found[33][0]
+
+
+def metric(*, step: int, time_s: float, pad: int) -> bytes:
+    record = MetricRecord(source="actor", step=step, time_s=time_s, values={"x" * pad: 1.0})
+    return msgspec.json.encode(record) + b"\n"
 
 
 FULL = """

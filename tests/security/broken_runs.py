@@ -16,7 +16,8 @@ import msgspec
 SPARSE = 6 * 2**30
 Breaks = Callable[[Path], object]
 KINDS: dict[str, Breaks] = {}
-LINE = '{"source":"actor","step":%d,"time_s":1.0,"values":{"reward":0.5}}\n'
+EVENTS = "events/0001.made.0.jsonl"
+LINE = '{"type":"numbers","source":"actor","step":%d,"time_s":1.0,"values":{"reward":0.5}}\n'
 BILLION_LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join(f'*{old}' for _ in range(9))}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
@@ -194,22 +195,27 @@ OTHER: dict[str, Breaks] = {
     "ledger_wal_sparse": beside_ledger("-wal"),
     "ledger_shm_sparse": beside_ledger("-shm"),
     "config_plan_pipe": instead("plan.json", os.mkfifo),
-    "metrics_sparse": sparse("metrics.jsonl"),
-    "metrics_sparse_behind_lines": sparse("metrics.jsonl", (LINE % 0).encode()),
-    "metrics_huge_step": text("metrics.jsonl", (LINE % 0).replace('"step":0', '"step":' + "9" * 40)),
+    "metrics_sparse": sparse(EVENTS),
+    "metrics_sparse_behind_lines": sparse(EVENTS, (LINE % 0).encode()),
+    "metrics_huge_step": text(EVENTS, (LINE % 0).replace('"step":0', '"step":' + "9" * 40)),
     "metrics_many_names": text(
-        "metrics.jsonl",
-        "".join(f'{{"source":"actor","step":0,"time_s":1,"values":{{"{name}":1}}}}\n' for name in range(60_000)),
+        EVENTS,
+        "".join(
+            f'{{"type":"numbers","source":"actor","step":0,"time_s":1,"values":{{"{name}":1}}}}\n'
+            for name in range(60_000)
+        ),
     ),
     "metrics_many_resumes": text(
-        "metrics.jsonl", '{"source":"run","step":0,"time_s":1,"values":{"resumed":1}}\n' * 100_000
+        EVENTS, '{"type":"numbers","source":"run","step":0,"time_s":1,"values":{"resumed":1}}\n' * 100_000
     ),
-    "metrics_nested": text("metrics.jsonl", '{"source":' + "[" * 100_000 + "\n" + LINE % 0),
-    "texts_sparse": sparse("texts.jsonl"),
+    "metrics_nested": text(EVENTS, '{"type":"numbers","source":' + "[" * 100_000 + "\n" + LINE % 0),
+    "texts_sparse": sparse(EVENTS),
     "texts_of_many_values": text(
-        "texts.jsonl", '{"kind":"eval","step":0,"rows":[' + '{"a":1},' * 2_000_000 + '{"a":1}]}\n'
+        EVENTS, '{"type":"texts","kind":"eval","step":0,"time_s":1,"rows":[' + '{"a":1},' * 2_000_000 + '{"a":1}]}\n'
     ),
-    "texts_wrong_straggler": text("texts.jsonl", '{"kind":"straggler","step":0,"rows":[{"who":1}]}\n'),
+    "texts_wrong_straggler": text(
+        EVENTS, '{"type":"texts","kind":"straggler","step":0,"time_s":1,"rows":[{"who":1}]}\n'
+    ),
     "alarms_sparse": sparse("alarms.jsonl"),
     "alarms_nested": text("alarms.jsonl", "[" * 100_000 + "\n"),
     "recoveries_sparse": sparse("logs/recoveries.json"),

@@ -19,8 +19,8 @@ from relax_core.server.guard import POLICY
 from relax_core.server.listed_runs import ListedRuns
 from relax_core.server.run_folders import NotInside, find_runs, inside, run_id, run_state
 from relax_core.server.run_reader import RunReader
-from relax_core.server.run_series import RunSeries, thinned
-from relax_core.server.run_texts import RunTexts, log_chunk, log_files, search_log
+from relax_core.server.run_series import thinned
+from relax_core.server.run_texts import log_chunk, log_files, search_log
 from tests.server.made_run import COUNTED, HOSTILE, make_run
 from tests.server.page_server import DEADLINE_S, Server
 
@@ -201,16 +201,6 @@ def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: 
     assert server.ask(f"{base}/evaluation?step=3")[0] == 404
     history = server.json(f"{base}/prompt?prompt=q0")
     assert [(one["step"], one["exact"]) for one in history] == [(4, True), (0, False)]
-    texts = RunTexts(run_dir)
-    file = run_dir / "texts.jsonl"
-    before = file.read_bytes()
-    assert len(texts.evaluations()) == 2
-    file.write_bytes(before + b'{"kind":"eval","step":4,"time_s":1.0,"rows":[]}\n{"kind":"eval","st')
-    assert [one.rows for one in texts.evaluations()] == [2, 0]  # the step was done again, and a line is being written
-    file.write_bytes(before[: before.index(b"\n") + 1] + b"{}\n")
-    assert [one.step for one in texts.evaluations()] == [0]
-    assert "not a record of Relax" in texts.problem
-    file.write_bytes(before)
 
 
 def test_configuration_logs_and_lineage(server: Server, base: str) -> None:
@@ -243,20 +233,28 @@ def test_the_stream_tells_at_once(server: Server, base: str) -> None:
 
 
 def test_what_a_run_that_goes_on_writes_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"source":"actor","step":0,"time_s":1.0,"values":{"reward":0.5}}\n{"source":"act')
-    series = RunSeries(tmp_path)
-    assert series.refresh() == 1
+    path = tmp_path / "run" / "events" / "0000.actor-0.0.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        '{"type":"numbers","source":"actor","step":0,"time_s":1.0,"values":{"reward":0.5}}\n{"type":"numbers","source":"act'
+    )
+    reader = RunReader(tmp_path / "run", None)
+    assert reader.series().steps_done == 1
     with path.open("a") as file:
-        file.write('or","step":1,"time_s":3.5,"values":{"reward":null}}\nnot json\n')
-    assert series.refresh() == 1
+        file.write('or","step":1,"time_s":3.5,"values":{"reward":null}}\nnot json\n{"type":"numbers"}\n')
+        for rows in ([{"exact": True}, {"exact": False}], []):  # the evaluation was done again
+            line = {"type": "texts", "kind": "eval", "step": 4, "time_s": 5.0, "rows": rows}
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    series = reader.series()
     assert series.curve("actor/reward") == ([0, 1], [0.5, None])
     assert [series.steps_done, series.step_s()] == [2, 2.5]
-    assert "not a record of Relax" in series.problem
-    path.unlink()
-    path.write_text('{"source":"actor","step":0,"time_s":1.0,"values":{"loss":2.0}}\n')
-    series.refresh()
-    assert series.tags() == ["actor/loss"]
+    assert [(one.step, one.rows) for one in reader.texts().evaluations()] == [(4, 0)]
+    assert any("not an event of Relax" in problem for problem in reader.overview()["problems"])
+    (tmp_path / "run").rename(tmp_path / "old")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"type":"numbers","source":"actor","step":0,"time_s":1.0,"values":{"loss":2.0}}\n')
+    assert reader.series().tags() == ["actor/loss"]
+    reader.close()
 
 
 def test_a_long_curve_keeps_its_least_and_largest_values() -> None:

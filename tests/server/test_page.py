@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from relax_core.observe.alarms import AlarmBook
+from relax_core.observe.event_log import EventWriter
 from tests.server.browser import CHROMIUM, Page, opened_browser
 from tests.server.made_run import make_run
 from tests.server.page_server import Server
@@ -146,6 +147,7 @@ async def _see_a_new_step(page: Page, run: str, run_dir: Path) -> None:
     await page.run(f"location.hash = '#/{run}/run'")
     await page.until(f"document.body.innerText.includes('4 of 6') && {VIEWS['run']}")
     await asyncio.sleep(2.0)  # the stream has told once how the run was
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"source":"actor","step":4,"time_s":1.0,"values":{"reward":0.9}}\n')
+    writer = EventWriter(run_dir, "actor", attempt=1)
+    writer.record("actor", 4, {"reward": 0.9})
+    writer.close()
     await page.until("document.body.innerText.includes('5 of 6')")
