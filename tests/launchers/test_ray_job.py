@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,10 @@ from launchers.ray_job.entrypoint import job_text, variables
 from launchers.ray_job.job_client import submit
 from launchers.ray_job.kuberay_manifest import manifest
 from launchers.submitted import read_submitted
+from relax_core.__main__ import main
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RayJobLauncherConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 POD_SPEC = {"containers", "volumes"}
 # Fields of KubeRay's RayJob, ray.io/v1, as its API reference names them: those that the manifest uses.
 RAY_JOB = {"entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
@@ -62,11 +60,9 @@ def test_one_node_has_no_workers() -> None:
     assert "workerGroupSpecs" not in job["spec"]["rayClusterSpec"]
 
 
-def test_the_command_prints_it() -> None:
-    command = [sys.executable, "-m", "relax_core", *FOR_KUBERAY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert [part["kind"] for part in yaml.safe_load_all(done.stdout)] == ["ConfigMap", "RayJob"]
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(FOR_KUBERAY) == 0
+    assert [part["kind"] for part in yaml.safe_load_all(capsys.readouterr().out)] == ["ConfigMap", "RayJob"]
 
 
 def test_a_secret_is_not_sent() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,8 @@ from launchers.slurm.follow import Output
 from launchers.slurm.job_state import JobState, job_state
 from launchers.slurm.sbatch import script
 from launchers.slurm.task_identity import TaskIdentity
+from relax_core.__main__ import main
 from relax_core.config.compose import load_config
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines_of(*overrides: str, jobs: int = 1) -> list[str]:
@@ -61,23 +57,16 @@ def test_a_sweep_is_an_array() -> None:
     assert "#SBATCH --array=0-4%5" in lines_of(jobs=5)
 
 
-def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "relax_core", "launcher=slurm", "launcher.dry_run=true", f"run.dir={tmp_path}/run"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_slurm_nothing_is_made(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "relax_core", "launcher=slurm", f"run.dir={tmp_path}/run"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2 and done.stderr == (
-        "relax: launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.\n"
-    )
+def test_a_dry_run_needs_no_slurm_and_without_slurm_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    words = ["launcher=slurm", f"run.dir={tmp_path}/run"]
+    assert main([*words, "launcher.dry_run=true"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash")
+    assert main(words) == 2
+    refused = capsys.readouterr().err
+    assert refused == "relax: launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -110,7 +110,8 @@ def run_dp_ranks(
 
     The second rank may never join, and a rank with fewer steps leaves the other one alone.
     """
-    arguments = [(folder, output, int(sharded), own, timeout_s, what, max(steps)) for own in steps]
+    settings = {"sharded": sharded, "timeout_s": timeout_s, "head": what, "most": max(steps)}
+    arguments = [(folder, output, json.dumps({**settings, "steps": own})) for own in steps]
     return run_ranks("dp_rank.py", arguments, world_size=2)
 
 
