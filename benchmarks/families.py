@@ -30,8 +30,7 @@ from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import EngineClient, TokensToScore
 from tests.trees import answers_of, answers_tree, of_tokens, prompt_of
 
 REACH = 2e-5

@@ -34,8 +34,8 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import CHECKS, settle
 from relax_core.registry import find_algorithm, find_env, find_reward

@@ -23,7 +23,7 @@ REASONS = {
     ): "a thread at rest, which a message or the run's end wakes; its end is waited for with a deadline",
     ("relax_core/observe/event_log.py", "EventWriter._main"): "a daemon thread at rest; close() wakes it",
     (
-        "relax_core/engines/embedded/scheduler/scheduler.py",
+        "relax_core/engines/embedded/scheduler.py",
         "Scheduler._receive",
     ): "the engine's thread at rest; it alone reads",
     # A session of an env in a task of its own: the call that waits for it has env.step_timeout_s, and ends it.
@@ -52,11 +52,11 @@ REASONS = {
     ("relax_core/server/order_desk.py", "_has_left"): "the socket does not block",
     ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",
     (
-        "relax_core/engines/http_server/held_port.py",
+        "relax_core/engines/held_port.py",
         "refuse_waiting",
     ): "the listener does not block: without a connection accept() raises at once",
     (
-        "relax_core/engines/protocol/proven_connection.py",
+        "relax_core/engines/protocol/server_proof.py",
         "_DeadlineSocket.receive",
     ): "the socket has a timeout of what is left of the call's deadline",
     ("relax_core/train/process_group.py", "OneDeviceGloo._exchange"): "the group's deadline, for each work",
@@ -70,8 +70,8 @@ REASONS = {
         "EngineChanges._tick_joining",
     ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
-    ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
-    ("relax_core/engines/pool/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
+    ("relax_core/engines/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
+    ("relax_core/engines/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
     ("relax_core/control/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",
@@ -152,7 +152,7 @@ REASONS = {
         "Lockstep.run",
     ): "episodes of the prompt batch: each request and each call of an env has a deadline",
     (
-        "relax_core/engines/pool/engine_pool.py",
+        "relax_core/engines/engine_pool.py",
         "EnginePool.generate",
     ): "each share ends with None or its error within timeout_s",
     (
@@ -160,14 +160,14 @@ REASONS = {
         "SglangClient.generate",
     ): "each wave ends with None or its error: holding and streaming have the longest silence",
     (
-        "relax_core/engines/embedded/http/generate_route.py",
+        "relax_core/engines/embedded/generate_route.py",
         "GenerateRoute._whole",
     ): "ends with the samples, the failure of the scheduler or the client's hang-up; the client has a longest silence",
-    ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._frames"): "the same",
-    ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._events"): "the same",
+    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._frames"): "the same",
+    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._events"): "the same",
     ("relax_core/weights/weight_group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
-    ("relax_core/engines/pool/engine_pool.py", "fan_out"): "each call has its engine client's deadlines",
+    ("relax_core/engines/engine_pool.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/control/engine_changes.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",

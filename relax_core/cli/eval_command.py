@@ -40,8 +40,8 @@ from relax_core.data.eval_sets import NAMED_ROWS, asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer, utc_date
 from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, read_hf_config

@@ -24,7 +24,7 @@ from relax_core.contracts.engine import EngineError
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.worker_health import Beat
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
+from relax_core.engines.protocol.engine_client import TokenScores, TokensToScore
 from relax_core.roles.engine_directory import engine_client
 from relax_core.roles.failure import failure_line
 from relax_core.roles.role_context import ENGINE, RunContext, worker_name

@@ -18,7 +18,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.child import Child, ChildLost, Limit, module_command
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engine_set import limits_of
-from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
+from relax_core.engines.held_port import listening_socket, refuse_waiting
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 from relax_core.server.order_desk import channel
 

@@ -13,7 +13,7 @@ from relax_core.config.schema import EngineConfig
 from relax_core.contracts.child import Child, ChildLost, Limit
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
-from relax_core.engines.http_server.held_port import HeldPort
+from relax_core.engines.held_port import HeldPort
 from relax_core.engines.sglang import scratch as engine_scratch
 from relax_core.registry import find_engine
 

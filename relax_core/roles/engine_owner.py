@@ -19,7 +19,7 @@ from typing import Any
 
 from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
 from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
-from relax_core.engines.http_server.held_port import HeldPort
+from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine_directory import engine_client
 from relax_core.roles.process_placement import node_address, node_id

@@ -9,8 +9,8 @@ from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import SILENT_S, EngineError
 from relax_core.contracts.judge import JudgeSetup
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine_directory import EngineDirectory
 from relax_core.roles.engine_owner import EngineOwner

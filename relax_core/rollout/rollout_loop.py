@@ -17,7 +17,7 @@ from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.tree import TRUNCATED, group_uid
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.observe.sample_log import SampleLog
 from relax_core.rollout.bad_rows import BadRows

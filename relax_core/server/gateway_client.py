@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from relax_core.engines.protocol.proven_connection import ProvenConnection
 from relax_core.engines.protocol.reply_checks import plain_words, reply_object
+from relax_core.engines.protocol.server_proof import ProvenConnection
 from relax_core.server.orders import TYPE, Limits
 
 FILE = "gateway.json"  # in the run's folder

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.engines.http_server.held_port import url_of
+from relax_core.engines.held_port import url_of
 from relax_core.engines.protocol.server_proof import ServerProof
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 from relax_core.server.guard import Guard, Session

@@ -78,7 +78,7 @@ class Guard:
     - Programs: all other routes want ``token``; without one there are none. Requests without it are counted apart, so
       that they do not keep out those that have it.
 
-    A connection that showed a key is not replaced by strangers (`http_server/connections.py`).
+    A connection that showed a key is not replaced by strangers (`relax_core.engines.asgi_server`).
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
-from relax_core.engines.http_server.held_port import BACKLOG
+from relax_core.engines.asgi_server import Connection, OpenConnections, connection_limit
+from relax_core.engines.held_port import BACKLOG
 
 KEEP_ALIVE_S = 30
 GRACE_S = 1  # seconds that open requests get when the server ends

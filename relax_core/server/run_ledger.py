@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.bus.foreign_database import ForeignDatabase, bounded_rows, check_plain, foreign_database
+from relax_core.bus.ledger_reader import ForeignDatabase, bounded_rows, check_plain, foreign_database
 from relax_core.contracts.foreign_files import shown_line
 from relax_core.observe.sample_index import SampleIndex
 from relax_core.server.run_folders import LOCK, MOST_LOCK, MOST_NAME, inside, open_inside

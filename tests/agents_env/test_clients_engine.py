@@ -14,8 +14,8 @@ import pytest
 
 from relax_core.contracts.env import EpisodeLimits
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.agents_env.test_clients import ANSWER_S, Client
 from tests.contracts.engine.conftest import launch, model_folder, start_engine

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.embedded.model.model_config import read_model_config
+from relax_core.engines.embedded.model_config import read_model_config
 
 TEXT = ["the quick brown fox counts 1 2 3 and 12345", "Été, naïve, 你好", "rev 54321 = ?"]
 CONVERSATIONS = [

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 from tests.contracts.engine.harness import TOKEN, Engine

@@ -26,7 +26,7 @@ class SlowLaunch(EngineLaunch):
 
 
 def main() -> int:
-    from relax_core.engines.embedded.scheduler.decoder import Decoder
+    from relax_core.engines.embedded.decoder import Decoder
 
     step = Decoder.step
 

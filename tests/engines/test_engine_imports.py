@@ -10,7 +10,7 @@ from relax_core.engines.embedded.embedded_spec import ROOT
 
 def test_the_engine_process_loads_no_heavy_library() -> None:
     code = (
-        "import sys, relax_core.engines.embedded.assembly, relax_core.engines.embedded.http.serving; "
+        "import sys, relax_core.engines.embedded.assembly; "
         "print([name for name in ('ray', 'transformers', 'megatron', 'hydra', 'aiohttp') if name in sys.modules])"
     )
     found = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.roles.engine_directory import engine_client

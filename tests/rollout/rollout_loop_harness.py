@@ -19,7 +19,7 @@ from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.sample_log import SampleLog
 from relax_core.registry import find_env, find_reward

@@ -23,8 +23,8 @@ from relax_core.contracts.engine import (
 )
 from relax_core.contracts.judge import JudgeConfig
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient, TokensToScore
 from relax_core.engines.protocol.frames import (
     FLOAT32,
     INT32,
@@ -36,7 +36,6 @@ from relax_core.engines.protocol.frames import (
     VersionSpan,
     encode_frames,
 )
-from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeUrl
 from relax_core.server import gateway_client

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.engines.http_server import connections
+from relax_core.engines import asgi_server as connections
 from relax_core.server.run_folders import run_id
 from tests.server.browser import CHROMIUM, opened_browser
 from tests.server.made_run import make_run

@@ -20,7 +20,7 @@ from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineUnreachable, PromptRequest, SamplingParams
 from relax_core.control.gateway_process import GatewayProcess, gateway
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.http_server.held_port import HeldPort
+from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol import server_proof
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnproven, proof, proof_answer

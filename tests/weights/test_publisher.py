@@ -14,8 +14,7 @@ import torch
 
 from relax_core.contracts.engine import EngineError, WeightManifest
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import EngineClient, TokensToScore
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports import SharedMemoryTransport

@@ -18,7 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
-from relax_core.engines.http_server.held_port import listening_socket, url_of
+from relax_core.engines.held_port import listening_socket, url_of
 
 DTYPES = ("float32", "bfloat16")
 
@@ -80,8 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.host, arguments.port, inherited=arguments.listener, beyond_loopback=arguments.beyond_loopback
         )
         gc.disable()  # during the imports: a fifth of their time would be collections, which find nothing worth freeing
-        from relax_core.engines.embedded.assembly import build_app, read_token
-        from relax_core.engines.embedded.http.serving import serve
+        from relax_core.engines.embedded.assembly import build_app, read_token, serve
 
         gc.freeze()
         gc.enable()

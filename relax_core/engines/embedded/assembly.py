@@ -1,25 +1,35 @@
-"""Builds the engine from its command line."""
+"""Builds the engine from its command line, and serves it until a signal to stop, or until the decode thread fails."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import socket
+import sys
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
+import uvicorn
 
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.embedded.http.application import ControlRoutes, EngineApp
-from relax_core.engines.embedded.http.generate_body import RequestLimits, RequestMedia
-from relax_core.engines.embedded.http.generate_route import GenerateRoute
-from relax_core.engines.embedded.model.decoder_model import LanguageModel
-from relax_core.engines.embedded.model.fused_weights import FusedWeights
-from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config
-from relax_core.engines.embedded.model.tower_features import MediaFeatures
-from relax_core.engines.embedded.model.weight_updates import WeightUpdates
-from relax_core.engines.embedded.scheduler.decoder import Decoder
-from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.scheduler.slots import Prefix
-from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
+from relax_core.engines.asgi_server import Connection, OpenConnections, connection_limit
+from relax_core.engines.embedded.application import ControlRoutes, EngineApp
+from relax_core.engines.embedded.decoder import Decoder
+from relax_core.engines.embedded.decoder_model import LanguageModel
+from relax_core.engines.embedded.fused_weights import FusedWeights
+from relax_core.engines.embedded.generate_body import RequestLimits, RequestMedia
+from relax_core.engines.embedded.generate_route import GenerateRoute
+from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
+from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.slots import Prefix
+from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
+from relax_core.engines.embedded.tower_features import MediaFeatures
+from relax_core.engines.embedded.weight_updates import WeightUpdates
+from relax_core.engines.held_port import BACKLOG
+from relax_core.engines.protocol.server_proof import ServerProof
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
@@ -110,3 +120,52 @@ def _warm_up(decoder: Decoder) -> None:
     decoder.free_cache()
     if decoder.features is not None:
         decoder.features.warm_up()
+
+
+KEEP_ALIVE_S = 7 * 24 * 3600  # a client with the token may be silent for a whole train step, however long it is
+GRACE_S = 1  # seconds that open requests get to end when the server stops
+POLL_S = 0.2
+
+
+class _Server(uvicorn.Server):
+    """Prints the ready line to stdout once the server listens."""
+
+    def __init__(self, config: uvicorn.Config, *, ready: str) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        print(self._ready, flush=True)
+
+
+async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *, token: str, ready: str) -> None:
+    """Serves ``app`` and the proof of ``token`` on the socket ``listener``; prints ``ready`` once it listens."""
+    connections = OpenConnections(connection_limit())
+    config = uvicorn.Config(
+        ServerProof(app, token=token),
+        http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
+        ws="none",
+        lifespan="off",
+        log_level="error",  # a client's mistakes are answered to the client and not logged
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config, ready=ready)
+    tasks = [asyncio.create_task(_end_with_decode_thread(scheduler)), asyncio.create_task(connections.sweep())]
+    await server.serve(sockets=[listener])
+    for task in tasks:
+        task.cancel()
+
+
+async def _end_with_decode_thread(scheduler: Scheduler) -> None:
+    """Ends the process when the decode thread has failed, because only a new process can decode again."""
+    while scheduler.is_alive():
+        await asyncio.sleep(POLL_S)
+    print(f"embedded engine: the decode thread failed: {scheduler.failure!r}", file=sys.stderr, flush=True)
+    os._exit(1)

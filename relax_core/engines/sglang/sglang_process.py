@@ -161,7 +161,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
     """Runs SGLang's server with its own flags until it ends; ``inherited`` is the descriptor of its listener."""
     from importlib.metadata import version
 
-    from relax_core.engines.http_server.held_port import listening_socket, url_of
+    from relax_core.engines.held_port import listening_socket, url_of
 
     if (problem := version_problem(version("sglang"))) is not None:
         sys.exit(problem)

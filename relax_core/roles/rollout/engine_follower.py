@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.roles.engine_directory import EngineDirectory, member_list
 from relax_core.roles.role_context import RunContext
 from relax_core.weights.engine_members import MemberList

@@ -23,7 +23,7 @@ from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.observe.event_log import EventWriter, bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.discovery import discover_bus

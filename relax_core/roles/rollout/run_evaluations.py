@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.data import PromptSource
 from relax_core.data.eval_sets import eval_sets
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.observe.event_log import EVAL, EventWriter, read_texts
 from relax_core.roles.discovery import discover_worker
 from relax_core.roles.role_context import RunContext, worker_name

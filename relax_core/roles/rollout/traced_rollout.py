@@ -12,8 +12,8 @@ from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S, Generated, Pro
 from relax_core.contracts.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed, RequestTimes
-from relax_core.engines.pool.engine_watch import ClientFor
+from relax_core.engines.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed, RequestTimes
+from relax_core.engines.engine_watch import ClientFor
 from relax_core.engines.protocol.request_body import OnTokens
 from relax_core.observe.event_log import EventWriter
 from relax_core.roles.discovery import Waiting

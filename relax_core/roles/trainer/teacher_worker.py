@@ -22,8 +22,7 @@ from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
+from relax_core.engines.protocol.engine_client import EngineClient, TokenScores, TokensToScore
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.registry import find_algorithm
 from relax_core.roles.engine_directory import EngineDirectory, EngineMedia, engine_media

@@ -13,7 +13,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import REWARDED_ENDS, Ended, EpisodeLimits, TurnsConfig
 from relax_core.contracts.tree import sample_uid
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.rollout.agent_processes.agent_process import shown_output
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask
 from relax_core.rollout.agents.agent_host import AgentHost

@@ -16,19 +16,21 @@ import msgspec
 import uvicorn
 
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer
-from relax_core.engines.http_server.asgi import (
+from relax_core.engines.asgi_server import (
     JSON,
     ClientDisconnected,
+    Connection,
     HttpError,
+    OpenConnections,
     Receive,
     Scope,
     Send,
+    connection_limit,
     headers,
     read_body,
     start_response,
 )
-from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
-from relax_core.engines.http_server.held_port import BACKLOG, listening_socket
+from relax_core.engines.held_port import BACKLOG, listening_socket
 from relax_core.engines.protocol.frames import EVENT_STREAM
 from relax_core.rollout.agents.agent_session import AgentSession, OpenTurn, SessionTable
 from relax_core.rollout.agents.answer_reading import GrowingText, Piece, StreamedReply
@@ -40,7 +42,7 @@ from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
 from relax_core.rollout.off_loop import off_loop
 
 if TYPE_CHECKING:
-    from relax_core.engines.http_server.connections import Connection
+    from relax_core.engines.asgi_server import Connection
 
 
 QUIET_S = 15.0  # a stream without news gets a comment after that many seconds, so that no client thinks it dead

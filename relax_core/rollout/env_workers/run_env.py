@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import SamplingParams
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.episodes import EpisodePlayer

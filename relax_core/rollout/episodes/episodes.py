@@ -31,7 +31,7 @@ from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.tree import sample_uid
 from relax_core.data.tokenizer import LARGE_TEXT, TextTooLong
 from relax_core.data.turn_tokens import TurnTokens
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.request_body import OnTokens
 
 Prompt = TypeVar("Prompt")

@@ -13,7 +13,7 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.eval_sets import check_bad_rows
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.rollout.evaluation.eval_metrics import (
     FEWEST_VOTERS,
     Answer,

@@ -10,7 +10,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet
 from relax_core.contracts.env import CUT_ENDS
 from relax_core.data.eval_sets import check_bad_rows
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, score_episodes

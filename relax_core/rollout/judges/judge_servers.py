@@ -14,7 +14,7 @@ import msgspec
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.judge import JudgeConfig
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.reply_checks import Natural, decoded, plain_words
 from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup

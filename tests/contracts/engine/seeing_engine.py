@@ -13,7 +13,7 @@ import torch
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import TokensToScore
 from relax_core.families.folder import folder_architecture
 from relax_core.tools.tiny_media import write_published
 from relax_core.weights.folder_stream import read_safetensors

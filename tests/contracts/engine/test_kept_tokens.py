@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from relax_core.contracts.engine import EngineError, Generated, SamplingParams
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import TokensToScore
 from tests.contracts.engine.harness import (
     EOS,
     VOCAB,

@@ -6,7 +6,7 @@ import msgspec
 
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.engines.protocol.server_sent_events import EventReader
-from relax_core.engines.sglang.prompt_requests import sample_requests, sglang_body
+from relax_core.engines.sglang.sglang_client import sample_requests, sglang_body
 from relax_core.engines.sglang.sglang_process import TESTED
 from tests.contracts.engine.harness import (
     EOS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.engine import EngineError, SamplingParams
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import TokensToScore
 from tests.contracts.engine.harness import CONTEXT, VOCAB, Engine, embedded_only, prompts_of, sglang_only
 
 OK = {"input_ids": [5, 6]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import TokensToScore
 from tests.contracts.engine.harness import VOCAB, Engine, embedded_only, make_model, prompts_of, random_prompt
 
 TOLERANCE = 2e-5

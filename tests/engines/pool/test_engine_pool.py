@@ -14,9 +14,9 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.process_trees import process_state
-from relax_core.engines.pool import engine_watch as watch_module
-from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.engines.pool.engine_watch import EngineWatch
+from relax_core.engines import engine_watch as watch_module
+from relax_core.engines.engine_pool import EnginePool
+from relax_core.engines.engine_watch import EngineWatch
 from tests.contracts.engine.harness import CONTEXT, EOS, Engine, make_model, prompts_of, publish
 from tests.engines.pool_harness import (
     SHORT,

@@ -14,7 +14,7 @@ import torch
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from tests.contracts.engine.harness import EOS, Engine, make_model, prompts_of, publish
 from tests.engines.pool_harness import (
     DEADLINE_S,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.kept_tokens import OUTSIDE
-from relax_core.engines.protocol.score_calls import TokensToScore, read_scores
+from relax_core.engines.protocol.engine_client import TokensToScore, read_scores
 
 ROW = TokensToScore(input_ids=[5, 6, 7, 8], first=2)  # tokens 7 and 8
 GIVEN = [[None, 6, None], [-0.5, 7, None], [-0.25, 8, None]]

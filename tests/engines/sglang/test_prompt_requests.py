@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.engines.sglang.prompt_requests import sample_requests, sample_seed, sglang_body
+from relax_core.engines.sglang.sglang_client import sample_requests, sample_seed, sglang_body
 
 PROMPTS = [
     PromptRequest(rid="a", input_ids=[5, 6], sampling_seed=1),

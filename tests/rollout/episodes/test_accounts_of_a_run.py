@@ -17,8 +17,8 @@ from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
 from relax_core.contracts.tree import TokenTree
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episodes import EpisodePlayer

@@ -29,8 +29,8 @@ from relax_core.contracts.env import (
 )
 from relax_core.contracts.tree import group_uid
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.sample_index import SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER, SampleLog

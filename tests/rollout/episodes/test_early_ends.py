@@ -16,8 +16,8 @@ from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,

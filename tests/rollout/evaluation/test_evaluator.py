@@ -12,7 +12,7 @@ from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.evaluation import evaluator as evaluation
 from relax_core.rollout.evaluation.eval_metrics import Answer

@@ -16,8 +16,8 @@ from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, EpisodeStart
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.evaluation.evaluator import EvalRow, PreparedSet, SetAnswers, evaluation_values

@@ -18,12 +18,11 @@ from benchmarks.parity_data import with_rollout
 from benchmarks.parity_omni import OMNI, OmniItems, make_omni_case, make_omni_model, omni_logits
 from relax_core.contracts.media import Media
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.embedded.model.decoder_model import LanguageModel
-from relax_core.engines.embedded.model.fused_weights import FusedWeights
-from relax_core.engines.embedded.model.model_config import read_model_config
-from relax_core.engines.embedded.model.tower_features import MediaFeatures
-from relax_core.engines.embedded.scheduler.decoder import Decoder
-from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.engines.embedded.decoder import Decoder, ScoreItem
+from relax_core.engines.embedded.decoder_model import LanguageModel
+from relax_core.engines.embedded.fused_weights import FusedWeights
+from relax_core.engines.embedded.model_config import read_model_config
+from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
 from tests.engines.embedded.model.test_omni_prompts import prompt

@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 import uvloop
 
-from relax_core.engines.http_server import asgi, connections
-from relax_core.engines.http_server.connections import Connection, OpenConnections
+from relax_core.engines import asgi_server
+from relax_core.engines.asgi_server import Connection, OpenConnections
 
 READ_S = 60.0
 GET = b"GET / HTTP/1.1\r\n\r\n"
@@ -70,25 +70,25 @@ class Door:
         await serving
         sweeping.cancel()
 
-    async def _answer(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+    async def _answer(self, scope: asgi_server.Scope, receive: asgi_server.Receive, send: asgi_server.Send) -> None:
         if dict(scope["headers"]).get(b"authorization") == b"token":
             if not scope["connection"].showed_token():
-                await asgi.answer(send, {"full": True}, status=503)
+                await asgi_server.answer(send, {"full": True}, status=503)
                 return
             try:
                 if scope["path"] == "/wait":
                     await self.go.wait()
                 elif scope["method"] == "POST":
-                    await asgi.read_body(scope, receive, limit=1 << 30)
+                    await asgi_server.read_body(scope, receive, limit=1 << 30)
                 elif scope["path"] == "/much":
-                    await asgi.start_response(send, status=200, content_type=b"x", length=MANY)
+                    await asgi_server.start_response(send, status=200, content_type=b"x", length=MANY)
                     for _ in range(MANY >> 16):
                         await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
                     self.disconnected += ["sent"] if (await receive())["type"] == "http.disconnect" else []
-            except asgi.ClientDisconnected:
+            except asgi_server.ClientDisconnected:
                 self.disconnected.append(scope["path"])
                 return
-        await asgi.answer(send, {"ok": True})
+        await asgi_server.answer(send, {"ok": True})
 
     def stall(self, seconds: float) -> None:
         """Stops the server's event loop for some time."""
@@ -129,13 +129,13 @@ class Client:
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
     """Starts a server with fast sweeps and few connections; its rules are those of the engine."""
-    monkeypatch.setattr(connections, "SWEEP_S", 0.02)
-    monkeypatch.setattr(connections, "KEPT_FREE", 2)
+    monkeypatch.setattr(asgi_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(asgi_server, "KEPT_FREE", 2)
     opened: list[Door] = []
 
     def open_door(limit: int = 8, **changed: int) -> Door:
         for name, value in changed.items():
-            monkeypatch.setattr(connections, name, value)
+            monkeypatch.setattr(asgi_server, name, value)
         opened.append(Door(limit))
         return opened[-1]
 
@@ -186,11 +186,11 @@ def test_a_head_that_grows_is_refused(start: bytes, door: Callable[..., Door], c
 
 def test_a_large_head_in_one_piece_is_refused(door: Callable[..., Door], connect: Callable[..., Client]) -> None:
     there = door()
-    head = b"GET / HTTP/1.1\r\nx: " + b"a" * connections.HEAD_BYTES + b"\r\n\r\n"
+    head = b"GET / HTTP/1.1\r\nx: " + b"a" * asgi_server.HEAD_BYTES + b"\r\n\r\n"
     assert b" 431 " in connect(there, head).answer()
     many = b"GET / HTTP/1.1\r\n" + b"".join(b"x%d: a\r\n" % number for number in range(8000)) + b"\r\n"
     assert b" 431 " in connect(there, many).answer()
-    just = b"GET / HTTP/1.1\r\nx: " + b"a" * (connections.HEAD_BYTES - 100) + b"\r\n\r\n"
+    just = b"GET / HTTP/1.1\r\nx: " + b"a" * (asgi_server.HEAD_BYTES - 100) + b"\r\n\r\n"
     assert b" 200 " in connect(there, just).answer()
 
 
@@ -292,14 +292,14 @@ def test_what_is_no_request_is_told_so(sent: bytes, door: Callable[..., Door], c
 
 def test_the_limit_is_of_the_files_that_the_process_may_have() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = connections.BACKLOG + connections.OTHER_FILES
+    others = asgi_server.BACKLOG + asgi_server.OTHER_FILES
     try:
-        for soft, limit in ((connections.MAX_CONNECTIONS + others + 9, connections.MAX_CONNECTIONS), (700, 128)):
+        for soft, limit in ((asgi_server.MAX_CONNECTIONS + others + 9, asgi_server.MAX_CONNECTIONS), (700, 128)):
             if before[1] != resource.RLIM_INFINITY and before[1] < soft:
                 continue
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
-            assert connections.connection_limit() >= limit
+            assert asgi_server.connection_limit() >= limit
             now = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            assert now >= soft and connections.connection_limit() <= max(128, now - others)
+            assert now >= soft and asgi_server.connection_limit() <= max(128, now - others)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

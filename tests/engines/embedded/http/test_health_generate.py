@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from relax_core.engines.asgi_server import HttpError
+from relax_core.engines.embedded import application as health_generate
+from relax_core.engines.embedded.application import HealthGenerate
 from relax_core.engines.embedded.assembly import build_app
-from relax_core.engines.embedded.http import application as health_generate
-from relax_core.engines.embedded.http.application import HealthGenerate
-from relax_core.engines.embedded.scheduler.scheduler import Scheduler
-from relax_core.engines.http_server.asgi import HttpError
+from relax_core.engines.embedded.scheduler import Scheduler
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from benchmarks.parity_omni import OmniItems, make_omni_model
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import FolderReader, write_item
-from relax_core.engines.embedded.http.generate_body import RequestMedia, parse_body
-from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config
-from relax_core.engines.http_server.asgi import HttpError
+from relax_core.engines.asgi_server import HttpError
+from relax_core.engines.embedded.generate_body import RequestMedia, parse_body
+from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
 from tests.seeing import Seen, make_seeing_model, text
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.engines.embedded.model.kv_cache import (
+from relax_core.engines.embedded.kv_cache import (
     CacheViews,
     DecodeAttention,
     KVCache,

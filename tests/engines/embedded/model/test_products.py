@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from relax_core.engines.embedded.model.moe_layer import ONEDNN_FROM, add_product, product
+from relax_core.engines.embedded.fused_weights import ONEDNN_FROM, add_product, product
 
 WIDTHS = (64, 128)
 FEW = 3

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from relax_core.engines.embedded.scheduler.slots import STEPS_AHEAD, Prefix, SlotTable
-from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys, uniforms
+from relax_core.engines.embedded.slots import STEPS_AHEAD, Prefix, SlotTable
+from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys, uniforms
 
 VOCAB = 50
 STOP = 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.embedded.scheduler import token_sampler as sampler
-from relax_core.engines.embedded.scheduler.token_sampler import (
+from relax_core.engines.embedded import token_sampler as sampler
+from relax_core.engines.embedded.token_sampler import (
     SamplingSettings,
     sample,
     sample_keys,

@@ -20,8 +20,7 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest, S
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.protocol.engine_client import EngineClient, TokensToScore
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import vision_tower

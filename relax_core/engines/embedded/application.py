@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from relax_core.contracts.engine import PauseMode, WeightManifest
-from relax_core.engines.embedded.http.generate_route import GenerateRoute
-from relax_core.engines.embedded.model.weight_updates import WeightUpdates
-from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
-from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
-from relax_core.engines.http_server import asgi
-from relax_core.engines.http_server.asgi import ClientDisconnected, HttpError, Receive, Scope, Send, clipped
+from relax_core.engines import asgi_server as asgi
+from relax_core.engines.asgi_server import ClientDisconnected, HttpError, Receive, Scope, Send, clipped
+from relax_core.engines.embedded.decoder import ScoreItem
+from relax_core.engines.embedded.generate_route import GenerateRoute
+from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.token_sampler import NonFiniteLogits
+from relax_core.engines.embedded.weight_updates import WeightUpdates
 from relax_core.weights.transports import WeightGroupAddress
 
 GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its ranks and for a broadcast

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaGone, MediaItem, MediaReader
 from relax_core.contracts.rotary import rotary_of_sequence
-from relax_core.engines.embedded.model.model_config import FEATURE_MIB
-from relax_core.engines.embedded.model.prefill import SequenceMedia
+from relax_core.engines.embedded.model_config import FEATURE_MIB
+from relax_core.engines.embedded.prefill import SequenceMedia
 from relax_core.families.towers import Towers
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.contracts.family import DeltaNet
-from relax_core.engines.embedded.model.decoder_model import Recur
-from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.engines.embedded.decoder_model import Recur
+from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.delta_rule import Segments, gated_delta_rule, unit_length
 
 

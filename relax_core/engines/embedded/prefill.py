@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model.decoder_model import Attend, LanguageModel, MediaRows
-from relax_core.engines.embedded.model.recurrent_states import PrefillStates
+from relax_core.engines.embedded.decoder_model import Attend, LanguageModel, MediaRows
+from relax_core.engines.embedded.recurrent_states import PrefillStates
 
 PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
 PASS_COLUMNS = (

@@ -10,8 +10,8 @@ import torch
 
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.engines.embedded.model.prefill import SequenceMedia
-from relax_core.engines.embedded.scheduler.token_sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
+from relax_core.engines.embedded.prefill import SequenceMedia
+from relax_core.engines.embedded.token_sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
 
 class KeptTable:

@@ -12,7 +12,10 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.media import MediaGone
-from relax_core.engines.embedded.http.generate_body import (
+from relax_core.engines import asgi_server as asgi
+from relax_core.engines.asgi_server import HttpError, Receive, Scope, Send
+from relax_core.engines.embedded.decoder import ScoreItem, Scores
+from relax_core.engines.embedded.generate_body import (
     MAX_KEPT,
     MAX_SAMPLES,
     RequestLimits,
@@ -23,14 +26,10 @@ from relax_core.engines.embedded.http.generate_body import (
     parse_generate,
     parse_score,
 )
-from relax_core.engines.embedded.model.model_config import ModelConfig
-from relax_core.engines.embedded.model.prefill import like_lengths
-from relax_core.engines.embedded.scheduler.calls import Call, Progress
-from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
-from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
-from relax_core.engines.http_server import asgi
-from relax_core.engines.http_server.asgi import HttpError, Receive, Scope, Send
+from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.prefill import like_lengths
+from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Call, Progress, Scheduler
+from relax_core.engines.embedded.token_sampler import NonFiniteLogits
 from relax_core.engines.protocol.frames import (
     EVENT_STREAM,
     FLOAT32,

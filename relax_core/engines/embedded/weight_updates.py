@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.engines.embedded.model.fused_weights import FusedWeights
-from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.http_server.asgi import HttpError, clipped
+from relax_core.engines.asgi_server import HttpError, clipped
+from relax_core.engines.embedded.fused_weights import FusedWeights
+from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.transports import WeightGroupAddress

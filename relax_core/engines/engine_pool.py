@@ -34,9 +34,8 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.contracts.media import MediaItem
-from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
-from relax_core.engines.pool.open_prompts import OpenPrompt, owed_rids, prompt_cost
-from relax_core.engines.pool.prompt_routing import Router
+from relax_core.engines.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
+from relax_core.engines.prompt_routing import OpenPrompt, Router, owed_rids, prompt_cost
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.request_body import OnTokens, response_limit

@@ -16,12 +16,12 @@ from relax_core.contracts.engine import MAX_BANNED, MAX_TEMPERATURE, MAX_TOP_K, 
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaItem, MediaTensor
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.embedded.model.model_config import ModelConfig
-from relax_core.engines.embedded.scheduler.calls import Call, Prompt
-from relax_core.engines.embedded.scheduler.slots import PromptRoutes
-from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
-from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
-from relax_core.engines.http_server.asgi import HttpError, clipped
+from relax_core.engines.asgi_server import HttpError, clipped
+from relax_core.engines.embedded.decoder import ScoreItem
+from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.scheduler import Call, Prompt
+from relax_core.engines.embedded.slots import PromptRoutes
+from relax_core.engines.embedded.token_sampler import SamplingSettings
 from relax_core.engines.protocol.request_body import unknown_token
 from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS, StopStrings, StopTable
 from relax_core.families.towers import Towers

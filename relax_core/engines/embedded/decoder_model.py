@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model.fused_weights import AttentionWeights, DeltaNetWeights, FusedWeights
-from relax_core.engines.embedded.model.model_config import ModelConfig
-from relax_core.engines.embedded.model.moe_layer import ExpertWeights, add_product, choose_experts, mix_experts, product
+from relax_core.engines.embedded.fused_weights import (
+    AttentionWeights,
+    DeltaNetWeights,
+    ExpertWeights,
+    FusedWeights,
+    add_product,
+    choose_experts,
+    mix_experts,
+    product,
+)
+from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.delta_rule import gated_norm, log_decay
 
 # (layer, q [tokens, heads, dim], keys, then values [tokens, 2 * kv_heads, dim]) -> [tokens, heads * dim]. Queries and
