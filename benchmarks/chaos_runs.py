@@ -33,7 +33,6 @@ TITLES = {  # kind → what its process is called
     "trackers": "relax_core.observe.trackers.tracker_process",
     "gcs": "src/ray/gcs/gcs_server ",
     "raylet": "src/ray/raylet/raylet ",
-    "serve_controller": "ray::ServeController",
     CONTROLLER: "-m relax_core ",
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
     ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",

@@ -74,7 +74,6 @@ REASONS = {
     ("relax_core/engines/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
-    ("relax_core/control/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",
     (
         "relax_core/control/serve_deployments.py",
         "ServeDeployments.close",
@@ -245,7 +244,11 @@ REASONS = {
         "relax_core/roles/trainer/critic_trainer.py",
         "CriticTrainer._run",
     ): "the model's own thread computes; the lead's call has a deadline",
-    ("relax_core/control/local_run.py", "_in_session"): "makes or finds model folders: file work, no other process",
+    (
+        "relax_core/control/model_folders.py",
+        "making_models",
+    ): "makes or finds model folders: file work, no other process",
+    ("relax_core/control/local_run.py", "_in_session"): "the same",
     ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
     # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.call"): "_guarded() ends within timeout_s",

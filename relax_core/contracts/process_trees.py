@@ -18,7 +18,6 @@ import psutil
 
 EXIT_TIMEOUT_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 POLL_S = 0.005
-LONGEST_GAP_S = 3.0  # between two polls; a longer gap was a pause of this process and does not count as silence
 EXITED = ("exited", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # each `process_state` of a process that has exited
 PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -1,37 +1,87 @@
-"""The controller watches one attempt of the run's services until it ends.
+"""The controller's loop: it starts the services of a run, looks after them, and starts them again when they are lost.
 
-No train step waits for it.
+**Start** (`run_services`): each attempt has its own Ray namespace and its own folder of weights, so a remaining process
+of an earlier attempt finds no service of the new one, and the weight versions of two attempts do not mix. `Services`
+starts the bus and the workers at the same time; they discover each other.
+
+**Meanwhile** (`Controller.run`): one loop over the table of `Controller.checks` (`relax_core/contracts/monitor.py`). A
+worker that died or froze starts again in place (tier 1, `worker_health.py`). If the services are lost (`ServicesLost`),
+all of them are killed and start again from the newest checkpoint within the same Ray (tier 2), and from another Ray if
+that is not enough. No train step waits for this process.
+
+**Shutdown**: the trainer ends after its last step, or after a checkpoint if a stop was requested; the last evaluation
+ends; the bus closes, so that no worker waits on it; the workers end, and the owners of engines end theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+from ray.exceptions import RayError
+
+from relax_core.bus.journal import LedgerUnwritable
+from relax_core.config.modality import media_kinds
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost, BusProgress, BusTimeout
+from relax_core.contracts.monitor import Check, Finding, Monitor
+from relax_core.control.autoscaler import Autoscaler
 from relax_core.control.controller_process import SupervisorPipe
-from relax_core.control.recoveries import Recoveries, RunFailed, ServicesLost, run_failed
+from relax_core.control.engine_changes import EngineChanges, EngineProbe
+from relax_core.control.engine_orders import EngineOrders
+from relax_core.control.engine_set import EngineSet
+from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.control.process_numbers import RECORD_S, EngineNumbers, ProcessNumbers
+from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, RunFailed, ServicesLost, run_failed
+from relax_core.control.resume import ResumePoint, find_resume_point
+from relax_core.control.run_alarms import LOOK_S, RunAlarms
+from relax_core.control.run_view import TRACKERS_S, RunView
+from relax_core.control.services import Services
+from relax_core.control.stall_report import Watchdog
+from relax_core.control.worker_health import BusHealth, WorkerHealth
+from relax_core.observe.event_log import PROCESS, EventWriter
+from relax_core.observe.process_usage import USAGE_S
 from relax_core.observe.stall_asks import StallAsks
-from relax_core.roles.role_context import RunContext, worker_name
+from relax_core.roles.role_context import ENGINE, RunContext, worker_name
+from relax_core.server.order_book import OrderBook
 
-if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
-    from relax_core.control.autoscaler import Autoscaler
-    from relax_core.control.engine_changes import EngineChanges
-    from relax_core.control.engine_orders import EngineOrders
-    from relax_core.control.process_numbers import EngineNumbers, ProcessNumbers
-    from relax_core.control.run_view import RunView
+if TYPE_CHECKING:  # it imports Ray Serve
     from relax_core.control.serve_deployments import ServeDeployments
-    from relax_core.control.services import Services
-    from relax_core.control.stall_report import Watchdog
-    from relax_core.control.worker_health import BusWatch, HealthManager
 
 TICK_S = 0.25  # the longest delay after which the end, a failure or a signal is noticed
 STATUS_S = 1.0
 FIRST_STEP_S = 1.0  # how long a stop waits for the train step that may just be done
 TRAINER = worker_name("actor", 0)
+MEDIA = "media"  # the name of the folder of media items
+STALL = ("stalled", "no train step")  # the event and the cause of the alarm
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """Holds the parts of a run that exist beside all attempts of its services.
+
+    ``events`` writes what the controller reports. ``ray_lost`` ends this process, so that the supervisor starts another
+    one with a new Ray. ``engines`` are those of the run, and ``book`` holds the orders for them and the autoscaler's
+    decisions; it is None without a gateway. ``alarms`` tells somebody what happens. ``serve`` has the roles' Serve
+    deployments, None without ``run.serve``.
+    """
+
+    events: EventWriter
+    serve: ServeDeployments | None
+    view: RunView
+    recoveries: Recoveries
+    supervisor: SupervisorPipe
+    ray_lost: Callable[[str], NoReturn]
+    engines: EngineSet
+    book: OrderBook | None
+    alarms: RunAlarms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,49 +95,197 @@ class RunEnd:
     progress: BusProgress
 
 
-class Controller:
-    """Watches the services, ends them in order, and shows their progress.
+# -- Attempts ---------------------------------------------------------------------------------------------------------
+def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
+    """Executes the services until the trainer is done, and restarts them from checkpoints when they are lost.
 
-    It reports to the ``supervisor`` when a train step is done, and learns there that the user or the machine has asked
-    the run to end early.
+    ``resume`` is the checkpoint from which the run began. Raises `RunFailed` with the first cause when the run cannot
+    recover any more. After a loss during a stop the services recover once, and the stop goes on.
+    """
+    point = resume
+    lost_in_stop = False
+    for number in itertools.count():
+        attempt = replace(
+            attempt_context(context, number, point),
+            attempt=parts.events.begin_attempt(point.step if point else 0),
+        )
+        try:
+            return _run_attempt(attempt, point, parts, number=number)
+        except ServicesLost as lost:
+            if lost_in_stop:
+                raise RunFailed(f"{lost}, while the run was being stopped", log=lost.log) from lost
+            lost_in_stop = parts.supervisor.stop_requested()
+            limit = context.config.run.max_recoveries
+            if parts.recoveries.count(FROM_CHECKPOINT) >= limit:
+                raise _exhausted(lost, parts.recoveries, limit=limit) from lost
+            point = _newest(context, lost) or resume
+            for line in point.left if point else ():
+                parts.view.report(line)
+            from_step = point.step if point else 0
+            at_step = max(parts.view.step, from_step)  # the view may lack the last step before the loss
+            parts.recoveries.begin(FROM_CHECKPOINT, str(lost), at_step=at_step, from_step=from_step)
+            for folder in {attempt.weights_folder, attempt.shared_weights}:
+                if folder.exists():
+                    shutil.rmtree(folder)
+    raise AssertionError("itertools.count does not end")
+
+
+def attempt_context(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
+    """Returns the context of the services for their start number ``number``, counted from 0.
+
+    Each has its own folder of media items inside its folder of weights: whatever a process of an earlier attempt writes
+    or removes there, this attempt does not see it. In a joined Ray, the weights are on a disk that all nodes see, and
+    the media in the shared memory of each node.
+    """
+    weights_folder = context.weights_folder / str(number)
+    media_folder: Path | None = weights_folder / MEDIA
+    if not media_kinds(context.config):
+        media_folder = None
+    elif context.config.launcher.ray_address is not None:
+        media_folder = SHARED_MEMORY / f"{context.weights_folder.name}-{number}-{MEDIA}"
+    return replace(
+        context,
+        namespace=f"{context.run_namespace}-{number}",
+        weights_folder=weights_folder,
+        media_folder=media_folder,
+        resume_from=point.folder if point else None,
+        start_step=point.step if point else 0,
+    )
+
+
+def _newest(context: RunContext, lost: ServicesLost) -> ResumePoint | None:
+    """Returns the run's newest checkpoint. Raises `RunFailed` if it cannot be read."""
+    try:
+        return find_resume_point(replace(context.config, resume="auto"))
+    except ValueError as error:
+        raise RunFailed(f"{lost}; the run cannot go on from its checkpoint either: {error}", log=lost.log) from error
+
+
+def _exhausted(lost: ServicesLost, recoveries: Recoveries, *, limit: int) -> RunFailed:
+    """Returns the failure of a run that may not recover again. It names the first cause before the last one."""
+    if recoveries.count(FROM_CHECKPOINT) == 0:
+        return RunFailed(f"{lost} (run.max_recoveries={limit})", log=lost.log)
+    text = f"{recoveries.first_cause(FROM_CHECKPOINT)}; recovered, then: {lost} (run.max_recoveries={limit})"
+    return RunFailed(text, log=lost.log)
+
+
+def _run_attempt(context: RunContext, point: ResumePoint | None, parts: RunParts, *, number: int) -> RunEnd:
+    parts.engines.begin(context.weights_folder)
+    try:
+        services = Services(context, point.snapshot if point else None, engines=parts.engines)
+    except (BusLost, BusTimeout, RayError) as error:
+        lost = ServicesLost(f"the services did not start: {type(error).__name__}: {error}")
+        if number > 0 and context.config.launcher.ray_address is None:  # a new start in this Ray was not enough
+            parts.ray_lost(str(lost))
+        raise lost from error
+    if parts.recoveries.count(FROM_CHECKPOINT) == 0:  # after a recovery, Serve deployments wait for the next train step
+        _deploy(context, parts)
+    try:
+        end = Controller(context, services, parts).run()
+    except ServicesLost:
+        services.kill()
+        raise
+    except KeyboardInterrupt:  # the user has sent a second stop signal
+        with suppress(LedgerUnwritable, BusTimeout):
+            services.close_at_once(reason="the run was ended at once")
+        raise
+    except BaseException as error:
+        failed = error.worker if isinstance(error, RunFailed) else None
+        with suppress(LedgerUnwritable, BusTimeout):  # the first error is raised, not an error that follows from it
+            services.close(reason="the run has ended", failed=failed)
+        raise
+    try:
+        services.close(reason="the run has ended")
+    except (LedgerUnwritable, BusTimeout) as error:
+        raise run_failed("the ledger is not complete", error) from error
+    return end
+
+
+def _deploy(context: RunContext, parts: RunParts) -> None:
+    if parts.serve is not None:
+        parts.serve.follow(context.namespace)
+
+
+# -- One attempt ------------------------------------------------------------------------------------------------------
+class Controller:
+    """Looks after one attempt of the services until the trainer is done.
+
+    It reports to the supervisor when a train step is done, and learns there that the user or the machine has asked the
+    run to end early.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        services: Services,
-        *,
-        bus: BusWatch,
-        serve_deployments: ServeDeployments,
-        recoveries: Recoveries,
-        view: RunView,
-        health: HealthManager,
-        watchdog: Watchdog,
-        engines: EngineChanges,
-        engine_numbers: EngineNumbers,
-        process_numbers: ProcessNumbers,
-        orders: EngineOrders | None = None,
-        autoscaler: Autoscaler | None = None,
-        supervisor: SupervisorPipe,
-    ) -> None:
-        self._context = context
-        self._services = services
-        self._bus = bus
-        self._serve_deployments = serve_deployments
-        self._recoveries = recoveries
-        self._view = view
-        self._health = health
-        self._watchdog = watchdog
-        self._engines = engines
-        self._engine_numbers = engine_numbers
-        self._process_numbers = process_numbers
-        self._orders = orders
-        self._autoscaler = autoscaler
-        self._supervisor = supervisor
-        self._stall_asks = StallAsks(context.run_dir)
+    def __init__(self, context: RunContext, services: Services, parts: RunParts) -> None:
+        config = context.config
+        heartbeat_timeout_s = config.run.heartbeat_timeout_s
+        self._context, self._services, self._parts = context, services, parts
         self._step = context.start_step
-        self._progress = 0
-        self._moved = time.monotonic()
+        self._progress = 0  # of the trainer in a long operation
+        self._stopping_since: float | None = None
+        self._message = ""  # what the panel says of the run
+        self._bus = BusHealth(services.bus, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._health = WorkerHealth(services, parts.recoveries, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._watchdog = Watchdog(
+            context,
+            services,
+            stalled=partial(parts.alarms.happened, *STALL),
+            goes_on=partial(parts.alarms.over, *STALL),
+        )
+        self._stall_asks = StallAsks(context.run_dir)
+        self._engines = EngineChanges(
+            parts.engines,
+            services,
+            folder=context.weights_folder,
+            join_timeout_s=config.engine.start_timeout_s,
+            drain_timeout_s=config.engine.elastic.drain_timeout_s,
+            probe=EngineProbe(context),
+        )
+        self._engine_numbers = EngineNumbers(
+            parts.engines,
+            record=partial(parts.events.record, ENGINE),
+            add_decoding=parts.view.stragglers.add_decoding,
+        )
+        self._process_numbers = ProcessNumbers(
+            bus_pid=services.bus_pid if config.launcher.ray_address is None else None,
+            record=partial(parts.events.record, PROCESS),
+        )
+        self._orders: EngineOrders | None = None
+        self._autoscaler: Autoscaler | None = None
+        if parts.book is not None:
+            self._orders = EngineOrders(
+                parts.book,
+                self._engines,
+                parts.engines,
+                kind=config.engine.name,
+                steps=config.run.steps,
+                stop=parts.supervisor.order_stop,
+            )
+            self._autoscaler = Autoscaler(config, parts.book)
+
+    def checks(self) -> list[Check]:
+        """Returns the table of the checks of one attempt, in the order in which a pass of the loop makes them."""
+
+        def row(name: str, every_s: float, look: Callable[[], Finding | None]) -> Check:
+            return Check(name=name, every_s=every_s, look=look, act=_services_lost)
+
+        view = self._parts.view
+        serve = self._parts.serve
+        deployments = Check(name="Serve", every_s=STATUS_S, look=serve.look, act=_run_failed) if serve else None
+        return [
+            self._bus.check(),
+            row("stop", 0.0, self._look_for_stop),
+            row("relax stall", STATUS_S, self._answer_stall_asks),
+            row("workers", STATUS_S, self._look_at_workers),
+            *([deployments] if deployments is not None else []),
+            row("engines that come and go", 0.0, self._move_engines),
+            row("orders", 0.0, self._move_orders),
+            row("numbers of engines", RECORD_S, self._record_engines),
+            row("numbers of processes", USAGE_S, self._record_processes),
+            row("trackers", TRACKERS_S, view.check_trackers),
+            row("disk, lost engines, failed orders", LOOK_S, self._parts.alarms.look),
+            row("records, stragglers, learning signal, alarms", 0.0, self._show),
+            Check(name="limit of the stop", every_s=0.0, look=self._look_at_stop, act=_run_failed),
+            row("stall", 0.0, self._look_at_stall),
+        ]
 
     def run(self) -> RunEnd:
         """Returns when the trainer is done.
@@ -95,69 +293,109 @@ class Controller:
         Raises `ServicesLost` if the services have to start again, and `RunFailed` with the first cause of a failure
         that a new start would not repair.
         """
-        settings = self._context.config.run
-        stopping_since: float | None = None
-        checked = 0.0
-        self._supervisor.watch_steps()
-        while True:
-            if self._supervisor.stop_requested() and stopping_since is None:
-                stopping_since = time.monotonic()
-                self._stop()
-            due = time.monotonic() - checked >= STATUS_S or self._step >= settings.steps or self._bus.lost is not None
-            if due:
-                checked = time.monotonic()
-                self._check()
+        config, supervisor = self._context.config, self._parts.supervisor
+        supervisor.watch_steps()
+        with Monitor(self.checks()) as monitor:
+            while True:
+                ends = self._step >= config.run.steps or self._bus.lost is not None
+                monitor.tick(at_once=("workers",) if ends else ())
                 if self._health.done(TRAINER):
                     break
-            self._tick_engines(stopping=stopping_since is not None)
-            self._show("stopping: a checkpoint is written" if stopping_since is not None else "")
-            if stopping_since is not None and time.monotonic() - stopping_since > settings.stop_timeout_s:
-                raise RunFailed(f"the trainer did not stop within run.stop_timeout_s={settings.stop_timeout_s:.0f} s")
-            self._check_stall()
-            time.sleep(TICK_S)
-        self._show("")
-        finished = self._last_progress().version >= settings.steps
-        if finished and self._context.config.eval.every:
-            self._await_last_evaluation()
-        self._show("")
-        # Without a stop request the trainer ended by itself: all steps are done, or run.patience is exhausted.
-        stopped = not finished and self._supervisor.stop_requested()
-        return RunEnd(stopped=stopped, progress=self._last_progress())
+                time.sleep(TICK_S)
+            self._message = ""
+            self._show()
+            finished = self._last_progress().version >= config.run.steps
+            if finished and config.eval.every:
+                self._await_last_evaluation()
+            self._message = ""
+            self._show()
+            # Without a stop request the trainer ended by itself: all steps are done, or run.patience is exhausted.
+            stopped = not finished and supervisor.stop_requested()
+            return RunEnd(stopped=stopped, progress=self._last_progress())
 
-    def _tick_engines(self, *, stopping: bool) -> None:
-        """Moves the engines that come and go on, and the orders for them."""
-        self._engines.tick(self._health.beats, ended=self._health.ended)
-        self._engine_numbers.tick(self._health.beats, step=self._step)
-        self._process_numbers.tick(self._health.beats, step=self._step)
-        if self._orders is not None:
-            trained = self._step > self._context.start_step
-            self._orders.tick(self._health.beats, step=self._step, trained=trained, stopping=stopping)
-        if self._autoscaler is not None:
-            self._autoscaler.tick(self._view.records, self._health.beats, stopping=stopping)
+    # -- workers and bus ----------------------------------------------------------------------------------------------
+    def _look_at_workers(self) -> None:
+        """Polls the workers; a long operation of the trainer, such as a checkpoint, is progress and no stall."""
+        self._health.check(bus_lost=self._bus.lost, step=self._step)
+        self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})
+        progress = self._health.progress(TRAINER)
+        if progress != self._progress:
+            self._progress = progress
+            self._watchdog.moved()
 
-    def _stop(self) -> None:
-        """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.
+    def _look_at_stall(self) -> Finding | None:
+        if self._health.done(TRAINER):
+            return None
+        return self._watchdog.look(self._health.beats, self._health.roles, step=self._step)
 
-        The trainer reports the metrics of a step just before the bus has the step, so the bus gets a second for it.
-        """
-        has_own_ray = self._context.config.launcher.ray_address is None
-        if has_own_ray and not self._supervisor.trained and not self._supervisor.ordered:
-            start = self._context.start_step
-            try:
-                progress = asyncio.run(self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S))
-            except (BusLost, BusTimeout) as error:
-                raise ServicesLost("the bus did not answer while the run was being stopped", log=str(error)) from error
-            if progress.version == start:
-                self._supervisor.report_untrained()
-                return
-            self._supervisor.report_trained()
-        self._services.request_stop()
+    def _answer_stall_asks(self) -> None:
+        self._stall_asks.check(partial(self._watchdog.report, dict(self._health.beats), step=self._step))
 
     def _last_progress(self) -> BusProgress:
         try:
             return asyncio.run(self._services.bus.progress(timeout_s=CALL_TIMEOUT_S))
         except BusLost as error:
             raise ServicesLost("the bus died", log=str(error)) from error
+
+    # -- engines ------------------------------------------------------------------------------------------------------
+    def _move_engines(self) -> None:
+        self._engines.tick(self._health.beats, ended=self._health.ended)
+
+    def _move_orders(self) -> None:
+        stopping = self._stopping_since is not None
+        if self._orders is not None:
+            trained = self._step > self._context.start_step
+            self._orders.tick(self._health.beats, step=self._step, trained=trained, stopping=stopping)
+        if self._autoscaler is not None:
+            self._autoscaler.tick(self._parts.view.records, self._health.beats, stopping=stopping)
+
+    def _record_engines(self) -> None:
+        self._engine_numbers.record(self._health.beats, step=self._step)
+
+    def _record_processes(self) -> None:
+        self._process_numbers.record(self._health.beats, step=self._step)
+
+    # -- what the user sees -------------------------------------------------------------------------------------------
+    def _show(self) -> None:
+        progress = self._bus.progress
+        if progress is not None and progress.version != self._step:
+            self._step = progress.version
+            self._watchdog.moved()
+            self._parts.supervisor.report_trained()
+            self._parts.recoveries.step_done()
+            _deploy(self._context, self._parts)
+        self._parts.view.show(step=self._step, progress=progress, roles=self._health.roles, message=self._message)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+    def _look_for_stop(self) -> None:
+        """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.
+
+        The trainer reports the metrics of a step just before the bus has the step, so the bus gets a second for it.
+        """
+        supervisor = self._parts.supervisor
+        if not supervisor.stop_requested() or self._stopping_since is not None:
+            return
+        self._stopping_since, self._message = time.monotonic(), "stopping: a checkpoint is written"
+        has_own_ray = self._context.config.launcher.ray_address is None
+        if has_own_ray and not supervisor.trained and not supervisor.ordered:
+            start = self._context.start_step
+            try:
+                progress = asyncio.run(self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S))
+            except (BusLost, BusTimeout) as error:
+                raise ServicesLost("the bus did not answer while the run was being stopped", log=str(error)) from error
+            if progress.version == start:
+                supervisor.report_untrained()
+                return
+            supervisor.report_trained()
+        self._services.request_stop()
+
+    def _look_at_stop(self) -> Finding | None:
+        limit_s = self._context.config.run.stop_timeout_s
+        if self._stopping_since is None or self._health.done(TRAINER):
+            return None
+        if time.monotonic() - self._stopping_since <= limit_s:
+            return None
+        return Finding(blames="the trainer", how=f"did not stop within run.stop_timeout_s={limit_s:.0f} s")
 
     def _await_last_evaluation(self) -> None:
         """Waits for the last evaluation, or returns at once if a stop was requested.
@@ -166,48 +404,19 @@ class Controller:
         """
         limit = self._context.config.run.stall_timeout_s
         deadline = time.monotonic() + limit
-        while not (self._supervisor.stop_requested() or self._services.wait_evaluated(STATUS_S)):
+        self._message = "the last evaluation is under way"
+        while not (self._parts.supervisor.stop_requested() or self._services.wait_evaluated(STATUS_S)):
             if time.monotonic() > deadline:
                 raise RunFailed(f"the last evaluation did not come within run.stall_timeout_s={limit:.0f} s")
-            self._check()
-            self._show("the last evaluation is under way")
+            self._answer_stall_asks()
+            self._look_at_workers()
+            self._show()
             time.sleep(TICK_S)
 
-    def _check(self) -> None:
-        """Polls the workers and Serve.
 
-        Raises `RunFailed` if Serve did not start. A run is not stalled while the trainer makes progress in a long
-        operation, such as a checkpoint.
-        """
-        self._stall_asks.check(partial(self._watchdog.report, dict(self._health.beats), step=self._step))
-        self._health.check(bus_lost=self._bus.lost, step=self._step)
-        self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})
-        progress = self._health.progress(TRAINER)
-        if progress != self._progress:
-            self._progress, self._moved = progress, time.monotonic()
-            self._watchdog.moved()
-        self._serve_deployments.check(step=self._step)
-        if (error := self._serve_deployments.error()) is not None:
-            raise run_failed("Ray Serve did not start the roles' Serve deployments", error)
+def _services_lost(finding: Finding) -> NoReturn:
+    raise ServicesLost(str(finding))
 
-    def _show(self, message: str) -> None:
-        progress = self._bus.progress
-        if progress is not None and progress.version != self._step:
-            self._step, self._moved = progress.version, time.monotonic()
-            self._watchdog.moved()
-            self._supervisor.report_trained()
-            self._recoveries.step_done()
-            self._serve_deployments.follow(self._context.namespace)
-        self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)
 
-    def _check_stall(self) -> None:
-        settings = self._context.config.run
-        idle_s = time.monotonic() - self._moved
-        self._watchdog.check(self._health.beats, step=self._step)
-        first = self._step == self._context.start_step
-        limit = settings.start_timeout_s + settings.stall_timeout_s if first else settings.stall_timeout_s
-        if idle_s > limit:
-            states = "; ".join(
-                f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in self._health.roles
-            )
-            raise ServicesLost(f"no train step ended for {limit:.0f} s at step {self._step}: {states}")
+def _run_failed(finding: Finding) -> NoReturn:
+    raise RunFailed(str(finding))

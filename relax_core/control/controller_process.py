@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from relax_core.contracts.process_trees import LONGEST_GAP_S, PR_SET_NAME, prctl
+from relax_core.contracts.monitor import Elapsed
+from relax_core.contracts.process_trees import PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 
 FAILED = 1
@@ -77,7 +78,8 @@ class ControllerProcess:
         It kills a controller that sends no heartbeat for ``frozen_after_s`` seconds. ``meanwhile`` is called several
         times a second.
         """
-        checked, silent_s = time.monotonic(), 0.0
+        silent_s, elapsed = 0.0, Elapsed()
+        elapsed.since_last()
         try:
             while True:
                 ended, status = os.waitpid(self._pid, os.WNOHANG)
@@ -88,8 +90,8 @@ class ControllerProcess:
                 if meanwhile is not None:
                     meanwhile()
                 spoke = bool(select.select([self._read_from], [], [], POLL_S)[0])
-                now = time.monotonic()
-                checked, silent_s = now, 0.0 if spoke else silent_s + min(now - checked, LONGEST_GAP_S)
+                passed_s = elapsed.since_last()
+                silent_s = 0.0 if spoke else silent_s + passed_s
                 if spoke and not self._listen():
                     time.sleep(POLL_S)  # the controller has closed its pipe and is exiting
                 elif silent_s > frozen_after_s:

@@ -7,20 +7,25 @@ another attempt, or another controller, goes on with the orders that are open.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from relax_core.config.schema import RelaxConfig
 from relax_core.control.engine_changes import EngineChanges
-from relax_core.control.engine_set import EngineSet
+from relax_core.control.engine_set import EngineSet, limits_of
 from relax_core.control.worker_health import Beat
 from relax_core.roles.role_context import ENGINE, worker_name
 from relax_core.server.order_book import OrderBook
-from relax_core.server.orders import EngineRow, Order, RunRow, State, engine_id
+from relax_core.server.order_desk import OrderDesk, answering
+from relax_core.server.orders import EngineRow, Order, RunRow, State, engine_id, read_room
 from relax_core.weights.engine_members import EngineMember
 
+FAILED_ORDERS = 20  # of the newest orders, those that failed are told
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +51,17 @@ def end_book(book: OrderBook) -> None:
         book.end_orders()
     except OSError as error:
         log.warning("orders for engines stay open until the next command in this folder: %s", error)
+
+
+def failed_orders(book: OrderBook) -> dict[str, str]:
+    """Returns why the newest orders failed that did, by their ids."""
+    return {order.request_id: order.failure for order in book.orders()[:FAILED_ORDERS] if order.status == "FAILED"}
+
+
+def order_answers(config: RelaxConfig, book: OrderBook, gateway: socket.socket) -> AbstractContextManager[None]:
+    """Answers the gateway's requests while the block runs."""
+    desk = OrderDesk(book, limits_of(config), read_room(Path(config.run.dir)))
+    return answering(gateway, desk.answer)
 
 
 class EngineOrders:

@@ -12,6 +12,7 @@ from relax_core.config.choices import ModeName
 from relax_core.config.engine_checks import unseen_media
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_engine
+from relax_core.roles.role_context import ENGINE, worker_name
 from relax_core.server.orders import Limits
 from relax_core.weights.engine_members import EngineMember, MemberState, start_members, write_members
 
@@ -77,6 +78,10 @@ class EngineSet:
     def present(self) -> list[int]:
         """Returns the numbers of the engines that serve or join, in order."""
         return [one.number for one in self.members() if one.state in ("joining", "serving")]
+
+    def lost(self) -> dict[str, str]:
+        """Returns why added engines were taken out, by their names."""
+        return {worker_name(ENGINE, number): why for number, why in self.failures.items()}
 
     def added(self, *states: MemberState) -> list[int]:
         """Returns the numbers of the added and external engines in these states."""

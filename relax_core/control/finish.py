@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from relax_core.bus.ledger_reader import LedgerFile
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import BusProgress
+from relax_core.control.recoveries import RunFailed
+from relax_core.control.run_alarms import RunAlarms
 from relax_core.observe.event_log import (
     ACTOR,
     EVAL,
@@ -30,8 +35,10 @@ from relax_core.observe.report import (
 )
 from relax_core.observe.summary import build_summary, write_summary
 from relax_core.observe.trackers.tracker_process import Trackers
+from relax_core.server.order_book import order_history
 from relax_core.train.checkpoints.checkpoint_store import unremoved
 
+FAILURE_LOG = "failure.log"
 CLOSE_S = 10.0  # what a tracker has not taken by then waits in the log
 
 
@@ -114,3 +121,63 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
         print(f"relax: {problem}", file=sys.stderr)
     for folder in unremoved(run_dir / CHECKPOINTS_FOLDER):
         print(f"relax: {folder} is an old checkpoint that cannot be removed; remove it by hand", file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Says how the run ended.
+
+    ``records`` is None if the run failed before there was anything to report.
+    """
+
+    word: Literal["finished", "stopped", "failed"]
+    failure: RunFailed | None = None
+    records: RunRecords | None = None
+    recoveries: Sequence[Mapping[str, Any]] = ()
+    stragglers: Sequence[Mapping[str, Any]] = ()
+
+
+def tell_end(alarms: RunAlarms, outcome: Outcome, run_dir: Path) -> None:
+    """Tells somebody how the run ended, and prints what could not be told."""
+    why = f"{outcome.failure}" if outcome.failure is not None else f"in {run_dir}"
+    for line in alarms.close(outcome.word, why):
+        print(f"relax: {line}", file=sys.stderr)
+
+
+def write_outcome(outcome: Outcome, config: RelaxConfig, *, started: float) -> dict[str, Any]:
+    """Writes the summary and the curves of a run that has records, and returns the summary."""
+    assert outcome.records is not None
+    word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
+    meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
+    meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
+    meta |= {"keep_best": config.run.keep_best, "stragglers": list(outcome.stragglers)}
+    if config.gateway.name != "none":
+        run_dir = Path(config.run.dir)
+        meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
+    if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
+        meta["sandbox"] = sandbox
+    return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
+
+
+def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Returns how many samples and tokens each engine has sampled, by the ledger; nothing before there is one."""
+    try:
+        with LedgerFile(run_dir / "ledger.sqlite") as ledger:
+            return {engine: (share.samples, share.tokens) for engine, share in ledger.engine_shares().items()}
+    except FileNotFoundError:
+        return {}
+
+
+def report_failure(outcome: Outcome, config: RelaxConfig, *, started: float) -> None:
+    """Prints the cause, and writes its traceback to the logs and a summary unless the disk is full."""
+    assert outcome.failure is not None
+    log = Path(config.run.dir) / "logs" / FAILURE_LOG
+    print(f"relax: failed: {outcome.failure}", file=sys.stderr)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{outcome.failure}\n\n{outcome.failure.log}\n", encoding="utf-8")
+        if outcome.records is not None:
+            write_outcome(outcome, config, started=started)
+        print(f"relax: more in {log}", file=sys.stderr)
+    except OSError as error:
+        print(f"relax: the logs and the summary are not complete: {error}", file=sys.stderr)

@@ -1,65 +1,52 @@
-"""Executes one run on this machine, from a validated configuration to an exit code."""
+"""Executes one run on this machine, from a validated configuration to an exit code.
+
+The start, in order: Ray, while a thread makes built-in models; the monitor of Ray's daemons; the event log, the
+trackers and the view of the run; the gateway's orders; then the services (`controller.py`). The end comes in reverse
+order, and the summary last.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
-from relax_core.bus.ledger_reader import LedgerFile
+import psutil
+
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.bus import BusProgress
+from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
+from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.controller_process import SupervisorPipe
 from relax_core.control.engine_set import EngineSet
-from relax_core.control.finish import RunRecords, collect, show_end, write_end
+from relax_core.control.finish import Outcome, collect, report_failure, show_end, tell_end, write_outcome
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
 from relax_core.control.host.run_paths import RunPaths
-from relax_core.control.model_folders import judge_folders, teacher_folders
-from relax_core.control.monitor import RayWatch
+from relax_core.control.model_folders import making_models
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, RunFailed, recoveries_file, run_failed
 from relax_core.control.resume import ResumePoint
 from relax_core.control.run_alarms import RunAlarms
-from relax_core.control.run_view import RunView
+from relax_core.control.run_view import EarlierRecords, RunView, open_view
 from relax_core.control.supervisor import Attempt
 from relax_core.data.data_identity import data_digest
-from relax_core.observe.event_log import ACTOR, CONTROLLER, EventWriter, each_metric, read_texts
+from relax_core.observe.event_log import CONTROLLER, EventWriter
 from relax_core.observe.panel import Panel
-from relax_core.observe.sample_log import NewestSamples
-from relax_core.observe.stragglers import STRAGGLER, StragglerWatch, told_stragglers
-from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.registry import short_name
-from relax_core.roles.process_placement import equal_trainers, roles_of
-from relax_core.roles.role_context import ENGINE, RunContext, worker_name
-from relax_core.server.order_book import OrderBook, order_history
-from relax_core.server.orders import read_room
-from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.roles.process_placement import roles_of
+from relax_core.roles.role_context import RunContext, worker_name
+
+if TYPE_CHECKING:
+    from relax_core.server.order_book import OrderBook
 
 FAILED = 1
 PRELOADED = ("relax_core.train.rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, and what workers share
-FAILURE_LOG = "failure.log"
-FAILED_ORDERS = 20  # of the newest orders, those that failed are told
-Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """Says how the run ended.
-
-    ``records`` is None if the run failed before there was anything to report.
-    """
-
-    word: Literal["finished", "stopped", "failed"]
-    failure: RunFailed | None = None
-    records: RunRecords | None = None
-    recoveries: Sequence[Mapping[str, Any]] = ()
-    stragglers: Sequence[Mapping[str, Any]] = ()
+DAEMONS_S = 0.25
 
 
 def run_local(
@@ -82,65 +69,20 @@ def run_local(
         supervisor.report_ray_unstarted(str(error))
         return FAILED
     except (ValueError, RuntimeError, OSError) as error:
-        outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
+        outcome = Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
-        _report_failure(outcome, config, started=started)
-        _tell_end(alarms, outcome, run_dir)
+        report_failure(outcome, config, started=started)
+        tell_end(alarms, outcome, run_dir)
         return FAILED
     assert outcome.records is not None
     try:
-        summary = _write_end(outcome, config, started=started)
+        summary = write_outcome(outcome, config, started=started)
     except OSError as error:
         print(f"relax: failed: the run ended, but its summary is not written: {error}", file=sys.stderr)
         return FAILED
     show_end(run_dir, outcome.records, summary)
-    _tell_end(alarms, outcome, run_dir)
+    tell_end(alarms, outcome, run_dir)
     return 128 + supervisor.stop_signal if outcome.word == "stopped" and supervisor.stop_signal else 0
-
-
-def _tell_end(alarms: RunAlarms, outcome: _Outcome, run_dir: Path) -> None:
-    """Tells somebody how the run ended, and prints what could not be told."""
-    why = f"{outcome.failure}" if outcome.failure is not None else f"in {run_dir}"
-    for line in alarms.close(outcome.word, why):
-        print(f"relax: {line}", file=sys.stderr)
-
-
-def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dict[str, Any]:
-    assert outcome.records is not None
-    word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
-    meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
-    meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
-    meta |= {"keep_best": config.run.keep_best, "stragglers": list(outcome.stragglers)}
-    if config.gateway.name != "none":
-        run_dir = Path(config.run.dir)
-        meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
-    if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
-        meta["sandbox"] = sandbox
-    return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
-
-
-def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
-    """Returns how many samples and tokens each engine has sampled, by the ledger; nothing before there is one."""
-    try:
-        with LedgerFile(run_dir / "ledger.sqlite") as ledger:
-            return {engine: (share.samples, share.tokens) for engine, share in ledger.engine_shares().items()}
-    except FileNotFoundError:
-        return {}
-
-
-def _report_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:
-    """Prints the cause, and writes its traceback to the logs and a summary unless the disk is full."""
-    assert outcome.failure is not None
-    log = Path(config.run.dir) / "logs" / FAILURE_LOG
-    print(f"relax: failed: {outcome.failure}", file=sys.stderr)
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(f"{outcome.failure}\n\n{outcome.failure.log}\n", encoding="utf-8")
-        if outcome.records is not None:
-            _write_end(outcome, config, started=started)
-        print(f"relax: more in {log}", file=sys.stderr)
-    except OSError as error:
-        print(f"relax: the logs and the summary are not complete: {error}", file=sys.stderr)
 
 
 def _in_session(
@@ -150,7 +92,7 @@ def _in_session(
     attempt: Attempt,
     supervisor: SupervisorPipe,
     alarms: RunAlarms,
-) -> _Outcome:
+) -> Outcome:
     """Starts Ray, executes the run and ends Ray. If Ray is lost meanwhile, this process exits."""
     run_dir = Path(config.run.dir)
 
@@ -172,44 +114,47 @@ def _in_session(
     workers = [worker_name(role, rank) for role, count in roles_of(config).items() for rank in range(count)]
     with panel, ThreadPoolExecutor(1) as pool:
         panel.starting(workers, first="Ray")
-        model = pool.submit(_model_folder, config)
-        teachers = pool.submit(lambda: teacher_folders(config, student=model.result()))
-        judges = pool.submit(judge_folders, config)
-        with (
-            session,
-            RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
-        ):
-            model_folder = made_in_time(model, config, what=f"the model {config.model.builtin}")
-            known_teachers = made_in_time(teachers, config, what="a builtin teacher")
+        models = making_models(config, pool)
+        with session, Monitor([daemons_check(session.daemons, config.run.heartbeat_timeout_s, lost=ray_lost)]):
+            folders = models()
             context = RunContext(
                 config=config,
                 run_namespace=paths.namespace,
                 namespace=paths.namespace,
                 run_dir=run_dir,
-                model_folder=model_folder,
+                model_folder=folders.student,
                 weights_folder=paths.weights_folder,
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
                 data_digest=data_digest(config.data),
-                teacher_folders=known_teachers,
-                judge_folders=made_in_time(judges, config, what="a builtin judge"),
+                teacher_folders=folders.teachers,
+                judge_folders=folders.judges,
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, alarms, ray_lost=ray_lost)
 
 
-def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Made:
-    """Returns what a thread makes; raises TimeoutError with the cause if it is not made in the time of a start."""
-    limit_s = config.run.start_timeout_s
-    try:
-        return folder.result(timeout=limit_s)
-    except TimeoutError as error:
-        if folder.done():  # making it raised this error
-            raise
-        raise TimeoutError(
-            f"run.start_timeout_s={limit_s:g}: {what} is still being made. It is kept when it is made: start the run "
-            "again, or raise run.start_timeout_s."
-        ) from error
+def daemons_check(daemons: Mapping[str, int], frozen_after_s: float, *, lost: Callable[[str], None]) -> Check:
+    """Returns the check of the daemons of a run's own Ray, given as name → process id.
+
+    Without its GCS or its raylet, no process of the run can start or recover, and the main thread may wait for Ray
+    without end. So ``lost`` is called in another thread, with the cause, if a daemon has exited or was stopped for
+    ``frozen_after_s`` seconds.
+    """
+    elapsed, stopped_s = Elapsed(), dict.fromkeys(daemons, 0.0)
+
+    def look() -> Finding | None:
+        passed = elapsed.since_last()
+        for name, pid in daemons.items():
+            state = process_state(pid)
+            stopped_s[name] = stopped_s[name] + passed if state == psutil.STATUS_STOPPED else 0.0
+            if state in EXITED:
+                return Finding(blames=f"Ray's {name}", how="died")
+            if stopped_s[name] > frozen_after_s:
+                return Finding(blames=f"Ray's {name}", how=f"froze (it was stopped for {stopped_s[name]:.0f} s)")
+        return None
+
+    return Check(name="Ray", every_s=DAEMONS_S, look=look, act=lambda finding: lost(str(finding)), beside=True)
 
 
 def _run_services(
@@ -222,26 +167,29 @@ def _run_services(
     alarms: RunAlarms,
     *,
     ray_lost: Callable[[str], NoReturn],
-) -> _Outcome:
-    from relax_core.control.recovery import RunParts, run_services
-    from relax_core.control.serve_deployments import ServeDeployments
+) -> Outcome:
+    from relax_core.control.controller import RunParts, run_services
 
     config = context.config
-    earlier = _earlier_records(context.run_dir)
+    earlier = EarlierRecords.of(context.run_dir)
     events, trackers = EventWriter(context.run_dir, CONTROLLER), Trackers(config.tracker, context.run_dir)
     collected = partial(collect, events, trackers, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
     with ExitStack() as undo:
         undo.callback(trackers.end)
         with panel:  # the panel closes before the services do
-            view = _run_view(context, panel, events, trackers, earlier, alarms)
+            view = open_view(context, panel, events, trackers, earlier, alarms)
             at_step = max(earlier.steps, context.start_step)
             recoveries = _recoveries(context, attempt, view, alarms, at_step=at_step)
-            book, engines = _engines(context, attempt, undo, alarms)
-            serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
-            undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
+            book, engines = _orders_and_engines(context, attempt, undo, alarms)
+            serve = None
+            if config.run.serve:
+                from relax_core.control.serve_deployments import ServeDeployments
+
+                serve = ServeDeployments(context)
+                undo.callback(serve.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
                 events=events,
-                serve_deployments=serve_deployments,
+                serve=serve,
                 view=view,
                 recoveries=recoveries,
                 supervisor=supervisor,
@@ -250,46 +198,22 @@ def _run_services(
                 book=book,
                 alarms=alarms,
             )
+            failure: RunFailed | None = None
+            progress: BusProgress | None = None
+            stopped = False
             try:
                 end = run_services(context, resume, parts)
-            except RunFailed as failure:
+                stopped, progress = end.stopped, end.progress
+            except RunFailed as error:
                 session.keep_logs()
-                records = collected(view.progress) if view.progress else None
-                return _Outcome(
-                    word="failed",
-                    failure=failure,
-                    records=records,
-                    recoveries=recoveries.as_records(),
-                    stragglers=view.told_stragglers(),
-                )
-        return _Outcome(
-            word="stopped" if end.stopped else "finished",
-            records=collected(end.progress),
+                failure, progress = error, view.progress
+        return Outcome(
+            word="failed" if failure is not None else "stopped" if stopped else "finished",
+            failure=failure,
+            records=collected(progress) if progress is not None else None,
             recoveries=recoveries.as_records(),
             stragglers=view.told_stragglers(),
         )
-
-
-def _run_view(
-    context: RunContext,
-    panel: Panel,
-    events: EventWriter,
-    trackers: Trackers,
-    earlier: _Earlier,
-    alarms: RunAlarms,
-) -> RunView:
-    most = context.config.rollout.max_new_tokens
-    return RunView(
-        panel,
-        events,
-        run_dir=context.run_dir,
-        trackers=trackers,
-        step=context.start_step,
-        signal_watch=SignalWatch(max_new_tokens=most),
-        samples=_shown_samples(context),
-        stragglers=_straggler_watch(context, earlier),
-        alarms=alarms,
-    )
 
 
 def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: RunAlarms, *, at_step: int) -> Recoveries:
@@ -308,74 +232,23 @@ def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: Ru
     return recoveries
 
 
-def _engines(
+def _orders_and_engines(
     context: RunContext, attempt: Attempt, undo: ExitStack, alarms: RunAlarms
 ) -> tuple[OrderBook | None, EngineSet]:
     """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open.
 
     A new command turns the autoscaler on or off as configured.
     """
-    from relax_core.control.engine_orders import end_book, open_book
-    from relax_core.control.engine_set import limits_of
-    from relax_core.server.order_desk import OrderDesk, answering
-
     config = context.config
     if attempt.gateway is None:
         return None, EngineSet(config.engine.count)
+    from relax_core.control.engine_orders import end_book, failed_orders, open_book, order_answers
+
     book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
     if attempt.number == 0:
         book.enable_autoscaler(config.engine.autoscaler.enabled)
     undo.callback(end_book, book)
-    desk = OrderDesk(book, limits_of(config), read_room(context.run_dir))
-    undo.enter_context(answering(attempt.gateway, desk.answer))
-    alarms.watch(engine_lost=partial(_lost_engines, engines), order_failed=partial(_failed_orders, book))
+    undo.enter_context(order_answers(config, book, attempt.gateway))
+    alarms.watch(engine_lost=engines.lost, order_failed=partial(failed_orders, book))
     undo.callback(alarms.watch_no_more)  # before the orders that are open are ended
     return book, engines
-
-
-def _lost_engines(engines: EngineSet) -> dict[str, str]:
-    """Returns why added engines were taken out, by their names."""
-    return {worker_name(ENGINE, number): why for number, why in engines.failures.items()}
-
-
-def _failed_orders(book: OrderBook) -> dict[str, str]:
-    """Returns why the newest orders failed that did, by their ids."""
-    return {order.request_id: order.failure for order in book.orders()[:FAILED_ORDERS] if order.status == "FAILED"}
-
-
-def _shown_samples(context: RunContext) -> NewestSamples:
-    config = context.config
-    return NewestSamples(
-        context.run_dir, groups=config.run.show_samples, every=config.eval.every, step=context.start_step
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Earlier:
-    """Says of which ``sources`` an earlier command in the run's folder has recorded numbers, and its train steps."""
-
-    sources: frozenset[str]
-    steps: int
-
-
-def _earlier_records(run_dir: Path) -> _Earlier:
-    """Looks at each record once and keeps none: those of 20,000 train steps take 170 MB."""
-    sources, steps = set(), 0
-    for record in each_metric(run_dir):
-        sources.add(record.source)
-        if record.source == ACTOR:
-            steps = max(steps, record.step + 1)
-    return _Earlier(sources=frozenset(sources), steps=steps)
-
-
-def _straggler_watch(context: RunContext, earlier: _Earlier) -> StragglerWatch:
-    """Returns what compares the run's ranks and engines; what an earlier process told of them is kept."""
-    told = told_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
-    return StragglerWatch(equal_trainers(context.config), earlier=told)
-
-
-def _model_folder(config: RelaxConfig) -> Path:
-    if config.model.path is not None:
-        return Path(config.model.path)
-    assert config.model.builtin is not None and config.model.task is not None, "validated"
-    return tiny_model_folder(config.model.builtin, task=config.model.task)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from relax_core.config.modality import media_kinds
 from relax_core.config.model_checks import folder_problems, media_token_ids
@@ -23,6 +26,8 @@ from relax_core.rollout.judges.judge_choice import judge_engine, judge_engines, 
 from relax_core.rollout.judges.judge_pool import KnownVerdict, known_verdicts
 from relax_core.rollout.judges.judge_prompts import JudgePrompt, verdict_parser
 from relax_core.tools.make_tiny import check_tiny_model, tiny_model_folder
+
+Made = TypeVar("Made")
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
@@ -136,7 +141,7 @@ def _key(name: str) -> str:
 # -- Finds the model folders of a run's judges, and checks the judges before anything starts --------------------------
 
 
-def judge_folders(config: RelaxConfig) -> Mapping[str, Path]:
+def judge_folders(config: RelaxConfig) -> dict[str, Path]:
     """Returns name → folder of the judges that have engines of the run; a built-in model is made on first use."""
     plan = judge_plan(config)
     if plan is None:
@@ -265,3 +270,49 @@ def _judge_folder(config: RelaxConfig, judge: JudgeConfig) -> Path:
 def _judge_path(judge: JudgeConfig) -> Path:
     assert judge.model is not None, "the reward's own check has passed"
     return Path(judge.model).expanduser().absolute()
+
+
+def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Made:
+    """Returns what a thread makes; raises TimeoutError with the cause if it is not made in the time of a start."""
+    limit_s = config.run.start_timeout_s
+    try:
+        return folder.result(timeout=limit_s)
+    except TimeoutError as error:
+        if folder.done():  # making it raised this error
+            raise
+        raise TimeoutError(
+            f"run.start_timeout_s={limit_s:g}: {what} is still being made. It is kept when it is made: start the run "
+            "again, or raise run.start_timeout_s."
+        ) from error
+
+
+def _student_folder(config: RelaxConfig) -> Path:
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.builtin is not None and config.model.task is not None, "validated"
+    return tiny_model_folder(config.model.builtin, task=config.model.task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolders:
+    """Holds the folders of the model that learns, and those of the teachers and of the judges' engines by name."""
+
+    student: Path
+    teachers: dict[str, Path]
+    judges: dict[str, Path]
+
+
+def making_models(config: RelaxConfig, pool: ThreadPoolExecutor) -> Callable[[], ModelFolders]:
+    """Begins to make the built-in models of a run in ``pool``; the result waits for them and returns the folders."""
+    student = pool.submit(_student_folder, config)
+    teachers = pool.submit(lambda: teacher_folders(config, student=student.result()))
+    judges = pool.submit(judge_folders, config)
+
+    def made() -> ModelFolders:
+        return ModelFolders(
+            student=made_in_time(student, config, what=f"the model {config.model.builtin}"),
+            teachers=made_in_time(teachers, config, what="a builtin teacher"),
+            judges=made_in_time(judges, config, what="a builtin judge"),
+        )
+
+    return made

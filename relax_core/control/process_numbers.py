@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.worker_health import Beat
-from relax_core.observe.process_usage import USAGE_S, UsageMeter, usage_numbers
+from relax_core.observe.process_usage import UsageMeter, usage_numbers
 from relax_core.observe.stragglers import DecodeTime, DecodeTimes
 from relax_core.roles.role_context import BUS, ENGINE, worker_name
 from relax_core.roles.worker import WorkerStatus
@@ -17,12 +16,9 @@ CONTROLLER = "controller"
 
 
 class ProcessNumbers:
-    """Records the numbers of the workers, the bus and this process every `USAGE_S` seconds.
+    """Records the numbers of the workers, the bus and this process, whose children are the trackers.
 
-    The trackers are children of this process.
-
-    ``bus_pid`` is None if the bus may be on another host.
-    ``record`` records numbers after so many train steps.
+    ``bus_pid`` is None if the bus may be on another host. ``record`` records numbers after so many train steps.
     """
 
     def __init__(
@@ -31,16 +27,11 @@ class ProcessNumbers:
         bus_pid: int | None,
         record: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        self._record = record
+        self._put = record
         self._meters = {CONTROLLER: UsageMeter()} | ({} if bus_pid is None else {BUS: UsageMeter(bus_pid)})
-        self._at = time.monotonic()
 
-    def tick(self, beats: Mapping[str, Beat], *, step: int) -> None:
-        """Records the numbers if it is time to."""
-        now = time.monotonic()
-        if now - self._at < USAGE_S:
-            return
-        self._at = now
+    def record(self, beats: Mapping[str, Beat], *, step: int) -> None:
+        """Records the newest numbers."""
         found = {name: beat.status.usage for name, beat in beats.items() if beat.life == "alive" and beat.status}
         found |= {name: meter.newest() for name, meter in self._meters.items()}
         numbers: dict[str, float] = {}
@@ -48,12 +39,12 @@ class ProcessNumbers:
             if usage is not None:
                 numbers |= usage_numbers(name, usage)
         if numbers:
-            self._record(step, numbers)
+            self._put(step, numbers)
 
 
 # -- Records what is known of the run's engines, and tells which of them decodes more slowly than the others ----------
 
-RECORD_S = 1.0  # the shortest time between two records; the engines are asked as often
+RECORD_S = 1.0  # the time between two looks; the engines are asked as often
 
 
 class EngineNumbers:
@@ -70,14 +61,12 @@ class EngineNumbers:
         record: Callable[[int, Mapping[str, float]], None],
         add_decoding: Callable[[int, Mapping[str, DecodeTimes]], None],
     ) -> None:
-        self._engines, self._record, self._add_decoding = engines, record, add_decoding
+        self._engines, self._put, self._add_decoding = engines, record, add_decoding
         self._recorded = -1  # train steps done when the numbers were recorded last
-        self._at = -RECORD_S
 
-    def tick(self, beats: Mapping[str, Beat], *, step: int) -> None:
-        """Records the numbers once a train step, and at most once in `RECORD_S` seconds."""
-        now = time.monotonic()
-        if step == self._recorded or now - self._at < RECORD_S:
+    def record(self, beats: Mapping[str, Beat], *, step: int) -> None:
+        """Records the numbers once a train step."""
+        if step == self._recorded:
             return
         found = {name: status for name in self._names() if (status := _alive(beats.get(name))) is not None}
         numbers = {
@@ -85,8 +74,8 @@ class EngineNumbers:
         }
         if not numbers:
             return
-        self._recorded, self._at = step, now
-        self._record(step, numbers)
+        self._recorded = step
+        self._put(step, numbers)
         decoding = {
             name: {
                 size: DecodeTime(steps, seconds, wait_s) for size, steps, seconds, wait_s in status.engine.decode_times

@@ -71,7 +71,6 @@ class RunAlarms:
         self._restarts: deque[float] = deque()
         self._failures: set[tuple[str, str]] = set()
         self._failed: dict[str, Callable[[], Mapping[str, str]]] = {}  # by event
-        self._looked_at = -LOOK_S
         self._step = 0
         self._sender = AlarmSender(self._receivers(notify.urls_file), self._lines.append)
         if not again:
@@ -152,17 +151,13 @@ class RunAlarms:
 
     def watch_no_more(self) -> None:
         """Looks for the last time at what `watch` was given."""
-        self._look()
+        self.look()
         self._failed = {}
 
     # -- what is told -------------------------------------------------------------------------------------------------
     def tick(self, *, step: int) -> None:
         """Tells what has happened since the last call. ``step`` is the number of train steps done."""
         self._step = step
-        now = time.monotonic()
-        if now - self._looked_at >= LOOK_S:
-            self._looked_at = now
-            self._look()
         while self._events:
             is_over, event, cause, words = self._events.popleft()
             self._tell(event, cause, words, is_over=is_over)
@@ -178,7 +173,7 @@ class RunAlarms:
         self._sender.close(timeout_s=END_S)
         return self.take_lines()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Looks at what nobody notes: the disk, and the engines and orders that have failed."""
         free_gib = shutil.disk_usage(self._run_dir).free / GIB
         if free_gib < DISK_GIB:

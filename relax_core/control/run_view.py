@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import msgspec
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.control.run_alarms import RunAlarms
-from relax_core.observe.event_log import LEDGER, EventReader, EventWriter, GapRecord, MetricRecord
+from relax_core.observe.event_log import (
+    ACTOR,
+    LEDGER,
+    EventReader,
+    EventWriter,
+    GapRecord,
+    MetricRecord,
+    each_metric,
+    read_texts,
+)
 from relax_core.observe.panel import Panel, PanelState, RoleState
 from relax_core.observe.sample_log import NewestSamples
 from relax_core.observe.stragglers import (
@@ -21,9 +31,12 @@ from relax_core.observe.stragglers import (
     straggler_numbers,
     straggler_row,
     straggler_words,
+    told_stragglers,
 )
 from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
+from relax_core.roles.process_placement import equal_trainers
+from relax_core.roles.role_context import RunContext
 
 EVENTS_LOG = "recoveries.log"
 READ_S = 0.5  # how long a call reads the log at most; the controller has other work
@@ -60,7 +73,6 @@ class RunView:
         self._events, self._trackers = events, trackers
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
-        self._checked_at = time.monotonic()
         self._problem = ""  # why this process cannot write events
         self._signal_watch, self._samples = signal_watch, samples
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
@@ -135,14 +147,15 @@ class RunView:
         return found
 
     def _check_writing(self) -> None:
-        """Reports why events cannot be written, and which trackers have begun to fail."""
+        """Reports why events cannot be written."""
         if self._events.problem and not self._problem:
             self.report(self._events.problem)
         self._problem = self._events.problem
-        if time.monotonic() - self._checked_at > TRACKERS_S:
-            self._checked_at = time.monotonic()
-            for problem in self._trackers.check():
-                self.report(problem)
+
+    def check_trackers(self) -> None:
+        """Reports which trackers have begun to fail."""
+        for problem in self._trackers.check():
+            self.report(problem)
 
     def _report_drops(self, progress: BusProgress) -> None:
         """Records the ledger's drop counts by reason, once a train step from the first dropped sample on.
@@ -157,3 +170,47 @@ class RunView:
                 counts |= {f"modality/{name}/issued": one.issued, f"modality/{name}/trained": one.trained}
                 counts |= {f"modality/{name}/dropped/{reason}": count for reason, count in one.dropped.items()}
             self._events.record(LEDGER, progress.version, counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRecords:
+    """Says of which ``sources`` an earlier command in the run's folder has recorded numbers, and its train steps."""
+
+    sources: frozenset[str]
+    steps: int
+
+    @classmethod
+    def of(cls, run_dir: Path) -> EarlierRecords:
+        """Looks at each record once and keeps none: those of 20,000 train steps take 170 MB."""
+        sources, steps = set(), 0
+        for record in each_metric(run_dir):
+            sources.add(record.source)
+            if record.source == ACTOR:
+                steps = max(steps, record.step + 1)
+        return cls(sources=frozenset(sources), steps=steps)
+
+
+def open_view(
+    context: RunContext,
+    panel: Panel,
+    events: EventWriter,
+    trackers: Trackers,
+    earlier: EarlierRecords,
+    alarms: RunAlarms,
+) -> RunView:
+    """Returns the view of a run; what an earlier process told of stragglers is kept."""
+    config = context.config
+    told = told_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
+    return RunView(
+        panel,
+        events,
+        run_dir=context.run_dir,
+        trackers=trackers,
+        step=context.start_step,
+        signal_watch=SignalWatch(max_new_tokens=config.rollout.max_new_tokens),
+        samples=NewestSamples(
+            context.run_dir, groups=config.run.show_samples, every=config.eval.every, step=context.start_step
+        ),
+        stragglers=StragglerWatch(equal_trainers(config), earlier=told),
+        alarms=alarms,
+    )

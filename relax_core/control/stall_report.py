@@ -18,8 +18,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from relax_core.contracts.bus import BusLost, BusTimeout, BusWait
+from relax_core.contracts.monitor import Finding
 from relax_core.contracts.process_trees import process_state
 from relax_core.control.worker_health import Beat
+from relax_core.observe.panel import RoleState
 from relax_core.roles.role_context import BUS, RunContext, worker_name
 from relax_core.roles.worker import process_host
 
@@ -32,7 +34,7 @@ BUS_S = 2.0  # timeout of the bus's answer, which takes milliseconds
 
 
 class Watchdog:
-    """Reports after each fifth of ``run.stall_timeout_s`` without a train step.
+    """Knows how long no train step has ended, and reports after each fifth of ``run.stall_timeout_s`` of it.
 
     A report is made in a thread of its own, because it calls processes that may not answer. ``stalled`` is then called
     there with a few words, and ``goes_on`` when a train step ends after it.
@@ -59,13 +61,23 @@ class Watchdog:
             self._told = False
             self._goes_on()
 
-    def check(self, beats: Mapping[str, Beat], *, step: int) -> None:
-        """Starts a report if it is due. ``step`` is the number of train steps done."""
-        now = time.monotonic()
-        if now - self._reported >= self._context.config.run.stall_timeout_s / REPORTS:
+    def look(self, beats: Mapping[str, Beat], roles: Sequence[RoleState], *, step: int) -> Finding | None:
+        """Starts a report if it is due, and finds a stall past its limit; ``step`` is the number of train steps done.
+
+        The first step after a start has ``run.start_timeout_s`` more.
+        """
+        now, run = time.monotonic(), self._context.config.run
+        if now - self._reported >= run.stall_timeout_s / REPORTS:
             self._reported = now
             arguments = (dict(beats), step, now - self._since)
             threading.Thread(target=self._report, args=arguments, name="watchdog", daemon=True).start()
+        limit_s, keys = run.stall_timeout_s, "run.stall_timeout_s"
+        if step == self._context.start_step:
+            limit_s, keys = limit_s + run.start_timeout_s, f"run.start_timeout_s and {keys}"
+        if now - self._since <= limit_s:
+            return None
+        states = "; ".join(f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in roles)
+        return Finding(blames="no train step", how=f"ended for {limit_s:.0f} s ({keys}) at step {step}: {states}")
 
     def report(self, beats: Mapping[str, Beat], *, step: int) -> str:
         """Returns the report of now; it calls processes that may not answer, which takes seconds."""

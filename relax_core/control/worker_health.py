@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
-from relax_core.contracts.process_trees import EXITED, LONGEST_GAP_S, OwnedProcesses, process_state
+from relax_core.contracts.monitor import Check, Elapsed, Finding
+from relax_core.contracts.process_trees import EXITED, OwnedProcesses, process_state
 from relax_core.control.recoveries import IN_PLACE, Recoveries, RunFailed, ServicesLost
 from relax_core.observe.panel import RoleState, RoleStateName
 from relax_core.roles.worker import WorkerStatus, process_host
@@ -24,7 +23,7 @@ POLL_S = 0.2  # timeout of the answers, which take milliseconds
 
 
 class Killable(Protocol):
-    """Declares the part of the services that the health manager uses."""
+    """Declares the part of the services that the check of the workers uses."""
 
     def handles(self) -> Mapping[str, Any]:
         """Returns the Ray handle of every worker, by its name."""
@@ -36,7 +35,7 @@ class Killable(Protocol):
         """Kills a worker that does not answer."""
 
 
-class HealthManager:
+class WorkerHealth:
     """Watches the workers of one attempt of the services.
 
     A worker that has answered before and then gives no answer for ``heartbeat_timeout_s`` seconds is frozen: it was
@@ -178,8 +177,7 @@ class Heartbeats:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._polled: float | None = None
+        self._elapsed = Elapsed(clock)
         self._asked: dict[str, Any] = {}
         self._beats: dict[str, Beat] = {}
 
@@ -195,9 +193,7 @@ class Heartbeats:
             if name not in self._asked:
                 self._asked[name] = worker.status.remote()
         ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=timeout_s)
-        now = self._clock()
-        passed = 0.0 if self._polled is None else min(now - self._polled, LONGEST_GAP_S)
-        self._polled = now
+        passed = self._elapsed.since_last()
         for name in workers:
             self._beats[name] = self._take(name, passed)
         return dict(self._beats)
@@ -306,10 +302,10 @@ def _failed(beat: Beat) -> WorkerStatus | None:
 ASK_S = 0.25
 
 
-class BusWatch:
-    """Polls the bus while it is used as a context manager.
+class BusHealth:
+    """Knows whether the bus answers.
 
-    ``progress`` is the newest answer, None before the first. ``lost`` says how the bus was lost, as a clause that
+    ``progress`` is its newest answer, None before the first. ``lost`` says how the bus was lost, as a clause that
     follows "the bus"; it is None while the bus answers.
     """
 
@@ -319,26 +315,21 @@ class BusWatch:
         self._bus = bus
         # The bus answers this call at once, so the client's extra wait is part of the deadline.
         self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="bus-watch", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+    def check(self) -> Check:
+        """Returns the check, which is beside the loop, so that a bus that hangs does not block the controller."""
+        return Check(name="bus", every_s=ASK_S, look=self._look, act=self._lose, beside=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()  # the thread is not joined, because its last call may wait for its deadline
+    def _look(self) -> Finding | None:
+        try:
+            self.progress = asyncio.run(self._bus.progress(timeout_s=self._call_timeout_s))
+        except BusLost as error:
+            # If another process was lost, such as a storage unit, the error names it.
+            how = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"
+            return Finding(blames="the bus", how=how)
+        except BusTimeout as error:
+            return Finding(blames="the bus", how=f"froze: {error}")
+        return None
 
-    def _watch(self) -> None:
-        while not self._ended.wait(ASK_S):
-            try:
-                self.progress = asyncio.run(self._bus.progress(timeout_s=self._call_timeout_s))
-            except BusLost as error:
-                # If another process was lost, such as a storage unit, the error names it.
-                self.lost = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"
-                return
-            except BusTimeout as error:
-                self.lost = f"froze: {error}"
-                return
+    def _lose(self, finding: Finding) -> None:
+        self.lost = finding.how

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
+from relax_core.contracts.monitor import Check, Finding, Monitor
 from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
 from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -42,30 +43,33 @@ class EngineHealth:
         self._client = client
         self._timeout_s = timeout_s
         self._kill = kill
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="engine-health", daemon=True).start()
+        self._answered = time.monotonic()
+        check = Check(
+            name="engine", every_s=ASK_S, look=self._look, act=self._end_frozen, beside=True, at_end=client.close
+        )
+        self._monitor = Monitor([check]).start()
 
     def end(self) -> None:
-        """Ends the thread; call it when the process has exited or is about to."""
-        self._ended.set()
+        """Ends the check; call it when the process has exited or is about to."""
+        self._monitor.end()
 
-    def _watch(self) -> None:
-        answered = time.monotonic()
-        while not self._ended.wait(ASK_S):
-            try:
-                self._client.ready()
-                answered = time.monotonic()
-            except EngineError as error:
-                if not isinstance(error, EngineUnreachable):  # the engine has answered with an error
-                    answered = time.monotonic()
-                    log.warning("%s", error)
-                    continue
-                silent_s = time.monotonic() - answered
-                if silent_s >= self._timeout_s and not self._ended.is_set():
-                    self.frozen_s = silent_s
-                    self._kill()
-                    break
-        self._client.close()
+    def _look(self) -> Finding | None:
+        try:
+            self._client.ready()
+        except EngineUnreachable as error:
+            silent_s = time.monotonic() - self._answered
+            if silent_s >= self._timeout_s:
+                self.frozen_s = silent_s
+                return Finding(blames="the engine", how=f"froze: {error}")
+            return None
+        except EngineError as error:  # the engine has answered with an error
+            log.warning("%s", error)
+        self._answered = time.monotonic()
+        return None
+
+    def _end_frozen(self, finding: Finding) -> None:
+        log.warning("%s, and is killed", finding)
+        self._kill()
 
 
 def how_it_ended(code: int, *, frozen_s: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Holds what the tests of changing engines share: real actors as owners and rollout workers, a real health manager."""
+"""Holds what tests of changing engines share: real actors as owners and rollout workers, the real workers' check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.control.engine_changes import EngineChanges
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.recoveries import Recoveries
-from relax_core.control.worker_health import HealthManager
+from relax_core.control.worker_health import WorkerHealth
 from relax_core.roles.worker import EngineReport, WorkerStatus, process_host
 from relax_core.weights.engine_members import MemberList
 from relax_core.weights.version_folder import LATEST, VersionFolder
@@ -59,7 +59,7 @@ class Rollout:
 
 
 class Services:
-    """The part of the services that the changes and the health manager use."""
+    """The part of the services that the changes and the check of the workers use."""
 
     def __init__(self) -> None:
         self.owners: dict[str, Any] = {"engine-0": Owner.remote("engine-0")}  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class Run:
         self.members = MemberList(folder, count=1)
         self.versions = VersionFolder(folder)
         recoveries = Recoveries(folder / "recoveries.json", report=lambda text: None)
-        self.health = HealthManager(self.services, recoveries, heartbeat_timeout_s=600.0)
+        self.health = WorkerHealth(self.services, recoveries, heartbeat_timeout_s=600.0)
         for number in self.engines.added("joining"):
             self.services.start_engine(number)
         self.changes = EngineChanges(

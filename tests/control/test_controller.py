@@ -18,64 +18,53 @@ from tests.roles.run_context import context_in
 LONG_S = 1000.0  # more than run.start_timeout_s and run.stall_timeout_s together
 
 
-class Health:
-    """A health manager whose trainer has the status that the test sets."""
-
-    def __init__(self) -> None:
-        self.beats: dict[str, Beat] = {}
-        self._watch = RoleWatch()
-
-    def set_status(self, *, progress: int, detail: str) -> None:
-        status = WorkerStatus(
-            name=TRAINER, state="running", since=time.time(), pid=1, detail=detail, error=None, progress=progress
-        )
-        self.beats = {TRAINER: Beat(name=TRAINER, life="alive", status=status)}
-        self.roles = self._watch.roles(self.beats)
-
-    def progress(self, name: str) -> int:
-        status = self.beats[name].status
-        assert status is not None
-        return status.progress
-
-    def check(self, *, bus_lost: str | None, step: int) -> None:
-        """Does nothing, because the test sets the status."""
+def beat_of(*, progress: int) -> Beat:
+    status = WorkerStatus(
+        name=TRAINER,
+        state="running",
+        since=time.time(),
+        pid=1,
+        detail="writes checkpoint of step 7",
+        error=None,
+        progress=progress,
+    )
+    return Beat(name=TRAINER, life="alive", status=status)
 
 
-def controller(health: Any, folder: Path) -> Controller:
-    context = context_in(folder)
+def controller(folder: Path) -> Controller:
     nothing: Any = SimpleNamespace(
-        lost=None,
+        bus=None,
+        bus_pid=1,
+        alarms=SimpleNamespace(happened=print, over=print, look=print),
+        engines=SimpleNamespace(added=lambda *states: []),
+        view=SimpleNamespace(stragglers=SimpleNamespace(add_decoding=print), check_trackers=print),
+        events=SimpleNamespace(record=print),
+        book=None,
+        serve=None,
+        recoveries=None,
+        supervisor=None,
         record_statuses=lambda statuses: None,
-        error=lambda: None,
-        moved=lambda: None,
-        check=lambda *beats, step: None,
-        report=lambda beats, step: "",
+        handles=dict,
     )
-    return Controller(
-        context,
-        nothing,
-        bus=nothing,
-        serve_deployments=nothing,
-        recoveries=nothing,
-        view=nothing,
-        health=health,
-        watchdog=nothing,
-        engines=nothing,
-        engine_numbers=nothing,
-        process_numbers=nothing,
-        supervisor=nothing,
-    )
+    return Controller(context_in(folder), nothing, nothing)
 
 
-def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path) -> None:
-    health = Health()
-    run = controller(health, tmp_path)
+def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = controller(tmp_path)
+    monkeypatch.setattr("relax_core.control.stall_report.REPORTS", 1e-6)  # no report, which asks the workers
+    monkeypatch.setattr(run._health, "check", lambda **given: None)
+    (stall,) = [check for check in run.checks() if check.name == "stall"]
     for progress in (1, 2, 3):  # no train step ends meanwhile
-        run._moved -= LONG_S
-        health.set_status(progress=progress, detail="writes checkpoint of step 7")
-        run._check()
-        run._check_stall()
-    run._moved -= LONG_S
-    run._check()
-    with pytest.raises(ServicesLost, match=r"no train step ended for .*actor-0 running .* writes checkpoint of step 7"):
-        run._check_stall()
+        run._watchdog._since -= LONG_S
+        run._health.beats = {TRAINER: beat_of(progress=progress)}
+        run._health.roles = RoleWatch().roles(run._health.beats)
+        run._look_at_workers()
+        assert stall.look() is None
+    run._watchdog._since -= LONG_S
+    finding = stall.look()
+    assert finding is not None
+    with pytest.raises(
+        ServicesLost,
+        match=r"no train step ended for .*run\.stall_timeout_s.*actor-0 running .* writes checkpoint of step 7",
+    ):
+        stall.act(finding)

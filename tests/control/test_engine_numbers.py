@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-from relax_core.control import process_numbers
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.process_numbers import EngineNumbers
 from relax_core.control.worker_health import Beat
@@ -24,8 +21,7 @@ def beat(number: int, **report: Any) -> Beat:
     return Beat(name=name, life="alive", status=status)
 
 
-def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_numbers, "RECORD_S", 0.0)
+def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared() -> None:
     records: list[tuple[int, Mapping[str, float]]] = []
     compared: list[tuple[int, Mapping[str, DecodeTimes]]] = []
     numbers = EngineNumbers(
@@ -33,12 +29,12 @@ def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared(monkeypa
         record=lambda step, values: records.append((step, values)),
         add_decoding=lambda step, engines: compared.append((step, engines)),
     )
-    numbers.tick({}, step=1)
+    numbers.record({}, step=1)
     assert records == [], "no engine has answered"
     counted = {"running": 2, "waiting": 5, "decode_times": ((8, 10, 0.5, 0.25),)}
     beats = {f"engine-{number}": beat(number, **counted) for number in range(2)} | {"engine-2": beat(2)}
     for _ in range(2):
-        numbers.tick(beats, step=1)
+        numbers.record(beats, step=1)
     ((step, values),) = records
     assert step == 1 and {name: value for name, value in values.items() if name.startswith("engine-1")} == {
         "engine-1/version": 3.0,
@@ -49,6 +45,3 @@ def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared(monkeypa
     assert values["engine-2/version"] == -1.0, "it is starting"
     own = {8: DecodeTime(10, 0.5, 0.25)}
     assert compared == [(1, {"engine-0": own, "engine-1": own})]
-    monkeypatch.setattr(process_numbers, "RECORD_S", 600.0)
-    numbers.tick(beats, step=2)
-    assert len(records) == 1, "and at most once in so many seconds"

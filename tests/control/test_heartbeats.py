@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.process_trees import LONGEST_GAP_S, process_state
+from relax_core.contracts.monitor import LONGEST_GAP_S
+from relax_core.contracts.process_trees import process_state
 from relax_core.control.worker_health import Beat, Heartbeats
 from relax_core.roles.worker import WorkerStatus
 

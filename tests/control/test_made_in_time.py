@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.control.local_run import made_in_time
+from relax_core.control.model_folders import made_in_time
 
 CONFIG = load_config(["run.start_timeout_s=0.05"])
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from relax_core.control import process_numbers
 from relax_core.control.process_numbers import ProcessNumbers
 from relax_core.control.worker_health import Beat
 from relax_core.observe import process_usage
@@ -21,8 +20,7 @@ DEADLINE_S = 60.0
 def test_workers_tell_themselves_and_the_controller_measures_itself_and_the_bus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (process_numbers, process_usage):
-        monkeypatch.setattr(module, "USAGE_S", 0.05)
+    monkeypatch.setattr(process_usage, "USAGE_S", 0.05)
     records: list[Mapping[str, float]] = []
     numbers = ProcessNumbers(
         bus_pid=os.getpid(),
@@ -37,7 +35,7 @@ def test_workers_tell_themselves_and_the_controller_measures_itself_and_the_bus(
     deadline = time.monotonic() + DEADLINE_S
     while not records or "bus/memory_mb" not in records[-1]:
         assert time.monotonic() < deadline
-        numbers.tick(beats, step=4)
+        numbers.record(beats, step=4)
     newest = records[-1]
     assert newest["actor-0/cores"] == 0.5
     assert newest["controller/memory_mb"] > 10 and newest["bus/memory_mb"] > 10

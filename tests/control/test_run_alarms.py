@@ -75,8 +75,9 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pyte
     run.happened("stalled", "no train step", "no train step ended for 120 s; blocker: engine-2")
     run.stragglers([slow(ended=False)])
     run.add_records([record(3, loss=math.nan), record(4, loss=math.nan)])
-    run.tick(step=5)
-    run.tick(step=6)
+    for step in (5, 6):
+        run.look()
+        run.tick(step=step)
     run.close("failed", "the last words")
     events = [one.event for one in read_alarms(tmp_path / "run" / FILE)]
     expected = ["started", "restarts", "engine_lost", "engine_lost", "recovery", "stalled", "straggler", "rule"]

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from relax_core.config.schema import TrackerConfig
 from relax_core.contracts.bus import BusProgress, LedgerCounts
-from relax_core.control import run_view
 from relax_core.control.run_view import EVENTS_LOG, RunView
 from relax_core.observe.event_log import CONTROLLER, EventWriter, read_metrics
 from relax_core.observe.panel import Panel
@@ -37,7 +36,6 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
     """The view reports dropped samples, a tracker that cannot write, and steps with only truncated answers."""
-    monkeypatch.setattr(run_view, "TRACKERS_S", 0.0)
     (tmp_path / "tensorboard").write_text("a file where the sink wants its folder")
     trackers = Trackers(TrackerConfig(tensorboard=True), tmp_path)
     actor, events = EventWriter(tmp_path, "actor-0"), EventWriter(tmp_path, CONTROLLER)
@@ -57,6 +55,7 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
 
         def show(step: int, **dropped: int) -> None:
             view.show(step=step, progress=progress_of(step, **dropped), roles=[], message="")
+            view.check_trackers()
 
         show(0)
         assert [record.step for record in view.records] == [0, 1, 2]

@@ -1,18 +1,13 @@
-"""The roles' Serve deployments. Without run.serve there is none, and Serve does not start."""
+"""The roles' Serve deployments answer for their workers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
-import pytest
 import ray
 
-from relax_core.control.recoveries import Recoveries
 from relax_core.control.serve_deployments import ServeDeployments
-from relax_core.control.serve_watch import CONTROLLER_ACTOR, NAMESPACE
 from relax_core.roles.process_placement import roles_of
-from relax_core.roles.role_context import RunContext
 from tests.roles.run_context import context_in
 
 DEADLINE_S = 120.0
@@ -29,33 +24,17 @@ class Named:
         return self._name
 
 
-def deployments_of(context: RunContext) -> ServeDeployments:
-    def ray_lost(cause: str) -> NoReturn:
-        raise AssertionError(cause)
-
-    return ServeDeployments(
-        context, recoveries=Recoveries(context.run_dir / "recoveries", report=print), ray_lost=ray_lost
-    )
-
-
-def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path: Path) -> None:
+def test_each_role_has_a_deployment_that_tells_its_status(ray_session: str, tmp_path: Path) -> None:
     from ray import serve
-
-    plain = deployments_of(context_in(tmp_path))
-    plain.follow("test-0")
-    plain.check(step=0)
-    plain.close(timeout_s=DEADLINE_S)
-    assert plain.error() is None
-    with pytest.raises(ValueError, match=CONTROLLER_ACTOR):
-        ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
 
     context = context_in(tmp_path, "run.serve=true")
     roles = roles_of(context.config)
     workers = [Named.options(name=f"{role}-0", namespace="test-0").remote(f"{role}-0") for role in roles]  # type: ignore[attr-defined]
-    asked = deployments_of(context)
+    deployments = ServeDeployments(context)
     try:
-        asked.follow("test-0")
-        asked.close(timeout_s=DEADLINE_S)  # this waits for the deployment, which ends with Ray
+        deployments.follow("test-0")
+        deployments.close(timeout_s=DEADLINE_S)  # this waits for the deployment, which ends with Ray
+        assert deployments.look() is None
         for role in roles:
             deployment = serve.get_app_handle(f"test-{role}")
             assert deployment.status.remote().result(timeout_s=DEADLINE_S) == [f"{role}-0"]

@@ -1,4 +1,4 @@
-"""The health manager on real Ray actors: frozen ones are killed, restarts are recorded, and losses are raised."""
+"""The check of the workers on real Ray actors: frozen ones are killed, restarts are recorded, and losses are raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.contracts.process_trees import EXITED, kill, process_state
 from relax_core.control.recoveries import Recoveries, RunFailed, ServicesLost
-from relax_core.control.worker_health import HealthManager
+from relax_core.control.worker_health import WorkerHealth
 from relax_core.roles.worker import WorkerStatus, process_host
 
 DEADLINE_S = 120.0
@@ -81,26 +81,26 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def health(services: Services, clock: Clock, tmp_path: Path) -> HealthManager:
+def health(services: Services, clock: Clock, tmp_path: Path) -> WorkerHealth:
     recoveries = Recoveries(tmp_path / "recoveries.json", report=lambda text: None)
-    return HealthManager(services, recoveries, heartbeat_timeout_s=HEARTBEAT_S, clock=clock)
+    return WorkerHealth(services, recoveries, heartbeat_timeout_s=HEARTBEAT_S, clock=clock)
 
 
-def check_until(health: HealthManager, condition: Callable[[], bool], *, step: int = 5) -> None:
+def check_until(health: WorkerHealth, condition: Callable[[], bool], *, step: int = 5) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, health.beats
         health.check(bus_lost=None, step=step)
 
 
-def pid_of(health: HealthManager, name: str) -> int:
+def pid_of(health: WorkerHealth, name: str) -> int:
     check_until(health, lambda: name in health.beats and health.beats[name].life == "alive")
     status = health.beats[name].status
     assert status is not None
     return status.pid
 
 
-def freeze(health: HealthManager, clock: Clock, name: str) -> int:
+def freeze(health: WorkerHealth, clock: Clock, name: str) -> int:
     """Stops a worker, advances the clock while a call is open, and returns its process id."""
     pid = pid_of(health, name)
     os.kill(pid, signal.SIGSTOP)
@@ -112,11 +112,11 @@ def freeze(health: HealthManager, clock: Clock, name: str) -> int:
     return pid
 
 
-def recorded(health: HealthManager) -> list[dict[str, Any]]:
+def recorded(health: WorkerHealth) -> list[dict[str, Any]]:
     return health._recoveries.as_records()
 
 
-def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: HealthManager, clock: Clock) -> None:
+def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: WorkerHealth, clock: Clock) -> None:
     services.start("advantages-0", max_restarts=1)
     first = freeze(health, clock, "advantages-0")
     check_until(health, lambda: bool(recorded(health)))
@@ -129,7 +129,7 @@ def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: H
 
 
 def test_a_stopped_worker_that_may_not_restart_is_a_loss(
-    services: Services, health: HealthManager, clock: Clock
+    services: Services, health: WorkerHealth, clock: Clock
 ) -> None:
     services.start("actor-0", max_restarts=0)
     freeze(health, clock, "actor-0")
@@ -138,7 +138,7 @@ def test_a_stopped_worker_that_may_not_restart_is_a_loss(
     assert recorded(health) == []
 
 
-def test_a_death_past_the_restarts_is_a_loss(services: Services, health: HealthManager) -> None:
+def test_a_death_past_the_restarts_is_a_loss(services: Services, health: WorkerHealth) -> None:
     services.start("rollout-0", max_restarts=1)
     first = pid_of(health, "rollout-0")
     kill(first)
@@ -154,7 +154,7 @@ def test_a_death_past_the_restarts_is_a_loss(services: Services, health: HealthM
     assert {recovery["cause"] for recovery in recorded(health)} == {"rollout-0 died"}
 
 
-def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Services, health: HealthManager) -> None:
+def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Services, health: WorkerHealth) -> None:
     import ray
 
     services.start("engine-0", max_restarts=1)
@@ -166,7 +166,7 @@ def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Se
     assert [recovery["cause"] for recovery in recorded(health)] == ["engine-0 was killed by SIGSEGV"]
 
 
-def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: HealthManager) -> None:
+def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: WorkerHealth) -> None:
     """A frozen engine does not notice that its owner has exited, and would block its callers without end."""
     import ray
 
@@ -184,7 +184,7 @@ def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: H
     check_until(health, lambda: pid_of(health, "engine-0") != owner)
 
 
-def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, health: HealthManager) -> None:
+def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, health: WorkerHealth) -> None:
     import ray
 
     services.start("rollout-0", max_restarts=1)
@@ -197,6 +197,6 @@ def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, heal
     assert not isinstance(failure.value, ServicesLost)
 
 
-def test_a_lost_bus_is_reported_at_once(services: Services, health: HealthManager) -> None:
+def test_a_lost_bus_is_reported_at_once(services: Services, health: WorkerHealth) -> None:
     with pytest.raises(ServicesLost, match=r"^the bus died$"):
         health.check(bus_lost="died", step=5)

@@ -18,14 +18,13 @@ HARMS = (
     "gcs",
     "rollout",
     "engine_and_owner",
-    "serve_controller",
     "bus",
     "frozen",
     "raylet",
     "controller",
 )
 # test_kills.py, test_recovery.py and test_elastic_kills.py harm the others.
-OF_NO_OTHER_TEST = ("gcs", "engine_and_owner", "serve_controller", "raylet")
+OF_NO_OTHER_TEST = ("gcs", "engine_and_owner", "raylet")
 TURNS = ("env_worker", "engine", "rollout", "actor_rank_0")
 AGENTS = ("agent", "rollout", "agent_guard")
 

@@ -31,7 +31,7 @@ QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",  # no list of finished calls, with which the GCS's memory grows
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the health manager reports it in fewer words
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the monitor reports it in fewer words
     "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is a lower one
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that requests no GPU sees none
 }

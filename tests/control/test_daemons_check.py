@@ -1,4 +1,4 @@
-"""`RayWatch` on real processes that stand for daemons and die or freeze."""
+"""The check of Ray's daemons on real processes that stand for them and die or freeze."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from relax_core.control.monitor import RayWatch
+from relax_core.contracts.monitor import Monitor
+from relax_core.control.local_run import daemons_check
 
 DEADLINE_S = 60.0
 LONG_S = 3600.0
@@ -38,7 +39,8 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 @pytest.mark.parametrize("name", ["GCS", "raylet"])
 def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
-    with RayWatch({one: process.pid for one, process in daemons.items()}, frozen_after_s=LONG_S, lost=lost):
+    pids = {one: process.pid for one, process in daemons.items()}
+    with Monitor([daemons_check(pids, LONG_S, lost=lost)]):
         os.kill(daemons[name].pid, signal.SIGKILL)
         assert lost.reported.wait(DEADLINE_S)
     assert lost.causes == [f"Ray's {name} died"]
@@ -47,7 +49,7 @@ def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subproc
 def test_a_freeze_is_reported_after_its_timeout(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
     pid = daemons["GCS"].pid
-    with RayWatch({"GCS": pid}, frozen_after_s=1.0, lost=lost):
+    with Monitor([daemons_check({"GCS": pid}, 1.0, lost=lost)]):
         os.kill(pid, signal.SIGSTOP)
         assert lost.reported.wait(DEADLINE_S)
     assert lost.causes[0].startswith("Ray's GCS froze (it was stopped for ")
@@ -55,8 +57,8 @@ def test_a_freeze_is_reported_after_its_timeout(daemons: dict[str, subprocess.Po
 
 def test_the_end_of_the_run_is_no_loss(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
-    with RayWatch({"raylet": daemons["raylet"].pid}, frozen_after_s=LONG_S, lost=lost) as watch:
+    with Monitor([daemons_check({"raylet": daemons["raylet"].pid}, LONG_S, lost=lost)]) as monitor:
         pass
     daemons["raylet"].kill()
     daemons["raylet"].wait(DEADLINE_S)
-    assert not watch._thread.is_alive() and lost.causes == []
+    assert not any(thread.is_alive() for thread in monitor._threads) and lost.causes == []

@@ -1,0 +1,124 @@
+"""The monitor: one loop over a table of checks, for every process that looks after others.
+
+A row says what is looked at, how often, by which function, and what follows a finding; the finding names who is to
+blame. The controller's table is in `relax_core/control/controller.py`, that of Ray's daemons in
+`relax_core/control/local_run.py`, and an engine's owner has one for its engine. A check that may wait for a process
+without an answer runs beside the loop, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+LONGEST_GAP_S = 3.0  # between two looks; a longer gap was a pause of this process and does not count as silence
+JOIN_S = 3.0  # how long the end waits for a thread, whose last look may wait for its deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Says who is to blame for a failure, and how it failed, as a clause that follows the name."""
+
+    blames: str
+    how: str
+
+    def __post_init__(self) -> None:
+        assert self.blames and self.how, "an empty cause is a mistake of Relax"
+
+    def __str__(self) -> str:
+        return f"{self.blames} {self.how}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Is one row of a table.
+
+    ``look`` is called every ``every_s`` seconds. It returns None while all is well, and it may raise what ends the
+    loop. ``act`` gets what it finds. A check ``beside`` the loop looks and acts in its own thread, its first finding is
+    its last, and ``at_end`` is called there when it has ended.
+    """
+
+    name: str
+    every_s: float
+    look: Callable[[], Finding | None]
+    act: Callable[[Finding], None]
+    beside: bool = False
+    at_end: Callable[[], None] | None = None
+
+
+class Monitor:
+    """Runs the checks of a table while it is used as a context manager; `tick` is one pass, in the table's order."""
+
+    def __init__(self, checks: Sequence[Check], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due = {check: 0.0 for check in checks if not check.beside}
+        self._ended = threading.Event()
+        self._broken: BaseException | None = None  # what a check beside the loop raised
+        self._threads = [
+            threading.Thread(target=self._beside, args=(check,), name=f"monitor-{check.name}", daemon=True)
+            for check in checks
+            if check.beside
+        ]
+
+    def start(self) -> Self:
+        """Starts the checks beside the loop; `end` ends them."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """Ends the checks beside the loop, without waiting for a look that goes on."""
+        self._ended.set()
+
+    def tick(self, *, at_once: Collection[str] = ()) -> None:
+        """Looks at all that is due, and at the checks named in ``at_once``."""
+        if self._broken is not None:
+            raise self._broken
+        now = self._clock()
+        for check, due in self._due.items():
+            if now >= due or check.name in at_once:
+                self._due[check] = now + check.every_s
+                if (finding := check.look()) is not None:
+                    check.act(finding)
+
+    def _beside(self, check: Check) -> None:
+        try:
+            while not self._ended.wait(check.every_s):
+                finding = check.look()
+                if finding is not None and not self._ended.is_set():
+                    check.act(finding)
+                    return
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            if check.at_end is not None:
+                check.at_end()
+
+
+class Elapsed:
+    """Measures the time between two looks, without what this process was paused for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+
+    def since_last(self) -> float:
+        """Returns the seconds since the last call, at most `LONGEST_GAP_S`; 0 at the first call."""
+        last, self._last = self._last, self._clock()
+        return 0.0 if last is None else min(self._last - last, LONGEST_GAP_S)
