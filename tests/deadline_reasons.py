@@ -21,6 +21,10 @@ REASONS = {
         "relax_core/observe/alarms.py",
         "_ReceiverThread._main",
     ): "a thread at rest, which a message or the run's end wakes; its end is waited for with a deadline",
+    (
+        "relax_core/observe/trackers/otlp_sink.py",
+        "OtlpSink.close",
+    ): "closes a connection; no thread and no request is left",
     ("relax_core/observe/event_log.py", "EventWriter._main"): "a daemon thread at rest; close() wakes it",
     (
         "relax_core/engines/embedded/scheduler.py",
@@ -251,7 +255,6 @@ REASONS = {
     ("relax_core/control/local_run.py", "_in_session"): "the same",
     ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
     # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
-    ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient._guarded"): "after done(): the task has ended",
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.get"): "runs inside of _guarded()",
     (

@@ -145,7 +145,7 @@ BASES = {  # MiB
     "Ray raylet": 40,
     "Serve controller": 164,
     "bus": 133,
-    "metrics": 135,
+    "trackers": 135,
     "advantages": 322,
     "rollout": 154,
     "owner of an engine": 131,
