@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
@@ -32,7 +32,7 @@ class PpoConfig(P.TokenClipConfig):
     gae_lambda: float = 0.95
     gae_alpha: float = 0.0
     value_clip: float = 0.2
-    std_epsilon: float = 1e-8
+    std_epsilon: ClassVar[float] = 1e-8
 
 
 def requirements(config: PpoConfig) -> Requirements:
@@ -50,7 +50,7 @@ def check(config: PpoConfig) -> None:
         problems.append(f"algo.gae_alpha={config.gae_alpha}: must not be negative. VAPO uses 0.05; 0 is off.")
     if config.value_clip < 0:
         problems.append(f"algo.value_clip={config.value_clip}: must not be negative. PPO uses 0.2; 0 is off.")
-    P.refuse(problems + P.above_zero(config, std_epsilon=1e-8))
+    P.refuse(problems)
 
 
 def advantages(inputs: AdvantageInputs, config: PpoConfig) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
@@ -27,7 +27,7 @@ class ReinforcePpConfig(P.CreditConfig, P.TokenClipConfig):
     name: str = "reinforce_pp"
     group_baseline: bool = True
     gamma: float = 1.0
-    std_epsilon: float = 1e-8
+    std_epsilon: ClassVar[float] = 1e-8
     kl_estimator: str = "k2"
 
 
@@ -48,7 +48,7 @@ def check(config: ReinforcePpConfig) -> None:
         )
     if not 0 < config.gamma <= 1:
         problems.append(f"algo.gamma={config.gamma}: must lie in (0, 1]. 1 is usual.")
-    P.refuse(problems + P.above_zero(config, std_epsilon=1e-8))
+    P.refuse(problems)
 
 
 def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:

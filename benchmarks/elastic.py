@@ -52,7 +52,6 @@ CYCLE_RUN = (
     "run.save_every=10",
     "run.max_restarts=1000",
     "run.max_recoveries=1000",
-    "engine.elastic.drain_timeout_s=5",
 )
 KILLED = ("newcomer", "owner", "gateway", "rollout", "trainer", "controller")
 CANCEL = "cancel"

@@ -53,7 +53,7 @@ WAYS: Mapping[str, Sequence[str]] = {
         )
         for surplus in ("drop", "keep")
     },
-    "s=2, abort": ("mode=async", "mode.max_staleness=2", "rollout.partial=abort", "rollout.max_aborts=3"),
+    "s=2, abort": ("mode=async", "mode.max_staleness=2", "rollout.partial=abort"),
 }
 
 

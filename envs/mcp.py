@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,13 +25,11 @@ _NO_SERVER = "env.servers is empty: name a server, such as env.servers.sum.comma
 class McpConfig(InteractionConfig):
     """Holds the settings of the adapter.
 
-    ``servers`` are the servers by name. With ``prefix_tools`` each tool is offered as SERVER_TOOL; without it two tools
-    of one name are refused.
+    ``servers`` are the servers by name. A tool whose name several servers have is offered as SERVER_TOOL.
     """
 
     name: str = "mcp"
     servers: dict[str, McpServer] = field(default_factory=dict)
-    prefix_tools: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +98,11 @@ _asking = threading.Lock()
 def _offered(config: McpConfig) -> dict[str, _Offered]:
     """Returns the tools by the name that the model reads.
 
-    Raises ValueError for two tools of one name, and if there is no server or one does not answer.
+    Raises ValueError if there is no server, or if one does not answer.
     """
     if not config.servers:
         raise ValueError(_NO_SERVER)
-    key = json.dumps([{name: asdict(one) for name, one in config.servers.items()}, config.prefix_tools], sort_keys=True)
+    key = json.dumps({name: asdict(one) for name, one in config.servers.items()}, sort_keys=True)
     with _asking:
         if key not in _known:
             asking = in_thread(listed_tools(config.servers))
@@ -116,18 +115,19 @@ def _offered(config: McpConfig) -> dict[str, _Offered]:
                 ) from None
             except RuntimeError as error:
                 raise ValueError(f"env.servers: {error}") from error
-            _known[key] = _by_name(listed, prefix=config.prefix_tools)
+            _known[key] = _by_name(listed)
         return _known[key]
 
 
-def _by_name(listed: Sequence[tuple[str, Any]], *, prefix: bool) -> dict[str, _Offered]:
+def _by_name(listed: Sequence[tuple[str, Any]]) -> dict[str, _Offered]:
+    """Returns the tools by name; a tool whose name several servers have is SERVER_TOOL."""
     offered: dict[str, _Offered] = {}
+    counts = Counter(tool.name for _, tool in listed)
     for server, tool in listed:
-        name = f"{server}_{tool.name}" if prefix else tool.name
+        name = f"{server}_{tool.name}" if counts[tool.name] > 1 else tool.name
         if name in offered:
             raise ValueError(
-                f"env.servers: {offered[name].server} and {server} both have a tool {name}. Use env.prefix_tools=true, "
-                "which puts the server's name in front of each, or leave out a server."
+                f"env.servers: {offered[name].server} and {server} both have a tool {name}. Rename a server."
             )
         function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
         offered[name] = _Offered(schema={"type": "function", "function": function}, server=server, tool=tool.name)

@@ -25,7 +25,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def group_problems(config: GroupConfig) -> list[str]:
-    """Returns the problems of `baseline_problems` and those of ``normalize_std``, ``std_epsilon`` and ``pass_k``."""
+    """Returns the problems of `baseline_problems` and those of ``normalize_std`` and ``pass_k``."""
     problems = baseline_problems(config) + deviation_problems(config, F.DEVIATIONS) + credit_problems(config)
     if config.pass_k > 1 and config.credit == "gigpo":
         problems.append(
@@ -62,8 +62,8 @@ def credit_problems(config: CreditConfig) -> list[str]:
 
 
 def deviation_problems(config: DeviationConfig, allowed: tuple[str, ...]) -> list[str]:
-    """Returns the problems of ``normalize_std``, which must be in ``allowed``, and of ``std_epsilon``."""
-    return choice_problems("algo.normalize_std", config.normalize_std, allowed) + above_zero(config, std_epsilon=1e-6)
+    """Returns the problems of ``normalize_std``, which must be in ``allowed``."""
+    return choice_problems("algo.normalize_std", config.normalize_std, allowed)
 
 
 def common_problems(config: PolicyGradientConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from algorithms import functional as F
 from relax_core.contracts.algorithm import AlgorithmConfig, Requirements, StepTotals
@@ -44,7 +44,7 @@ class DeviationConfig(CreditConfig):
     """Holds the settings of algorithms that may divide advantages by a standard deviation of rewards."""
 
     normalize_std: str = "group"
-    std_epsilon: float = 1e-6
+    std_epsilon: ClassVar[float] = 1e-6
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,14 @@ class RayJob:
 
 
 def launch(config: RelaxConfig) -> int:
-    """Submits the run, or prints its KubeRay manifest if ``launcher.manifest`` is set.
+    """Submits the run, or prints its KubeRay manifest if ``launcher.dry_run`` is set.
 
     Returns the exit code. With ``launcher.follow`` it follows the run to its end and returns the run's own exit code.
     It returns 0 if the run was only submitted or printed, and 2 if the cluster rejects the run.
     """
     launcher = launcher_of(config)
     try:
-        if launcher.manifest:
+        if launcher.dry_run:
             from launchers.ray_job.kuberay_manifest import manifest
 
             print(manifest(config, sys.argv[1:]), end="")
@@ -69,9 +69,7 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
     """
     launcher = launcher_of(config)
     job = RayJob(job_id="", address=launcher.address, token_file=launcher.token_file, run_dir=Path(config.run.dir))
-    runtime: dict[str, Any] = {"env_vars": variables(config) | {CONFIG_VARIABLE: job_text(config, overrides)}}
-    if launcher.working_dir is not None:
-        runtime["working_dir"] = launcher.working_dir
+    runtime = {"env_vars": variables(config) | {CONFIG_VARIABLE: job_text(config, overrides)}}
     job_id = _client(job).submit_job(entrypoint=entrypoint(launcher), runtime_env=runtime)
     job = replace(job, job_id=job_id)
     if job.run_dir.parent.is_dir():  # this machine sees the run's folder too

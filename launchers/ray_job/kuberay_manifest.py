@@ -1,4 +1,4 @@
-"""Writes a run as a RayJob manifest for KubeRay (launcher=ray_job launcher.manifest=true)."""
+"""Writes a run as a RayJob manifest for KubeRay (launcher=ray_job launcher.dry_run=true)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _cluster(config: RelaxConfig, launcher: RayJobLauncherConfig, name: str) -> 
         "authOptions": {"mode": "token"},
         "headGroupSpec": {
             "rayStartParams": start,
-            "template": {"spec": _pod(launcher, name, "ray-head")},
+            "template": {"spec": _pod(config, launcher, name, "ray-head")},
         },
     }
     if launcher.nodes > 1:
@@ -69,17 +69,17 @@ def _cluster(config: RelaxConfig, launcher: RayJobLauncherConfig, name: str) -> 
                 "minReplicas": workers,
                 "maxReplicas": workers,
                 "rayStartParams": start,
-                "template": {"spec": _pod(launcher, name, "ray-worker")},
+                "template": {"spec": _pod(config, launcher, name, "ray-worker")},
             }
         ]
     return cluster
 
 
-def _pod(launcher: RayJobLauncherConfig, name: str, container: str) -> dict[str, Any]:
+def _pod(config: RelaxConfig, launcher: RayJobLauncherConfig, name: str, container: str) -> dict[str, Any]:
     memory = f"{round(launcher.memory_gb * 1024)}Mi"
     resources = {"cpu": str(launcher.cpus_per_node), "memory": memory}
-    if launcher.gpus_per_node:
-        resources["nvidia.com/gpu"] = str(launcher.gpus_per_node)
+    if gpus := config.placement.gpus_per_node:
+        resources["nvidia.com/gpu"] = str(gpus)
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": name}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory}},

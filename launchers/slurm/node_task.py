@@ -28,7 +28,7 @@ from types import FrameType
 from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
-from relax_core.config.schema import SlurmLauncherConfig
+from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 from relax_core.contracts.child import Child, cause_in_log
 from relax_core.contracts.private_folder import set_private_files
 from relax_core.contracts.process_trees import become_subreaper, end_children
@@ -100,15 +100,13 @@ def run_task(run_dir: Path, identity: TaskIdentity) -> int:
     signals = Signals()
     set_private_files()
     config, _ = read_submitted((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    launcher = config.launcher
-    assert isinstance(launcher, SlurmLauncherConfig)
     attempt = run_dir / "slurm" / identity.attempt
     attempt.mkdir(parents=True, exist_ok=True)
     become_subreaper()
     with ExitStack() as undo:
         folder = undo.enter_context(task_folder(identity.raw_job_id))
         undo.callback(end_children)
-        task = _Task(run_dir, attempt, folder, launcher, identity, signals, undo)
+        task = _Task(run_dir, attempt, folder, config, identity, signals, undo)
         try:
             return task.lead() if identity.rank == 0 else task.follow()
         except Ended:
@@ -124,7 +122,7 @@ class _Task:
         run_dir: Path,
         attempt: Path,
         folder: Path,
-        launcher: SlurmLauncherConfig,
+        config: RelaxConfig,
         identity: TaskIdentity,
         signals: Signals,
         undo: ExitStack,
@@ -132,7 +130,8 @@ class _Task:
         self._run_dir = run_dir
         self._attempt = attempt
         self._folder = folder
-        self._launcher = launcher
+        assert isinstance(config.launcher, SlurmLauncherConfig)
+        self._launcher, self._gpus = config.launcher, config.placement.gpus_per_node
         self._identity = identity
         self._signals = signals
         self._undo = undo
@@ -251,10 +250,9 @@ class _Task:
     # -- every task ---------------------------------------------------------------------------------------------------
     def _start_ray(self, name: str, *arguments: str) -> Child:
         """Starts `ray start --block`, whose log is in the attempt's folder."""
-        launcher = self._launcher
         command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={RAY_CPUS}"]
-        command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += [f"--num-gpus={self._gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]
         if arguments[0] == "--head":
             command.append(f"--temp-dir={self._folder / 'ray'}")

@@ -55,7 +55,7 @@ from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
 from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
+from relax_core.rollout.media_encoding import item_work_of, open_encoders
 from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.export import export
@@ -269,7 +269,7 @@ def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Ite
         folder = paths.weights_folder
         with open_encoders(config, model_folder=model_folder, media_folder=folder, log_dir=log_dir) as encoders:
             held = HeldItems(encoders, ItemFiles(folder), worker=0, timeout_s=CALL_TIMEOUT_S)
-            items = ItemCache(held, most_bytes=config.modality.cache_mb * MEGABYTE, let_go=held.let_go)
+            items = ItemCache(held, most_bytes=config.modality.cache_mb * 1_000_000, let_go=held.let_go)
             yield EvalMedia(items=items, folder=folder, work=item_work_of(config, model_folder=model_folder))
 
 

@@ -1,16 +1,17 @@
-"""`relax explain KEY` prints a key's value, type and range, where it is set and read, or all keys of a section."""
+"""`relax explain KEY` prints a key's value, type and range, where it is set and declared, or all keys of a section."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from relax_core.cli.key_readers import readers
 from relax_core.config.compose import choices_of, compose, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.help import DocumentedKey, keys_of_option, keys_of_plugin, keys_of_root
@@ -23,11 +24,11 @@ from relax_core.config.schema_keys import known_keys, section_types, unknown_key
 from relax_core.registry import KINDS, find
 
 USAGE = 2
-SHOWN = 5  # most files that are printed for a key
+_ROOT = Path(__file__).resolve().parents[2]
 _HELP = """\
 relax explain KEY [group=option ...] [key=value ...]
 
-  relax explain optimizer.lr            value, type, range, where it is set, what reads it
+  relax explain optimizer.lr            value, type, range, where it is set, its settings class
   relax explain algo algo=ppo           all keys of a section, here with PPO chosen
 """
 _TYPES: dict[Any, str] = {
@@ -72,10 +73,12 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
     comments = [one.comment for one in said if one.comment]
     yield f"{key}={_as_typed(found)}"
     yield f"  {'meaning':<8} {comments[0] if comments else 'see the section of the key'}"
-    yield f"  {'type':<8} {_type_words(config, key)}"
+    holder, leaf = _holder(config, key)
+    kind = typing.get_type_hints(type(holder))[leaf] if dataclasses.is_dataclass(holder) else Any
+    yield f"  {'type':<8} {_words_of(kind)}"
     yield f"  {'range':<8} {_range_words(key, config)}"
     yield f"  {'set in':<8} {_set_in(key, overrides, said)}"
-    yield f"  {'read by':<8} {_locations(readers(key)) or 'nothing by its name'}"
+    yield f"  {'class':<8} {_declared_in(holder, leaf)}"
 
 
 def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
@@ -90,13 +93,6 @@ def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
         elif group in KINDS:
             found += keys_of_plugin(group, choices[group])
     return found
-
-
-def _locations(lines: Mapping[str, Sequence[int]]) -> str:
-    """Returns ``a.py, line 3, 9`` for ``{"a.py": [3, 9]}``; of many files only the first are named."""
-    words = [f"{file}, line {', '.join(map(str, numbers))}" for file, numbers in lines.items()]
-    more = [f"{len(words) - SHOWN} more files"] if len(words) > SHOWN else []
-    return "; ".join([*words[:SHOWN], *more])
 
 
 def _look_up(values: Any, key: str) -> tuple[Any, bool]:
@@ -124,12 +120,22 @@ def _as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _type_words(config: RelaxConfig, key: str) -> str:
+def _holder(config: RelaxConfig, key: str) -> tuple[Any, str]:
+    """Returns the object that has the key, or the mapping that does, and the key's name in it."""
     section, _, leaf = key.rpartition(".")
     holder: Any = config
     for part in filter(None, section.split(".")):
-        holder = getattr(holder, part)
-    return _words_of(typing.get_type_hints(type(holder))[leaf] if dataclasses.is_dataclass(holder) else Any)
+        holder = holder[part] if isinstance(holder, dict) else getattr(holder, part)
+    return holder, leaf
+
+
+def _declared_in(holder: Any, leaf: str) -> str:
+    """Returns the settings class that declares a key, with its file; the code that reads the key takes that class."""
+    if not dataclasses.is_dataclass(holder):
+        return "a mapping of the user"
+    declared = next(one for one in type(holder).__mro__ if leaf in inspect.get_annotations(one))
+    file = Path(inspect.getfile(declared))
+    return f"{declared.__name__} in {file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file}"
 
 
 def _words_of(kind: Any) -> str:

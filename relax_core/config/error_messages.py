@@ -65,7 +65,7 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
         told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
         return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
     if group := re.match(r"Could not override '([^']*)'", text):
-        return ConfigError([unknown_key(group[1]) if group[1] else _bad_syntax("=")])
+        return ConfigError([unknown_key(group[1])])
     if inside := re.match(r"In '([^']+)': Could not override '([^'@]*)(@?)", text):
         file = f"in {inside[1]}.yaml: "
         if inside[3]:
@@ -164,8 +164,6 @@ def _bad_syntax(override: str) -> str:
         return f"{told} {of_file(override)}."
     if override.endswith(SUFFIXES) and "=" not in override:
         return f"{told} The rows are a file: data=file data.path={override}"
-    if override == "=":
-        return f"{told} No blanks stand around the equals sign: optimizer.lr=1e-4"
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
         return f"{told} {_right_form(override)}"
     for commands, here in COMMANDS_ELSEWHERE.items():

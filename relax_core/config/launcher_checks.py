@@ -134,13 +134,13 @@ def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[st
     yield from python_problems(launcher.python)
     if not launcher.address.startswith(("http://", "https://")):
         yield f"launcher.address={launcher.address}: give the dashboard's address, e.g. http://127.0.0.1:8265."
-    if not launcher.manifest:
+    if not launcher.dry_run:
         return
     if launcher.image is None:
-        yield "launcher.manifest=true needs launcher.image=..., a container image that has Relax installed."
+        yield "launcher.dry_run=true needs launcher.image=..., a container image that has Relax installed."
     if launcher.volume_claim is None and launcher.nodes > 1:
         yield (
-            f"launcher.manifest=true with launcher.nodes={launcher.nodes} needs launcher.volume_claim=...: weights and "
+            f"launcher.dry_run=true with launcher.nodes={launcher.nodes} needs launcher.volume_claim=...: weights and "
             "checkpoints travel by a folder that all pods see."
         )
     if launcher.volume_claim is not None and not PurePosixPath(config.run.dir).is_relative_to(VOLUME_PATH):

@@ -64,7 +64,7 @@ COMMANDS = {
         "a message to each address of a file, as a run sends one (docs/notify.md)",
     ),
     "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),
-    "explain": ("explain KEY", "a key's value, type, range, where it is set, what reads it"),
+    "explain": ("explain KEY", "a key's value, type, range, where it is set, its class"),
     "compare": ("compare FOLDER ...", "runs or sweeps side by side: a table, and curves in one picture"),
     "lineage": ("lineage RUN [uid=...]", "what became of each sample of a run"),
     "dashboard": (

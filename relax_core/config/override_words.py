@@ -48,7 +48,7 @@ PATHS = (
     "agent.cwd",
     "agent.python",
 )
-_QUOTED = (*PATHS, "resume", "agent.command", "launcher.working_dir", "hydra.sweep.dir")
+_QUOTED = (*PATHS, "resume", "agent.command", "hydra.sweep.dir")
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
 _OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # whose keys are the user's own
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")

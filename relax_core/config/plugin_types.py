@@ -15,6 +15,7 @@ from relax_core.config.error_messages import explain_value
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.redaction import escaped
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema_keys import REMOVED, unknown_key
 from relax_core.config.synonyms import meaning_of
 from relax_core.registry import Kind, PluginError, find, is_builtin, is_file_plugin, key_of
 
@@ -69,7 +70,9 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
     problems = []
     fields = [field.name for field in dataclasses.fields(config)]
     for key in map(str, values):
-        if key not in fields:
+        if f"{section}.{key}" in REMOVED:
+            problems.append(unknown_key(f"{section}.{key}"))
+        elif key not in fields:
             near = nearest(key, fields) or [one for one in fields if one.startswith(f"{key}_")]
             if (meaning := meaning_of(key)) is not None and not near:
                 near = [name for one in meaning.keys if (name := one.removeprefix(f"{section}.")) in fields]

@@ -61,8 +61,6 @@ RANGES: dict[str, Range] = {
     "modality.video_fps": _POSITIVE,
     "modality.frame_tokens": _COUNT,
     "modality.workers": _COUNT,
-    "modality.worker_timeout_s": _POSITIVE,
-    "modality.worker_mb": Range(128, why="a process that decodes takes about 60"),
     "modality.cache_mb": _FROM_ZERO,
     "placement.nodes": _COUNT,
     "placement.gpus_per_node": Range(0, why="0: CPU cores"),
@@ -77,8 +75,6 @@ RANGES: dict[str, Range] = {
     "engine.threads": _COUNT,
     "engine.start_timeout_s": _POSITIVE,
     "engine.elastic.max_count": _COUNT,
-    "engine.elastic.drain_timeout_s": _FROM_ZERO,
-    "engine.autoscaler.min_count": _FROM_ZERO,
     "engine.autoscaler.cooldown_s": _FROM_ZERO,
     "gateway.port": Range(0, 65535, why="0 takes any free port"),
     "data.size": _FROM_ZERO,
@@ -103,7 +99,6 @@ RANGES: dict[str, Range] = {
     "rollout.reward_workers": _COUNT,
     "rollout.reward_concurrency": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
-    "rollout.max_aborts": _COUNT,
     "rollout.quorum": Range(0, 1, above=True),
     "rollout.quorum_grace_s": _FROM_ZERO,
     "agent.workers": Range(0, why="0: a process an episode"),
@@ -170,7 +165,6 @@ _NULL = ("launcher.memory_gb", "engine.context_length")  # null is a valid value
 OF_LAUNCHER: dict[str, dict[str, Range]] = {
     "local": {},
     "slurm": {
-        "launcher.gpus_per_node": _FROM_ZERO,
         "launcher.cpus_per_node": _COUNT,
         "launcher.memory_gb": _POSITIVE,
         "launcher.time_limit_min": _COUNT,
@@ -178,7 +172,6 @@ OF_LAUNCHER: dict[str, dict[str, Range]] = {
         "launcher.max_requeues": _FROM_ZERO,
     },
     "ray_job": {
-        "launcher.gpus_per_node": _FROM_ZERO,
         "launcher.cpus_per_node": _COUNT,
         "launcher.memory_gb": _POSITIVE,
     },

@@ -37,7 +37,7 @@ _UNMARKED = "# relax: not marked as a run of this user, because the key cannot b
 _KEY_BYTES = 32
 # Keys whose values start a program, name a file with a secret, or open a port.
 _POWERFUL = re.compile(
-    r"command|python|setup|sbatch|srun|flags|working_dir|image|address|urls?|uri|endpoint|.*_file|token_env|.*_python"
+    r"command|python|setup|sbatch|srun|flags|image|address|urls?|uri|endpoint|.*_file|token_env|.*_python"
 )
 _OPENS = re.compile(r"host|allowed_hosts")
 

@@ -76,8 +76,6 @@ def env_worker_problems(config: RelaxConfig) -> Iterator[str]:
     for key, what in (("workers", "one worker process"), ("episodes_per_worker", "one episode a worker process")):
         if getattr(env, key) < 1:
             yield f"env.{key}={getattr(env, key)}: at least {what}."
-    if not env.worker_memory_gib > 0:
-        yield f"env.worker_memory_gib={env.worker_memory_gib}: must be more than 0 GiB."
     if env.workers < 1 or env.episodes_per_worker < 1:
         return
     for key, size in (("algo.group_size", config.algo.group_size), ("eval.samples", config.eval.samples)):

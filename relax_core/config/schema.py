@@ -79,8 +79,6 @@ class ModalityConfig:
     audio_seconds: list[float] = MISSING
     audio_in_video: bool = MISSING
     workers: int = MISSING
-    worker_timeout_s: float = MISSING
-    worker_mb: int = MISSING
     cache_mb: int = MISSING
 
 
@@ -106,9 +104,17 @@ class ForwardLayout:
     dp: int = MISSING
     tp: int = MISSING
     pp: int = MISSING
-    cp: int = MISSING
     ep: int = MISSING
-    etp: int = MISSING
+
+    @property
+    def cp(self) -> int:
+        """Is 1: these ranks do not share the rows of a micro-batch."""
+        return 1
+
+    @property
+    def etp(self) -> int:
+        """Is 1: these ranks do not share an expert's width."""
+        return 1
 
 
 FORWARD_SIZES = tuple(size.name for size in fields(ForwardLayout))
@@ -172,7 +178,6 @@ class ElasticConfig:
     """Holds the keys of `engine.elastic`."""
 
     max_count: int = MISSING
-    drain_timeout_s: float = MISSING
     allowed_hosts: list[str] = field(default_factory=list)
 
 
@@ -181,7 +186,6 @@ class AutoscalerConfig:
     """Holds the keys of `engine.autoscaler`."""
 
     enabled: bool = MISSING
-    min_count: int = MISSING
     cooldown_s: float = MISSING
 
 
@@ -288,7 +292,6 @@ class RolloutConfig:
     over_sampling: float = MISSING
     surplus: Surplus = MISSING
     partial: Partial = MISSING
-    max_aborts: int = MISSING
     max_failed_groups: int | None = None
     quorum: float = MISSING
     quorum_grace_s: float = MISSING
@@ -455,7 +458,6 @@ class SlurmLauncherConfig(LauncherConfig):
     """Holds the keys of launcher=slurm."""
 
     partition: str | None = None
-    gpus_per_node: int = MISSING
     cpus_per_node: int = MISSING
     memory_gb: float | None = None
     time_limit_min: int = MISSING
@@ -475,13 +477,11 @@ class RayJobLauncherConfig(LauncherConfig):
 
     address: str = MISSING
     token_file: str | None = None
-    working_dir: str | None = None
     python: str = MISSING
     env: list[str] = field(default_factory=list, repr=False)
     follow: bool = MISSING
-    manifest: bool = MISSING
+    dry_run: bool = MISSING
     image: str | None = None
-    gpus_per_node: int = MISSING
     cpus_per_node: int = MISSING
     memory_gb: float = MISSING
     volume_claim: str | None = None

@@ -122,11 +122,6 @@ def gateway_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"engine.autoscaler.enabled=true {why}"
     if gateway.name == "none":
         return
-    if engine.autoscaler.min_count > engine.elastic.max_count:
-        yield (
-            f"engine.autoscaler.min_count={engine.autoscaler.min_count} is more than "
-            f"engine.elastic.max_count={engine.elastic.max_count}. Lower the first one or raise the second one."
-        )
     if not _is_address(gateway.host):
         yield f"gateway.host={gateway.host} is no IPv4 address. Use 127.0.0.1, or an address of this machine."
     for name in gateway.allowed_hosts:

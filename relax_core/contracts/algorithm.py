@@ -174,8 +174,6 @@ class AlgorithmConfig:
     ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of optimizer updates that a
     train step's groups are split into. ``epochs`` is the number of times that each of them is trained on.
     ``routing_replay``: the trainer's mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370).
-    ``skip_without_advantage``: groups whose trained tokens all have an advantage of 0 are counted and not computed, if
-    `Requirements.every_token` is False, and no critic and no loss of the experts' balance needs them.
     """
 
     name: str
@@ -183,7 +181,6 @@ class AlgorithmConfig:
     mini_batches: int = 1
     epochs: int = 1
     routing_replay: bool = False
-    skip_without_advantage: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

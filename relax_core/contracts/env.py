@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from relax_core.contracts.media import MediaSource
 from relax_core.contracts.tool_calls import ToolCall, ToolSchema
@@ -145,7 +145,7 @@ class IsolatedConfig(InteractionConfig):
 
     workers: int = 1
     episodes_per_worker: int = 32
-    worker_memory_gib: float = 2.0
+    worker_memory_gib: ClassVar[float] = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost, BusProgress, BusTi
 from relax_core.contracts.monitor import Check, Finding, Monitor
 from relax_core.control.autoscaler import Autoscaler
 from relax_core.control.controller_process import SupervisorPipe
-from relax_core.control.engine_changes import EngineChanges, EngineProbe
+from relax_core.control.engine_changes import DRAIN_TIMEOUT_S, EngineChanges, EngineProbe
 from relax_core.control.engine_orders import EngineOrders
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.host.run_paths import SHARED_MEMORY
@@ -236,7 +236,7 @@ class Controller:
             services,
             folder=context.weights_folder,
             join_timeout_s=config.engine.start_timeout_s,
-            drain_timeout_s=config.engine.elastic.drain_timeout_s,
+            drain_timeout_s=DRAIN_TIMEOUT_S,
             probe=EngineProbe(context),
         )
         self._engine_numbers = EngineNumbers(

@@ -31,6 +31,7 @@ from relax_core.roles.role_context import ENGINE, RunContext, worker_name
 from relax_core.roles.worker import EngineReport
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest
 
+DRAIN_TIMEOUT_S = 30.0  # for the open samples of an engine that leaves; then other engines continue them
 STOP_S = 10.0  # how long an owner may take to end its engine before both are killed
 # Its owner starts; the owner starts the engine and asks whether it answers; it gets its weights; it serves.
 JoinStage = Literal["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]

@@ -133,5 +133,5 @@ def usable_engines(config: RelaxConfig) -> int:
 
 def autoscaler_bounds(config: RelaxConfig) -> tuple[int, int]:
     """Returns the smallest and the largest number of engines that the autoscaler orders."""
-    least = max(config.engine.count, config.engine.autoscaler.min_count)
+    least = config.engine.count
     return least, max(least, min(config.engine.elastic.max_count, usable_engines(config)))

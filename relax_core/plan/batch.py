@@ -166,7 +166,7 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
             f"{count} process{'es' if count > 1 else ''} for the environment ({config.rollout.workers} x env.workers="
             f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; one "
             f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
-            "(env.worker_memory_gib), which the sum below has in full."
+            "(their limit), which the sum below has in full."
         )
     if spec.agent is not None:
         words += _agents(config, spec)

@@ -15,7 +15,6 @@ from relax_core.data.generated import MEDIA_FILES
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
-from relax_core.rollout.media_encoding import MEGABYTE
 from relax_core.train.hf.stored_weights import passed_bytes
 from relax_core.train.parallel_layout import Layout, one_rank
 from relax_core.train.tree_packing import MASKLESS_SAVES_PAIRS
@@ -363,7 +362,7 @@ def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: i
         return 0
     versions, rollout = config.mode.versions_in_flight, config.rollout
     in_flight = round(versions * (work.groups + rollout.spare_prompts) * media.nbytes)
-    kept = max(rollout_workers * config.modality.cache_mb * MEGABYTE, in_flight)
+    kept = max(rollout_workers * config.modality.cache_mb * 1_000_000, in_flight)
     if data_rows is None or media.prompts == 0 or not media.items:
         return kept
     trained = (config.run.steps + versions - 1) * (work.groups + rollout.spare_prompts)

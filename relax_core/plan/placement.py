@@ -254,14 +254,7 @@ def gpu_problems(config: RelaxConfig) -> Iterator[str]:
     placement, launcher = config.placement, config.launcher
     if not placement.gpus_per_node:
         return
-    if isinstance(launcher, SlurmLauncherConfig) or (isinstance(launcher, RayJobLauncherConfig) and launcher.manifest):
-        if launcher.gpus_per_node < placement.gpus_per_node:
-            yield (
-                f"launcher.gpus_per_node={launcher.gpus_per_node} with placement.gpus_per_node="
-                f"{placement.gpus_per_node}: the job would not get them. "
-                f"Set launcher.gpus_per_node={placement.gpus_per_node}."
-            )
-    elif launcher.name is LauncherKind.local and launcher.ray_address is None:
+    if launcher.name is LauncherKind.local and launcher.ray_address is None:
         yield from machine_faults(placement, find_gpus())
 
 

@@ -48,8 +48,6 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
     yield from _unread_layouts(config)
     if config.model.path is not None and config.model.shape is not None:
         yield "model.shape: model.path has dimensions of its own"
-    if config.placement.gpus_per_node == 0 and getattr(config.launcher, "gpus_per_node", None):
-        yield "launcher.gpus_per_node: placement.gpus_per_node=0 uses no GPU, so they stand idle. Use placement=gpu"
 
 
 def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
@@ -83,8 +81,6 @@ def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:
             yield f"rollout.partial: {why}"
         if rollout.mask_off_policy:
             yield f"rollout.mask_off_policy: {why}"
-    if rollout.partial is Partial.in_place:
-        yield "rollout.max_aborts: rollout.partial=in_place aborts nothing"
 
 
 def unread_by_evaluation(overrides: Sequence[str]) -> Iterator[str]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from relax_core.data.media.media_limits import MediaLimits
 
 ENCODE_LOG = "encode.log"  # the output of the worker processes
-MEGABYTE = 1_000_000
 
 
 def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path, log_dir: Path) -> EncodePool:
@@ -65,8 +64,6 @@ def media_limits(modality: ModalityConfig) -> MediaLimits:
         frame_rows=modality.frame_tokens,
         audio_seconds_min=modality.audio_seconds[0],
         audio_seconds_max=modality.audio_seconds[1],
-        worker_timeout_s=modality.worker_timeout_s,
-        worker_bytes=modality.worker_mb * MEGABYTE,
     )
 
 

@@ -10,6 +10,8 @@ from relax_core.contracts.bus import Admission, VersionChange
 from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.tree import group_uid
 
+MAX_ABORTS = 3  # with rollout.partial=abort, a group that was aborted this often finishes in place
+
 
 class VersionBus(Protocol):
     """Declares the call of the bus that the handler makes."""

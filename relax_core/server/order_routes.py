@@ -78,7 +78,7 @@ class _In(_Body):
     """Takes engines out.
 
     With ``force`` samples under way are moved to other engines at once, and otherwise after ``timeout_secs`` seconds,
-    by default engine.elastic.drain_timeout_s.
+    by default 30.
     """
 
     force: bool = False

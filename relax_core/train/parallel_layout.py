@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from relax_core.config.choices import Recompute
 from relax_core.config.schema import ForwardLayout, ParallelConfig
@@ -16,15 +15,7 @@ from relax_core.config.schema import ForwardLayout, ParallelConfig
 FORWARD_ROLES = ("actor_fwd", "reference")  # Their layout is parallel.forward.
 
 
-class Layout(Protocol):
-    """Holds the sizes that `ParallelConfig` and `ForwardLayout` have in common."""
-
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
+Layout = ParallelConfig | ForwardLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +87,7 @@ def equal_ranks(layout: Layout) -> list[list[int]]:
 # -- Layouts of other roles -------------------------------------------------------------------------------------------
 def one_rank(parallel: ParallelConfig) -> ParallelConfig:
     """Returns the layout of a model that one process holds whole and uses for forward passes only."""
-    return forward_parallel(parallel, ForwardLayout(dp=1, tp=1, pp=1, cp=1, ep=1, etp=1))
+    return forward_parallel(parallel, ForwardLayout(dp=1, tp=1, pp=1, ep=1))
 
 
 def critic_parallel(parallel: ParallelConfig) -> ParallelConfig:

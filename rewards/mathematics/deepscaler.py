@@ -24,10 +24,9 @@ _RESPONSE = "###Response"
 
 @dataclass(frozen=True)
 class DeepScaleRConfig(RewardConfig):
-    """Holds the settings of the reward; without ``require_think`` a response without ``</think>`` counts as a whole."""
+    """Holds the settings of the reward."""
 
     name: str = "deepscaler"
-    require_think: bool = True
 
 
 def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
@@ -35,7 +34,7 @@ def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
     wanted = boxed_label(given.answer)
     if wanted is None:
         return RewardOutput(reward=None, reason=_unreadable(given.answer))
-    text = _solution(given.response, config)
+    text = _solution(given.response)
     if text is None:
         return RewardOutput(reward=0.0, answer="", why="the response has no </think>")
     found = last_boxed(text, also_without_brace=True)
@@ -43,13 +42,13 @@ def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
     return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=compared(found, wanted))
 
 
-def _solution(response: str, config: DeepScaleRConfig) -> str | None:
-    """Returns the text in which the answer counts."""
+def _solution(response: str) -> str | None:
+    """Returns the text in which the answer counts, or None without a solution behind the thinking."""
     if _THINKING_ENDS in response:
         return response.rpartition(_THINKING_ENDS)[2]
     if _RESPONSE in response:
         return response.split(_RESPONSE)[1]
-    return None if config.require_think else response
+    return None
 
 
 def check_row(row: Mapping[str, Any], config: DeepScaleRConfig) -> None:

@@ -12,7 +12,6 @@ from relax_core.control.engine_set import limits_of
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["engine.autoscaler.min_count=17"], "engine.autoscaler.min_count=17 is more than"),
         (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, in which no engine comes or goes"),
         (["engine.autoscaler.enabled=true", "gateway=none"], "with gateway=none: it orders engines through"),
         (["gateway.host=example.org"], "gateway.host=example.org is no IPv4 address"),

@@ -39,8 +39,6 @@ def _with(config: RelaxConfig, section: str, **values: Any) -> RelaxConfig:
         ("audio_seconds", [1.0]),
         ("audio_seconds", [0.1, 601.0]),
         ("workers", 0),
-        ("worker_timeout_s", 0.0),
-        ("worker_mb", 64),
         ("cache_mb", -1),
     ],
 )

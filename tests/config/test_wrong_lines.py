@@ -250,7 +250,6 @@ def test_a_wrong_line_of_another_command_is_refused(
     ("line", "key", "why"),
     [
         ("algo.kl_estimator=k1", "algo.kl_estimator=k1", "algo.kl_coef=0"),
-        ("launcher=slurm launcher.gpus_per_node=8", "launcher.gpus_per_node=8", "placement=gpu"),
         ("eval.every=0 eval.rows=4", "eval.rows=4", "eval.every=0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,11 @@ def read(algorithm: str) -> dict[str, Any]:
 
 
 def config_of(algorithm: str, case: Mapping[str, Any]) -> AlgorithmConfig:
-    return find_algorithm(algorithm).config(**case["config"])
+    """Returns the settings of a case, whose file also has the values of those that are fixed now."""
+    config = find_algorithm(algorithm).config
+    known = {field.name for field in dataclasses.fields(config)}
+    assert case["config"].get("std_epsilon") == getattr(config, "std_epsilon", None)
+    return config(**{name: value for name, value in case["config"].items() if name in known})
 
 
 def flat(samples: Sequence[Mapping[str, Any]], name: str, dtype: torch.dtype) -> Tensor:

@@ -143,6 +143,7 @@ LATER_ADVANTAGES: dict[str, list[dict[str, Any]]] = {
     "ppo": [{"gae_alpha": 0.4, "gae_lambda": 1.0}, {"gae_alpha": 0.6, "gae_lambda": 0.5, "gamma": 0.9}, NORMALIZED],
 }
 GIGPO = {"credit": "gigpo", TURNS: True}
+FIXED = ("skip_without_advantage", "std_epsilon")  # settings that are constants now
 HALF = {"gigpo_weight": 0.5, "gigpo_gamma": 0.8}
 BY_TURN: dict[str, list[dict[str, Any]]] = {  # behind all others, too
     "grpo": [
@@ -302,10 +303,16 @@ def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict
     }
 
 
+def settings_of(config: type[Any]) -> dict[str, Any]:
+    """Returns all settings of a case: the defaults, and those that are constants now."""
+    fixed = {"skip_without_advantage": True}
+    return asdict(config()) | fixed | ({"std_epsilon": config.std_epsilon} if hasattr(config, "std_epsilon") else {})
+
+
 def vectors(algorithm: str) -> dict[str, Any]:
     """Returns all cases of an algorithm; every case has all settings, so that none depends on a default."""
     spec = find_algorithm(algorithm)
-    defaults = asdict(spec.config())  # type: ignore[call-arg]  # the built-in ones have a default for every setting
+    defaults = settings_of(spec.config)
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
     defaults |= ONE_UPDATE | LENGTHS_OF_RUN.get(algorithm, {})
     for_loss = [defaults | changes for changes in COMMON + own + ENTROPY + FOR_ALL + LATER.get(algorithm, [])]
@@ -313,7 +320,7 @@ def vectors(algorithm: str) -> dict[str, Any]:
     for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *own_advantages]]
     for_value = [defaults | changes for changes in VALUE] if spec.value_loss is not None else []
     for config in for_loss + for_advantages + for_value:
-        spec.check(spec.config(**{key: value for key, value in config.items() if key not in (WIDE, TURNS)}))
+        spec.check(spec.config(**{key: value for key, value in config.items() if key not in (WIDE, TURNS, *FIXED)}))
     made = {
         "algorithm": algorithm,
         "loss": [loss_case(algorithm, config, seed=seed) for seed, config in enumerate(for_loss)],

@@ -90,8 +90,8 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"python {file}"
 
 
-def config_of(prefix: bool = False, **servers: McpServer) -> McpConfig:
-    return McpConfig(servers=servers, prefix_tools=prefix, step_timeout_s=START_S)
+def config_of(**servers: McpServer) -> McpConfig:
+    return McpConfig(servers=servers, step_timeout_s=START_S)
 
 
 def played(config: McpConfig, scene: Callable[[McpTools], Awaitable[None]]) -> None:
@@ -230,15 +230,13 @@ def test_a_server_of_http_is_started_shared_and_started_again(odd: str, caplog: 
 
 
 @STARTS
-def test_two_tools_of_one_name_are_refused_or_get_the_name_of_their_server(odd: str) -> None:
+def test_two_tools_of_one_name_get_the_name_of_their_server(odd: str) -> None:
     servers = {"sum": McpServer(command=SUM), "odd": McpServer(command=odd)}
-    with pytest.raises(ValueError, match=r"sum and odd both have a tool add\. Use env\.prefix_tools=true"):
-        tools({}, config_of(**servers))
 
     async def scene(env: McpTools) -> None:
         assert [await called(env, f"{name}_add", numbers=[2, 3]) for name in servers] == ["5", "-5"]
 
-    played(config_of(prefix=True, **servers), scene)
+    played(config_of(**servers), scene)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +279,7 @@ async def scene(env):
     await asyncio.sleep(60)
 
 servers = {{"a": McpServer(command={odd!r}), "b": McpServer(command={odd!r} + " {{port}}", url="http://127.0.0.1:{{port}}/mcp")}}
-played(config_of(prefix=True, **servers), scene)
+played(config_of(**servers), scene)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

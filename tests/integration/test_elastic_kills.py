@@ -17,7 +17,6 @@ KILLS = (
     "run.save_every=5",
     "run.max_restarts=20",
     "run.max_recoveries=20",
-    "engine.elastic.drain_timeout_s=5",
 )
 # Each process once while an engine joins or leaves, in place and from a checkpoint.
 SOME = [

@@ -45,7 +45,7 @@ from relax_core.config.schema import LAUNCHERS, LauncherConfig
             "launcher.address=host:8265: give the dashboard's address",
         ),
         (["launcher=ray_job", "launcher.env=[NAME]"], "launcher.env[0] is not NAME=value"),
-        (["launcher=ray_job", "launcher.manifest=true"], "launcher.manifest=true needs launcher.image="),
+        (["launcher=ray_job", "launcher.dry_run=true"], "launcher.dry_run=true needs launcher.image="),
     ],
 )
 def test_what_cannot_be_launched(overrides: list[str], text: str) -> None:

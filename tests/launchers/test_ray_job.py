@@ -22,7 +22,7 @@ RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
 FOR_KUBERAY = (
     "launcher=ray_job",
-    "launcher.manifest=true",
+    "launcher.dry_run=true",
     "launcher.image=registry/relax:1",
     "launcher.volume_claim=runs",
     "run.dir=/data/runs/one",
@@ -32,7 +32,7 @@ FOR_KUBERAY = (
 
 
 def test_a_manifest_is_a_whole_ray_job() -> None:
-    config = load_config([*FOR_KUBERAY, "launcher.nodes=3", "launcher.gpus_per_node=8", "name=My_Run"])
+    config = load_config([*FOR_KUBERAY, "launcher.nodes=3", "placement.gpus_per_node=8", "name=My_Run"])
     config_map, job = yaml.safe_load_all(manifest(config, ["seed=1"]))
     assert (config_map["kind"], job["kind"], job["apiVersion"]) == ("ConfigMap", "RayJob", "ray.io/v1")
     assert config_map["metadata"]["name"] == job["metadata"]["name"] == "relax-my-run"

@@ -24,7 +24,7 @@ def test_the_script_says_what_the_configuration_says() -> None:
     lines = lines_of(
         "launcher.nodes=4",
         "launcher.partition=gpu",
-        "launcher.gpus_per_node=8",
+        "placement.gpus_per_node=8",
         "launcher.cpus_per_node=96",
         "launcher.memory_gb=1.5",
         "launcher.time_limit_min=90",

@@ -88,11 +88,11 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     overrides = [
         "parallel=tp2_pp2",
         "algo.old_logprobs=actor_fwd",
-        "parallel.forward.cp=2",
+        "parallel.forward.pp=2",
     ]
     plan = make_plan(load_config(overrides))
     places = {place.name: place.coordinates for place in plan.places}
-    assert (places["actor-0"], places["actor-3"], places["actor_fwd-1"]) == ("pp0 tp0", "pp1 tp1", "cp1")
+    assert (places["actor-0"], places["actor-3"], places["actor_fwd-1"]) == ("pp0 tp0", "pp1 tp1", "pp1")
     assert places["engine-0"] == ""
     text = as_text(plan)
     assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
@@ -242,7 +242,7 @@ def test_what_of_the_rollout_is_unread_depends_on_what_lives_through_a_weight_ch
     for key in ("mode.on_stale", "rollout.partial", "rollout.surplus"):
         assert key in told
     told = " ".join(make_plan(load_config([*strict, "rollout.over_sampling=1.5"])).unread)
-    for key in ("mode.on_stale", "rollout.partial", "rollout.surplus", "rollout.max_aborts"):
+    for key in ("mode.on_stale", "rollout.partial", "rollout.surplus"):
         assert key not in told
 
 
@@ -294,11 +294,11 @@ def test_episodes_of_several_turns_are_counted_with_what_they_observe() -> None:
 def test_environment_workers_are_counted_with_their_memory_and_cores() -> None:
     pytest.importorskip("gymnasium")
     game = ["env=gymnasium", "data=seeds", "reward=env", "model.task=number_guess", "eval.every=0"]
-    words = [*game, "engine.context_length=128", "rollout.workers=2", "env.worker_memory_gib=0.5"]
+    words = [*game, "engine.context_length=128", "rollout.workers=2"]
     few, many = (make_plan(load_config([*words, f"env.workers={count}"])) for count in (1, 3))
     (workers,) = (holder for holder in many.memory if holder.name == "environment worker")
-    assert (workers.count, workers.peak.bytes) == (2 * 3, GIB // 2)
-    assert many.total_bytes - few.total_bytes == (2 * 3 - 2) * GIB // 2
+    assert (workers.count, workers.peak.bytes) == (2 * 3, 2 * GIB)
+    assert many.total_bytes - few.total_bytes == (2 * 3 - 2) * 2 * GIB
     assert "6 processes for the environment (2 x env.workers=3)" in " ".join(many.episodes)
 
 

@@ -76,7 +76,7 @@ def test_normalize_sees_all_groups() -> None:
 
 
 def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together() -> None:
-    config = GrpoConfig(normalize_std="batch", std_epsilon=1e-6)
+    config = GrpoConfig(normalize_std="batch")
     assert GRPO.requirements(config).whole_step and not GRPO.requirements(GrpoConfig()).whole_step
     assert REINFORCE_PP.requirements(ReinforcePpConfig()).whole_step and PPO.requirements(PpoConfig()).whole_step
     rows = [row([1.0, 0.0], [1, 2]), row([3.0, 0.0], [1, 1])]

@@ -29,9 +29,9 @@ def test_other_digits_are_no_number(number: str) -> None:
     pytest.importorskip("pylatexenc")
     assert scored("dapo", "Answer: 42", number).reward is None
     assert scored("dapo", f"Answer: {number}", "42").reward == -1.0
-    for reward, settings in (("math", {"rule": "boxed"}), ("deepscaler", {"require_think": False})):
+    for reward, settings in (("math", {"rule": "boxed"}), ("deepscaler", {})):
         for response, answer in ((number, "42"), ("42", number), (f"{number}+0", "42")):
-            assert scored(reward, f"\\boxed{{{response}}}", answer, **settings).reward == 0.0
+            assert scored(reward, f"</think>\\boxed{{{response}}}", answer, **settings).reward == 0.0
     assert verdict_parser("number 0..100")(number, False) is None
     assert verdict_parser(r"(?P<verdict>\S+)")(number, False) is None
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 MATHEMATICS: dict[str, dict[str, Any]] = {
     "math": {},
     "math boxed": {"rule": "boxed"},
-    "deepscaler": {"require_think": False},
+    "deepscaler": {},
     "geo3k": {},
     "openr1mm": {},
 }

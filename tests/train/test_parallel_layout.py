@@ -91,7 +91,7 @@ def test_items_are_dealt_where_there_are_ranks_and_a_tower() -> None:
         "there is no other rank to deal images, videos and sounds to. Set parallel.shard_media=false."
     )
     trainer = dataclasses.replace(layout(tp=2, pp=2), shard_media=True, first_stage_layers=2)
-    assert forward_parallel(trainer, ForwardLayout(dp=1, tp=2, pp=2, cp=1, ep=1, etp=1)).shard_media
+    assert forward_parallel(trainer, ForwardLayout(dp=1, tp=2, pp=2, ep=1)).shard_media
     assert not one_rank(trainer).shard_media and one_rank(trainer).first_stage_layers is None
 
 
@@ -145,7 +145,7 @@ def test_another_roles_layout_has_the_trainers_other_settings() -> None:
     trainer = dataclasses.replace(
         layout(tp=2, pp=2, vpp=2, dp=2), micro_batch_tokens=77, distributed_optimizer=True, overlap=True
     )
-    forward = forward_parallel(trainer, ForwardLayout(dp=3, tp=2, pp=1, cp=1, ep=2, etp=1))
+    forward = forward_parallel(trainer, ForwardLayout(dp=3, tp=2, pp=1, ep=2))
     assert (forward.dp, forward.tp, forward.pp, forward.ep, forward.vpp) == (3, 2, 1, 2, 1)
     assert forward.sequence_parallel and not forward.overlap and not forward.distributed_optimizer
     alone = one_rank(trainer)

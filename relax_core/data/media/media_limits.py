@@ -37,8 +37,8 @@ class MediaLimits:
     audio_seconds_min: float = 0.1
     audio_seconds_max: float = 30.0
     item_bytes: int = 64 << 20
-    worker_timeout_s: float = 30.0
-    worker_bytes: int = 1 << 30
+    worker_timeout_s: float = 120.0
+    worker_bytes: int = 4 << 30
 
 
 MOST_ASPECT = 200  # the processors refuse a longer side of more than this times the shorter one

@@ -46,13 +46,13 @@ from relax_core.rollout.group_advantages import computes_advantages_per_group, g
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
-from relax_core.rollout.media_encoding import MEGABYTE, open_encoders
+from relax_core.rollout.media_encoding import open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
-from relax_core.rollout.weight_update_handler import WeightUpdateHandler
+from relax_core.rollout.weight_update_handler import MAX_ABORTS, WeightUpdateHandler
 
 if TYPE_CHECKING:
     from relax_core.data.media.encode_pool import EncodePool
@@ -213,7 +213,7 @@ class RolloutWorker(Worker):
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=CALL_TIMEOUT_S)
         return ItemCache(
             held,
-            most_bytes=config.modality.cache_mb * MEGABYTE,
+            most_bytes=config.modality.cache_mb * 1_000_000,
             let_go=held.let_go,
             on_encoded=keep_media(self.context, first=self._rank == 0),
         )
@@ -243,7 +243,7 @@ class RolloutWorker(Worker):
         return WeightUpdateHandler(
             bus,
             pool,
-            max_aborts=rollout.max_aborts if aborts else 0,
+            max_aborts=MAX_ABORTS if aborts else 0,
             call_timeout_s=call_timeout_s,
             worker=self._rank,
         )

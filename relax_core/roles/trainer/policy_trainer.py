@@ -302,6 +302,6 @@ class PolicyTrainer(Worker):
 
 
 def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:
-    """Returns whether groups without an advantage are counted and not computed."""
+    """Returns whether groups whose trained tokens all have an advantage of 0 are counted and not computed."""
     balances = config.model.moe_aux_loss_coef > 0
-    return config.algo.skip_without_advantage and not (needed.every_token or needed.critic or balances)
+    return not (needed.every_token or needed.critic or balances)

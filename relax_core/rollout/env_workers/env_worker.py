@@ -108,7 +108,7 @@ class EnvWorker:
         if used > self._config.worker_memory_gib * _GIB and not self._over_memory:
             self._over_memory = (
                 f"its worker process used {used / _GIB:.2f} GiB, more than "
-                f"env.worker_memory_gib={self._config.worker_memory_gib:g}"
+                f"the {self._config.worker_memory_gib:g} GiB that it may have"
             )
             self._process.kill()
 

@@ -237,9 +237,11 @@ def test_a_flood_blocks_nothing_and_fills_no_disk(odd: Path) -> None:
     assert 15 * 2**20 < size < 17 * 2**20
 
 
-def test_a_worker_over_its_memory_is_replaced(odd: Path) -> None:
+def test_a_worker_over_its_memory_is_replaced(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IsolatedConfig, "worker_memory_gib", 0.5)
+
     async def scene() -> None:
-        async with workers_of(odd, worker_memory_gib=0.5) as begin:
+        async with workers_of(odd) as begin:
             env, _ = await begin()
             assert await seen(env, f"memory {2**20}")
 
@@ -249,7 +251,7 @@ def test_a_worker_over_its_memory_is_replaced(odd: Path) -> None:
                     await say(env, "draw")
                     await asyncio.sleep(0.1)
 
-            with pytest.raises(EnvFailed, match=r"more than env.worker_memory_gib=0.5"):
+            with pytest.raises(EnvFailed, match=r"more than the 0.5 GiB"):
                 await fill()
             fresh, _ = await begin(episode=3)
             assert await seen(fresh, "draw")
