@@ -3,6 +3,9 @@
 Ray starts five more, which take four seconds of processor time and 480 MB: the dashboard, which Ray starts also without
 a dashboard, the autoscaler's monitor, the monitor of logs for a driver that prints them, and two agents. Import this
 module after the environment is set, because Ray reads it when it is imported.
+
+This file alone uses private parts of Ray, of the version `ray_session.OWN_NODE_RAY`. Without it Ray starts the ordinary
+way, and the programs `agent_on_demand`, `worker_start` and `fork_server` are not used.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ray import NodeID, _raylet
-from ray._private import node, services, utils
+from ray._private import node, services, utils, worker
 
 _ports: Any = _raylet  # Ray's type annotations lack what writes the files of ports
 REGISTERED_S = 30.0  # Ray's own deadline for the registration of the raylet
@@ -101,3 +104,8 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
 def use_own_node() -> None:
     """Makes `ray.init` of this process start an `OwnRayNode`."""
     node.Node = OwnRayNode  # type: ignore[misc]
+
+
+def leave_processes() -> None:
+    """Makes `ray.shutdown` of this process leave Ray's processes, which its caller kills at once, as they are."""
+    worker._global_node = None

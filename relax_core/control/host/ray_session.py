@@ -8,11 +8,14 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
 from relax_core.contracts.child import Child, module_command
@@ -38,7 +41,9 @@ QUIET = {
 RAY_CPUS = 16  # Ray's bookkeeping only: services are not bound to cores by it
 OBJECT_STORE_BYTES = 200 << 20  # of each node
 NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
-DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # Ray's names of the daemons that a run needs → names in messages
+DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # programs of the daemons that a run needs → names in messages
+OWN_NODE_RAY = "2.60.0"  # the Ray whose private classes own_ray_node.py knows
+OWN_NODE_FILE = Path(__file__).with_name("own_ray_node.py")
 KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
 ONE_THREAD = {  # the defaults of libraries; every process sets its own number of threads later
     "OMP_NUM_THREADS": "1",
@@ -71,7 +76,8 @@ class RaySession:
     if the run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` says how many
     GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``daemons`` maps the names of the
     daemons of the run's own Ray to their process ids. ``preloaded`` are modules that the run's own Ray imports once
-    (`fork_server`), in place of each worker. Give none for a run on GPUs: the fork of a process that used one fails.
+    (`fork_server`), in place of each worker, if `own_node_fits`. Give none for a run on GPUs: the fork of a process
+    that used one fails.
     """
 
     def __init__(
@@ -93,6 +99,8 @@ class RaySession:
         self._log_dir = log_dir
         self._undo = ExitStack()
         self.daemons: dict[str, int] = {}
+        self._own_node = False
+        self._started: Set[psutil.Process] = set()  # those of Ray
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -109,11 +117,13 @@ class RaySession:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
-            if self._preloaded:
+            os.environ["RAY_TMPDIR"] = str(self._paths.folder)  # Ray makes a folder of the name "ray" there
+            self._own_node = own_node_fits()
+            if self._preloaded and self._own_node:
                 undo.callback(self._start_fork_server().end, grace_s=0.0)  # with the workers that are left
         import ray
 
-        if own:
+        if self._own_node:
             from relax_core.control.host.own_ray_node import use_own_node
 
             use_own_node()
@@ -123,9 +133,9 @@ class RaySession:
             "num_gpus": 0 if self._placement is None else self._placement.gpus_per_node,
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
-            "_temp_dir": str(self._paths.folder / "ray"),
         }
-        undo.callback(_end_ray)
+        before = set(psutil.Process().children())
+        undo.callback(self._end_ray)
         try:
             ray.init(
                 **(where if own else {"address": self._launcher.ray_address}),
@@ -135,8 +145,10 @@ class RaySession:
             )
         except Exception as error:  # Ray raises a bare Exception after a timeout
             raise self._unstarted(error) if own else self._not_joined(error) from error
+        finally:
+            self._started = set(psutil.Process().children()) - before
         if own:
-            self.daemons = {DAEMONS[kind]: pid for kind, pid in _live_processes() if kind in DAEMONS}
+            self.daemons = {DAEMONS[one.name()]: one.pid for one in self._started if one.name() in DAEMONS}
         else:
             self._await_nodes()
 
@@ -175,6 +187,20 @@ class RaySession:
         if self._placement is not None and (fault := cluster_fault(self._placement, ray.nodes())) is not None:
             raise RuntimeError(fault)
 
+    def _end_ray(self) -> None:
+        """Leaves Ray, and kills the processes of the run's own Ray.
+
+        They ignore SIGTERM, which Ray itself sends to one after the other, with a wait of a second for each.
+        """
+        import ray
+
+        if self._own_node:
+            from relax_core.control.host.own_ray_node import leave_processes
+
+            leave_processes()
+        ray.shutdown()
+        kill_trees(one.pid for one in self._started if one.is_running())
+
     def keep_logs(self) -> None:
         """Copies the logs of workers and daemons into the run's folder, for a run that failed or lost its Ray."""
         logs = self._paths.folder / "ray" / "session_latest" / "logs"
@@ -194,26 +220,18 @@ class RaySession:
         self._undo.close()
 
 
-def _live_processes() -> list[tuple[str, int]]:
-    """Returns (Ray's name of its kind, process id) for each process that Ray started below this one."""
-    from ray._private import worker
+def own_node_fits() -> bool:
+    """Says whether the run's Ray starts only the processes that a run uses, for which its Ray must be `OWN_NODE_RAY`.
 
-    node = worker._global_node
-    return [] if node is None else [(kind, process.pid) for kind, process in node.live_processes()]
-
-
-def _end_ray() -> None:
-    """Leaves Ray, and kills the processes of the run's own Ray.
-
-    They ignore the SIGTERM that Ray would send to one after the other, with a wait of a second for each.
+    Otherwise, and without the file, `ray.init` starts all of Ray's processes, and each worker imports all of its
+    modules. That costs some seconds, and changes nothing else.
     """
-    import ray
-    from ray._private import worker
-
-    started = [pid for _, pid in _live_processes()]
-    worker._global_node = None
-    ray.shutdown()
-    kill_trees(started)
+    if not OWN_NODE_FILE.exists():
+        return False
+    if (found := version("ray")) == OWN_NODE_RAY:
+        return True
+    print(f"relax: Ray {found} starts all of its processes; those of Ray {OWN_NODE_RAY} are fewer", file=sys.stderr)
+    return False
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.contracts.process_trees import EXITED, process_state
+from relax_core.control.host import ray_session
 from relax_core.control.host.ray_session import new_token_file
 from relax_core.control.host.stale_runs import remove_stale_runs
 
@@ -28,6 +29,10 @@ from relax_core.control.host.run_paths import run_paths
 from relax_core.control.host.ray_session import RaySession
 
 ray_session.RAY_CPUS = 1  # so that Ray starts one worker at a time
+ordinary = sys.argv[2] == "ordinary"  # as with another version of Ray
+if ordinary:
+    ray_session.OWN_NODE_RAY = "0"
+    sys.modules["relax_core.control.host.own_ray_node"] = None
 assert "ray" not in sys.modules, "Ray reads the path of its token when it is imported"
 logs = Path(sys.argv[1])
 config = load_config([])
@@ -111,7 +116,11 @@ def run_session(logs: Path, end: str, temporary: Path, preloaded: tuple[str, ...
     return reported
 
 
-@pytest.mark.parametrize(("end", "preloaded"), [("well", ("numpy",)), ("fail", ())], ids=["well", "fail"])
+@pytest.mark.parametrize(
+    ("end", "preloaded"),
+    [("well", ("numpy",)), ("fail", ()), ("ordinary", ("numpy",))],
+    ids=["well", "fail", "another Ray"],
+)
 def test_a_session_is_private_and_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, end: str, preloaded: tuple[str, ...]
 ) -> None:
@@ -127,9 +136,11 @@ def test_a_session_is_private_and_leaves_nothing(
         assert len(reported["nodes"]) == 1
         assert reported["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
         others = [line for line in reported["others"] if "fork_server" not in line]
-        assert len(reported["others"]) - len(others) == len(preloaded) and reported["forked"] == bool(preloaded)
-        assert len(others) == 2, "Ray starts nothing that a run does not need"
-        assert all("agent_on_demand.py" in line for line in others)
+        forks = end != "ordinary" and bool(preloaded)
+        assert len(reported["others"]) - len(others) == forks and reported["forked"] == forks
+        if end != "ordinary":
+            assert len(others) == 2, "Ray starts nothing that a run does not need"
+            assert all("agent_on_demand.py" in line for line in others)
         assert reported["another"] == "raylet", "a worker starts without the fork server, too, if it was killed"
         assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
         assert reported["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
@@ -138,6 +149,16 @@ def test_a_session_is_private_and_leaves_nothing(
         assert process_state(reported["worker"]) in EXITED, "this machine's init collects it when it comes to it"
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
         assert ("a worker's words" in kept) == (end == "fail")
+
+
+def test_ray_starts_the_ordinary_way_with_another_version_and_without_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ray_session.own_node_fits(), "constraints.txt names another Ray than OWN_NODE_RAY"
+    monkeypatch.setattr(ray_session, "OWN_NODE_RAY", "1.0")
+    assert not ray_session.own_node_fits() and "Ray 1.0" in capsys.readouterr().err
+    monkeypatch.setattr(ray_session, "OWN_NODE_FILE", tmp_path / "own_ray_node.py")
+    assert not ray_session.own_node_fits() and capsys.readouterr().err == ""
 
 
 UNSTARTED = """
