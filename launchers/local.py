@@ -40,7 +40,7 @@ def run_in_folder(
     Returns as `launch` does. Returns 2 if another run uses the folder. With ``again`` the run resumes from the newest
     checkpoint of the folder if there is one, whatever ``resume`` says.
     """
-    from relax_core.control.host.run_lock import run_lock
+    from relax_core.control.host.run_paths import run_lock
     from relax_core.control.local_run import run_local
     from relax_core.control.resume import find_resume_point
     from relax_core.control.supervisor import supervise

@@ -18,9 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from relax_core.contracts.process_trees import kill_trees
-from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned, read_owner
-from relax_core.control.host.run_paths import SHARED_MEMORY
-from relax_core.control.host.stale_runs import processes_of
+from relax_core.control.host.run_paths import OWNER_FILE, SHARED_MEMORY, claimed, owned, processes_of, read_owner
 
 TEMPORARY = Path("/tmp")
 PREFIXES = ("rx", "st", "slurm-test-")  # of this, and of `tests.slurm.cluster`, whose daemons want folders of their own

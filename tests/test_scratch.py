@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.lock_file import owned
-from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.control.host.run_paths import SHARED_MEMORY, owned
 from tests import scratch
 from tests.scratch import Scratch, processes_in
 

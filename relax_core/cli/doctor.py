@@ -19,8 +19,7 @@ from pathlib import Path
 
 from relax_core.config.compose import load_config
 from relax_core.contracts.child import cause_in, module_command
-from relax_core.control.host.run_paths import SHARED_MEMORY, temporary_folder
-from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
+from relax_core.control.host.run_paths import SHARED_MEMORY, find_stale_runs, remove_stale_runs, temporary_folder
 from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.memory_terms import size_words

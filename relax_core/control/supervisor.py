@@ -24,8 +24,7 @@ from relax_core.contracts.child import module_command
 from relax_core.contracts.process_trees import become_subreaper, end_children
 from relax_core.control.controller_process import FAILED, ControllerProcess, StopSignals, SupervisorPipe
 from relax_core.control.gateway_process import GatewayProcess, GatewayUnstarted, gateway
-from relax_core.control.host.run_paths import RunPaths, run_paths
-from relax_core.control.host.stale_runs import remove_left_weights, remove_stale_runs
+from relax_core.control.host.run_paths import RunPaths, remove_left_weights, remove_stale_runs, run_paths
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.control.run_alarms import TITLES

@@ -11,7 +11,7 @@ import pytest
 
 import relax_core
 from relax_core.api.function_reward import FUNCTION_FILE
-from relax_core.control.host.run_lock import run_lock
+from relax_core.control.host.run_paths import run_lock
 from relax_core.observe.event_log import EventWriter, metric_record, text_record
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.cli import doctor
-from relax_core.control.host.lock_file import owned
+from relax_core.control.host.run_paths import owned
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.process_trees import process_state
-from relax_core.control.host.lock_file import owned
-from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
+from relax_core.control.host.run_paths import find_stale_runs, owned, remove_stale_runs
 from relax_core.train.checkpoints.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATUM, TOKEN_TREE, CheckpointStore
 from tests.control import supervised
 from tests.control.supervised import DEADLINE_S, controller_of, start

@@ -20,7 +20,6 @@ NAMES_ONE = {
     "relax_core/contracts/judge.py": "the default of a judge's engine, since no YAML file has the judges",
     "relax_core/engines/engine_process.py": "the folder of a server that leaves things behind",
     "relax_core/control/host/run_paths.py": "such folders are removed with the run's",
-    "relax_core/control/host/stale_runs.py": "such folders are removed with a dead run's",
 }
 
 

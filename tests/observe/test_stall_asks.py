@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.cli import stall_command
-from relax_core.control.host.run_lock import run_lock
+from relax_core.control.host.run_paths import run_lock
 from relax_core.observe.stall_asks import FOLDER, FORGOTTEN_S, NoAnswer, StallAsks, ask_for_report
 
 DEADLINE_S = 60.0

@@ -16,7 +16,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import gateway
-from relax_core.control.host.run_lock import run_lock
+from relax_core.control.host.run_paths import run_lock
 from relax_core.server.gateway_client import FILE, GatewayAddress
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering

@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from relax_core.control.host.lock_file import owned
+from relax_core.control.host.run_paths import owned
 
 NODES = 2
 CPUS = 4

@@ -1,25 +1,127 @@
-"""Makes the temporary paths of a run: a folder under /tmp, a folder for weights, and its namespace in Ray."""
+"""The folders of a run on this machine: the temporary ones, their locks, that of run.dir, and what killed runs leave.
+
+A folder is marked with its owner by a file lock, which the kernel releases when the owner's last process exits. A
+process id would not do: the kernel reuses process ids, and a container that shares the folder has its own ones.
+
+A stale run is one that was killed with its supervisor. A process belongs to it if it has the run's folder in its
+environment or writes its log there. Ray's agents outlive a killed raylet, because each agent holds the pipe that the
+other one watches.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
 import socket
+import stat
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
-from relax_core.control.host.lock_file import owned
+from relax_core.contracts.process_trees import kill_trees
 from relax_core.engines.sglang.scratch import remove_left_scratch
 
+OWNER_FILE = "owner"
+LOCK_FILE = ".lock"
+POLL_S = 0.2
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"
 BASE_BYTES = 26  # a socket's path has at most 107 bytes; Ray's names below a run's folder take the rest
 
 
+# -- The locks ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def owned(folder: Path, owner: str) -> Iterator[None]:
+    """Marks a new folder on a local disk as owned by this process and its forks, until the block or the last one ends.
+
+    ``owner`` is a text for people, written to the owner file. The file appears when it is locked already, so a folder
+    without it is still being made.
+    """
+    partial = folder / f".{OWNER_FILE}"
+    with partial.open("x") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(f"{owner}\n")
+        file.flush()
+        partial.rename(folder / OWNER_FILE)
+        yield
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Yields True if the folder's owner, a process of this user, has exited.
+
+    The block then holds the folder's lock. Other processes that try to claim the folder meanwhile get False.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        yield False
+        return
+    try:
+        file = (folder / OWNER_FILE).open()
+    except FileNotFoundError:
+        yield False
+        return
+    with file:
+        yield locked(file)
+
+
+def locked(file: IO[str]) -> bool:
+    """Takes the file's lock for this process and its forks.
+
+    Returns False if another process holds it.
+
+    Raises OSError (such as ENOLCK) if the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_owner(folder: Path) -> str:
+    """Returns the text that `owned` wrote to the owner file."""
+    return (folder / OWNER_FILE).read_text().strip()
+
+
+@contextmanager
+def run_lock(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Locks the folder for this process and its forks, until the block or the last of them ends.
+
+    Raises ValueError, which names the other process, if another run still uses the folder after ``wait_s`` seconds. If
+    the file system has no locks, it prints a warning and continues.
+    """
+    deadline = time.monotonic() + wait_s
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            while not locked(file):
+                if time.monotonic() >= deadline:
+                    file.seek(0)
+                    raise ValueError(
+                        f"run.dir={folder}: a run is at work there, {file.read().strip()}. Wait until it has ended, or "
+                        "choose another run.dir."
+                    )
+                time.sleep(POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(f"relax: run.dir={folder} cannot be locked: make sure that no second run uses it", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+# -- The temporary folders ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
     """Holds the temporary paths of one attempt of a run.
@@ -45,7 +147,7 @@ def temporary_folder() -> Path:
 def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
     """Makes the folders for one attempt of the run in ``run_dir``, and removes them when the block ends.
 
-    If the whole run is killed, the remaining folders name their owner (`lock_file`). With ``shared``, weights and token
+    If the whole run is killed, the remaining folders name their owner (`owned`). With ``shared``, weights and token
     lie in ``run_dir``, which all nodes of the run see; else the weights lie in this machine's memory.
     """
     owner = f"the run in {run_dir} (process {os.getpid()} of {socket.gethostname()})"
@@ -65,3 +167,96 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
         undo.callback(shutil.rmtree, weights_folder, ignore_errors=shared)  # a network file system may hold a file
         token_folder = weights_folder if shared else folder
         yield RunPaths(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)
+
+
+# -- Stale runs --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class StaleRun:
+    """Describes a temporary folder of a killed run.
+
+    ``owner`` describes the run. ``pids`` are its processes that still exist. ``problem`` says why the folder could not
+    be removed; it is empty otherwise.
+    """
+
+    folder: Path
+    owner: str
+    pids: tuple[int, ...]
+    problem: str = ""
+
+    def __str__(self) -> str:
+        alive = f" and processes {', '.join(map(str, self.pids))}" if self.pids else ""
+        return f"{self.folder}{alive} of {self.owner}, which was killed"
+
+    def removal(self) -> str:
+        """Returns a line that says whether the folder was removed."""
+        return f"{self} cannot be removed: {self.problem}. Remove it by hand." if self.problem else f"removed {self}"
+
+
+def find_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
+    """Returns this user's stale runs. With ``temporary=None`` it searches `temporary_folder`."""
+    return list(_each(temporary, shared_memory, lambda stale_run: stale_run))
+
+
+def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
+    """Kills and removes this user's stale runs, and returns them; of each, ``problem`` says why its folder stays.
+
+    It changes no other run.
+    """
+    return list(_each(temporary, shared_memory, _remove))
+
+
+def remove_left_weights(run_dir: Path) -> None:
+    """Removes weights in a run's folder that an earlier command left there because it was killed.
+
+    Call it before the run publishes, while this command holds the run's lock. A file that a network file system still
+    holds stays: the run publishes into a folder of another name.
+    """
+    for folder in run_dir.glob(f"{WEIGHTS_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun], StaleRun]) -> Iterator[StaleRun]:
+    temporary = temporary_folder() if temporary is None else temporary
+    folders = [*sorted(temporary.glob(f"{FOLDER_PREFIX}*")), *sorted(shared_memory.glob(f"{WEIGHTS_PREFIX}*"))]
+    for folder in folders:
+        with suppress(FileNotFoundError), claimed(folder) as stale:  # a run that is ending may remove the folder
+            if stale:
+                yield then(StaleRun(folder=folder, owner=read_owner(folder), pids=processes_of(folder)))
+
+
+def _remove(stale_run: StaleRun) -> StaleRun:
+    pids = stale_run.pids
+    while pids:
+        kill_trees(pids)
+        pids = processes_of(stale_run.folder)  # the killed processes may have started others
+    remove_left_scratch(stale_run.folder)
+    try:
+        shutil.rmtree(stale_run.folder)
+    except OSError as error:  # such as a protected file; the other stale runs are removed
+        return replace(stale_run, problem=str(error))
+    return stale_run
+
+
+def processes_of(folder: Path) -> tuple[int, ...]:
+    """Returns the ids of this user's processes that have ``folder`` in their environment or write to a file in it.
+
+    It reads /proc because psutil's environ() stops at the first empty entry, and a process that has set its own title
+    has empty entries in its environment.
+    """
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has exited, or may not be read
+            if process.name.isdecimal() and process.stat().st_uid == os.getuid() and _is_of(process, folder):
+                found.append(int(process.name))
+    return tuple(sorted(found))
+
+
+def _is_of(process: Path, folder: Path) -> bool:
+    """Is True if the process with the folder ``process`` in /proc belongs to the run with the temporary ``folder``.
+
+    A process that sets its own title, as Ray's processes do, overwrites a part of its environment, or nearly all of it.
+    """
+    if str(folder).encode() in (process / "environ").read_bytes():
+        return True
+    written = (file for file in (process / "fd").iterdir() if file.lstat().st_mode & stat.S_IWUSR)
+    return any(os.readlink(file).startswith(f"{folder}/") for file in written)

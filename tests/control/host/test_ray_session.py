@@ -15,7 +15,7 @@ import pytest
 from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.host import ray_session
 from relax_core.control.host.ray_session import new_token_file
-from relax_core.control.host.stale_runs import remove_stale_runs
+from relax_core.control.host.run_paths import remove_stale_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.run_lock import run_lock
+from relax_core.control.host.run_paths import run_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FORKED = """
 import os, sys
 from pathlib import Path
-from relax_core.control.host.run_lock import run_lock
+from relax_core.control.host.run_paths import run_lock
 with run_lock(Path(sys.argv[1])):
     if os.fork():
         os._exit(0)

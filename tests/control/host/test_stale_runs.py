@@ -17,9 +17,7 @@ import pytest
 
 from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.host import run_paths as paths
-from relax_core.control.host import stale_runs as stale_runs
-from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned
-from relax_core.control.host.run_paths import run_paths
+from relax_core.control.host.run_paths import OWNER_FILE, claimed, owned, run_paths
 
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 60.0
@@ -99,8 +97,8 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def removed(folder: Path) -> list[stale_runs.StaleRun]:
-    return stale_runs.remove_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
+def removed(folder: Path) -> list[paths.StaleRun]:
+    return paths.remove_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
 
 
 def test_a_run_that_lives_keeps_all_and_a_dead_one_nothing(folder: Path) -> None:
@@ -125,7 +123,7 @@ def test_what_is_only_looked_at_stays(folder: Path) -> None:
     with started(folder) as run:
         run.kill_supervisor()
         run.kill_controller()
-        looked = stale_runs.find_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
+        looked = paths.find_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
         assert [stale_run.folder for stale_run in looked] == run.folders
         assert all(path.exists() for path in run.folders) and not has_exited(run.worker)
         assert removed(folder) == looked
@@ -204,5 +202,5 @@ def test_weights_that_a_killed_command_left_in_the_runs_folder_go(tmp_path: Path
     left.mkdir(parents=True)
     (left / "model.safetensors").touch()
     (tmp_path / "checkpoints").mkdir()
-    stale_runs.remove_left_weights(tmp_path)
+    paths.remove_left_weights(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
