@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -35,6 +36,21 @@ class Killable(Protocol):
         """Kills a worker that does not answer."""
 
 
+@dataclass(kw_only=True)
+class _Restarts:
+    """Holds what is recorded of the restarts of one worker.
+
+    ``count`` of them are recorded; ``under_way`` says that one is. ``killed`` says why the process ``killed_pid`` was
+    killed at the monotonic time ``killed_at``; it is "" once that is recorded.
+    """
+
+    count: int = 0
+    under_way: bool = False
+    killed: str = ""
+    killed_at: float | None = None
+    killed_pid: int | None = None
+
+
 class WorkerHealth:
     """Watches the workers of one attempt of the services.
 
@@ -56,11 +72,7 @@ class WorkerHealth:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._heartbeats = Heartbeats(clock=clock)
         self._watch = RoleWatch()
-        self._restarts: dict[str, int] = {}
-        self._restarting: set[str] = set()
-        self._killed: dict[str, str] = {}
-        self._killed_at: dict[str, float] = {}
-        self._killed_pids: dict[str, int] = {}
+        self._restarts: defaultdict[str, _Restarts] = defaultdict(_Restarts)  # by worker
         self._suspicious = False
         self._owned = OwnedProcesses()
         self.beats: dict[str, Beat] = {}
@@ -91,7 +103,8 @@ class WorkerHealth:
         dispensable = self._services.dispensable()
         self.ended = {name: why for name in dispensable if name in self.beats and (why := ended(self.beats[name]))}
         needed = {name: beat for name, beat in self.beats.items() if name not in dispensable}
-        failure = verdict(needed, bus=bus_lost, killed=self._killed, sure=self._suspicious)
+        killed = {name: one.killed for name, one in self._restarts.items() if one.killed}
+        failure = verdict(needed, bus=bus_lost, killed=killed, sure=self._suspicious)
         if failure is not None:
             raise failure
         self._suspicious = any(role.state == "failed" and role.name in needed for role in self.roles)
@@ -111,36 +124,32 @@ class WorkerHealth:
         """Forgets a worker that has left the run, and kills what it owned."""
         self._owned.forget(name)
         self._watch.forget(name)
-        self._restarting.discard(name)
-        known: dict[str, Any]
-        for known in (self._restarts, self._killed, self._killed_at, self._killed_pids):
-            known.pop(name, None)
+        self._restarts.pop(name, None)
 
     def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
         here = status.host == process_host()
         state = process_state(status.pid) if here else "on another host"
-        if self._killed_pids.get(beat.name) == status.pid or state in EXITED:  # Ray has not noticed its end yet
+        known = self._restarts[beat.name]
+        if known.killed_pid == status.pid or state in EXITED:  # Ray has not noticed its end yet
             return
-        self._killed_pids[beat.name] = status.pid
-        self._killed_at[beat.name] = time.monotonic()
-        self._killed[beat.name] = (
-            f"froze (no answer for {beat.silent_s:.0f} s, state {state}) and was killed by SIGKILL"
-        )
+        known.killed_pid, known.killed_at = status.pid, time.monotonic()
+        known.killed = f"froze (no answer for {beat.silent_s:.0f} s, state {state}) and was killed by SIGKILL"
         self._services.kill_frozen(beat.name, status)
 
     def _record_restarts(self, step: int) -> None:
         """Records each restart once: when a worker is restarting, or when its process id or its count has changed."""
         for role in self.roles:
-            more = role.restarts > self._restarts.get(role.name, 0)
-            if (role.state == "restarting" or more) and role.name not in self._restarting:
-                how = self._killed.pop(role.name, "") or self._own_process(role.name) or "died"
-                noticed = self._killed_at.pop(role.name, None)
-                self._recoveries.begin(IN_PLACE, f"{role.name} {how}", at_step=step, from_step=step, noticed=noticed)
+            known = self._restarts[role.name]
+            more = role.restarts > known.count
+            if (role.state == "restarting" or more) and not known.under_way:
+                cause = f"{role.name} {known.killed or self._own_process(role.name) or 'died'}"
+                noticed, known.killed, known.killed_at = known.killed_at, "", None
+                self._recoveries.begin(IN_PLACE, cause, at_step=step, from_step=step, noticed=noticed)
             if role.state == "restarting":
-                self._restarting.add(role.name)
+                known.under_way = True
             elif more:
-                self._restarting.discard(role.name)
-            self._restarts[role.name] = role.restarts
+                known.under_way = False
+            known.count = role.restarts
 
     def _own_process(self, name: str) -> str:
         """Returns how the process ended that a running worker has restarted, such as its engine."""

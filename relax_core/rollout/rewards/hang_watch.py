@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from relax_core.contracts.monitor import Check, Finding, Monitor
 from relax_core.contracts.reward import RewardConfig
 
 CHECK_S = 1.0
@@ -51,13 +52,22 @@ class HangWatch:
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
         self._config = config
-        self._on_hang = on_hang
         self._shared = shared
-        self._closed = threading.Event()
+        self._check_s = min(CHECK_S, config.timeout_s / CHECKS)
         self._lock = threading.Lock()
         self._calls: list[_Call] = []
         self._moves = False  # an answer ended since the last check
-        threading.Thread(target=self._check, name="reward-watch", daemon=True).start()
+        self._monitor = Monitor(
+            [
+                Check(
+                    name="reward",
+                    every_s=self._check_s,
+                    look=self._look,
+                    act=lambda finding: on_hang(RuntimeError(str(finding))),
+                    beside=True,
+                )
+            ]
+        ).start()
 
     @contextmanager
     def scoring(self, answers: float) -> Iterator[Callable[[], None]]:
@@ -82,30 +92,24 @@ class HangWatch:
                 self._moves = True
 
     def close(self) -> None:
-        """Ends the watching thread."""
-        self._closed.set()
+        """Ends the check."""
+        self._monitor.end()
 
-    def _check(self) -> None:
-        check_s = min(CHECK_S, self._config.timeout_s / CHECKS)
-        while not self._closed.wait(check_s):
-            with self._lock:
-                computed_s = sum(call.computed_s() for call in self._calls)
-                moves, self._moves = self._moves or computed_s > COMPUTES * check_s, False
-                for call in self._calls:
-                    if not call.checked:
-                        call.checked = True
-                        continue
-                    call.left_s -= check_s / len(self._calls) if self._shared else check_s
-                    call.waited_s = 0.0 if moves else call.waited_s + check_s
-                hangs = any(
-                    call.left_s <= 0 or call.waited_s >= max(LEAST_WAIT_S, call.limit_s) for call in self._calls
-                )
-            if hangs:
-                self._on_hang(
-                    RuntimeError(
-                        f"reward {self._config.name}: a group's answers took longer than reward.timeout_s="
-                        f"{self._config.timeout_s:g} each, and a reward that is not isolated cannot be ended. Set "
-                        "isolated=True in its SPEC, or raise reward.timeout_s."
-                    )
-                )
-                return
+    def _look(self) -> Finding | None:
+        with self._lock:
+            computed_s = sum(call.computed_s() for call in self._calls)
+            moves, self._moves = self._moves or computed_s > COMPUTES * self._check_s, False
+            for call in self._calls:
+                if not call.checked:
+                    call.checked = True
+                    continue
+                call.left_s -= self._check_s / len(self._calls) if self._shared else self._check_s
+                call.waited_s = 0.0 if moves else call.waited_s + self._check_s
+            hangs = any(call.left_s <= 0 or call.waited_s >= max(LEAST_WAIT_S, call.limit_s) for call in self._calls)
+        if not hangs:
+            return None
+        return Finding(
+            blames=f"reward {self._config.name}:",
+            how=f"a group's answers took longer than reward.timeout_s={self._config.timeout_s:g} each, and a reward "
+            "that is not isolated cannot be ended. Set isolated=True in its SPEC, or raise reward.timeout_s.",
+        )
