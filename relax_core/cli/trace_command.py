@@ -18,7 +18,7 @@ from relax_core.contracts.output_path import check_output_file, next_free
 from relax_core.observe.event_log import each_metric
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.server.run_series import RunSeries
-from relax_core.server.run_timeline import WRITERS, all_spans, event_spans
+from relax_core.server.run_timeline import WRITERS, all_spans, event_spans, read_orders
 
 HOW = {
     "chrome": "Open it at https://ui.perfetto.dev or in chrome://tracing.",
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    events, problems = event_spans(given.run, series.timed)
+    events, problems = event_spans(given.run, series.timed, read_orders(given.run))
     for words in problems:
         print(f"relax trace: {words}", file=sys.stderr)
     from_s = min(span.start_s for span in spans) if first else -math.inf

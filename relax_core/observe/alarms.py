@@ -1,6 +1,6 @@
 """Keeps the messages about a run and delivers them: one for a cause, again after a while, and one when it is over.
 
-The messages are lines of ``alarms.jsonl`` in the run's folder, from which the next controller and the page read them.
+The messages are events of the run's log, from which the next controller and the page read them.
 `advanced` says whether a rule of ``notify.rules`` is true, and `clean` takes secrets out of a text. `AlarmSender`
 delivers the messages to the receivers of ``notify.urls_file``, each in a thread of its own.
 
@@ -29,53 +29,29 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import msgspec
-
 from relax_core.config.notify_rules import Rule
 from relax_core.config.redaction import REDACTED, USER_INFO
-from relax_core.contracts.foreign_files import decode_json, open_plain, shown
-from relax_core.observe.event_log import AppendFile
+from relax_core.contracts.foreign_files import shown
+from relax_core.observe.event_log import ALARMS, Alarm, EventFile, EventReader
 
-FILE = "alarms.jsonl"
 NOTICES = ("started", "finished", "stopped")  # events that are information and no alarm
-MOST_READ_BYTES = 1 << 20  # of the end of the file
 MOST_CAUSES = 10_000  # that are remembered; the oldest are forgotten first
 
 
-class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one message about a run.
-
-    ``event`` is one of `notify_schema.EVENTS`. Two messages with the same event and ``cause`` are about one thing;
-    ``kind`` says whether it is new, told again, or over. ``left_out`` is how often it came since the message before.
-    """
-
-    time_s: float
-    event: str
-    cause: str
-    kind: Literal["new", "again", "over"]
-    title: str
-    text: str
-    left_out: int = 0
-
-
-_decoder = msgspec.json.Decoder(Alarm)
-
-
 class AlarmBook:
-    """Decides whether a cause is told, and appends what is told to the file.
+    """Decides whether a cause is told, and appends what is told to the event log.
 
     A cause that comes again within ``repeat_s`` seconds is counted and not told. ``problem`` says why the newest
-    message is not in the file, "" if it is. One thread uses it.
+    message is not in the log, "" if it is. One thread uses it.
     """
 
     def __init__(self, run_dir: Path, *, repeat_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._file = run_dir / FILE
+        self._file = EventFile(run_dir, ALARMS)
         self._repeat_s, self._clock = repeat_s, clock
         self.problem = ""
-        self._opened: AppendFile | None = None
         self._told: dict[tuple[str, str], Alarm] = {}  # the newest message of each cause that is not over
         self._left_out: dict[tuple[str, str], int] = {}
-        for alarm in read_alarms(self._file):
+        for alarm in read_alarms(run_dir):
             self._remember(alarm)
 
     def tell(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
@@ -103,11 +79,10 @@ class AlarmBook:
     def _write(self, alarm: Alarm) -> Alarm:
         self._remember(alarm)
         try:
-            self._opened = self._opened or AppendFile(self._file, lines=True)
-            self._opened.append(msgspec.json.encode(alarm) + b"\n")
+            self._file.append(alarm)
             self.problem = ""
         except OSError as error:  # a full disk is what some messages are about
-            self.problem = f"{FILE} lacks messages: {error}"
+            self.problem = f"the event log lacks alarms: {error}"
         return alarm
 
     def _remember(self, alarm: Alarm) -> None:
@@ -119,22 +94,10 @@ class AlarmBook:
             del self._told[next(iter(self._told))]
 
 
-def read_alarms(file: Path, *, newest: int | None = None) -> list[Alarm]:
-    """Returns the ``newest`` messages of a file, the oldest first; a line that cannot be read is left out."""
-    try:
-        with open_plain(file) as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - MOST_READ_BYTES))
-            lines = opened.read().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines if newest is None else lines[-newest:]:
-        try:
-            found.append(decode_json(line, _decoder))
-        except ValueError:
-            continue
-    return found
+def read_alarms(run_dir: Path) -> list[Alarm]:
+    """Returns the messages about a run, the oldest first; a line that cannot be read is left out."""
+    events = EventReader(run_dir, kinds=("alarm",), writer=ALARMS).each()
+    return [event for event in events if isinstance(event, Alarm)]
 
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -61,7 +61,33 @@ class GapRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gap", tag_field=
     step: int = -1
 
 
-Event = Record | GapRecord
+class Alarm(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="type"):
+    """Is one message about a run.
+
+    ``event`` is one of `notify_schema.EVENTS`. Two messages with the same event and ``cause`` are about one thing;
+    ``kind`` says whether it is new, told again, or over. ``left_out`` is how often it came since the message before.
+    """
+
+    time_s: float
+    event: str
+    cause: str
+    kind: Literal["new", "again", "over"]
+    title: str
+    text: str
+    left_out: int = 0
+    step: int = -1
+
+
+class OrderChange(msgspec.Struct, frozen=True, kw_only=True, tag="order", tag_field="type"):
+    """Is one change of the run's orders, engines or autoscaler, as `relax_core.server.order_book` writes it."""
+
+    time_s: float
+    change: msgspec.Raw
+    step: int = -1
+
+
+Event = Record | GapRecord | Alarm | OrderChange
+ALARMS, ORDERS = "alarms", "orders"  # writers of files of their own, which begin no attempt
 
 
 class _NumbersLine(msgspec.Struct, tag="numbers", tag_field="type"):
@@ -71,7 +97,7 @@ class _NumbersLine(msgspec.Struct, tag="numbers", tag_field="type"):
     values: dict[str, float | None]
 
 
-_decoder = msgspec.json.Decoder(_NumbersLine | TextRecord | HistogramRecord | GapRecord)
+_decoder = msgspec.json.Decoder(_NumbersLine | TextRecord | HistogramRecord | GapRecord | Alarm | OrderChange)
 
 
 # -- Records ----------------------------------------------------------------------------------------------------------
@@ -185,7 +211,8 @@ class EventWriter:
 
         It marks the resume, unless the attempt is the first one and begins at step 0.
         """
-        numbers = [int(name.partition(".")[0]) for name in event_files(self._run_dir)]
+        names = [name.split(".") for name in event_files(self._run_dir)]
+        numbers = [int(attempt) for attempt, writer, *_ in names if writer not in (ALARMS, ORDERS)]
         with self._wake:
             started = self._put > 0 or bool(numbers)
             self._attempt = max([self._attempt, *numbers]) + 1 if started else self._attempt
@@ -267,7 +294,8 @@ class EventWriter:
         if self._file is None or attempt != self._file_attempt:
             if self._file is not None:
                 self._file.close()
-            self._file, self._file_attempt = _new_file(self._run_dir / EVENTS_FOLDER, self._writer, attempt), attempt
+            path = _new_file(self._run_dir / EVENTS_FOLDER, self._writer, attempt)
+            self._file, self._file_attempt = AppendFile(path, lines=False), attempt
         self._file.append(msgspec.json.Encoder().encode_lines(batch))
 
     def _report(self, error: OSError) -> None:
@@ -276,7 +304,26 @@ class EventWriter:
         self.problem = f"events cannot be written: {error}. Free space or repair the folder. The run goes on."
 
 
-def _new_file(folder: Path, writer: str, attempt: int) -> AppendFile:
+class EventFile:
+    """Appends single events to the log in the thread of the caller, for what counts only once it is in the log."""
+
+    def __init__(self, run_dir: Path, writer: str) -> None:
+        self._run_dir, self._writer = run_dir, writer
+        self._path: Path | None = None
+
+    def append(self, event: Event) -> None:
+        """Appends an event. If not all of it can be written, nothing is, and it raises OSError."""
+        if self._path is None:
+            newest = max((int(name.partition(".")[0]) for name in event_files(self._run_dir)), default=0)
+            self._path = _new_file(self._run_dir / EVENTS_FOLDER, self._writer, newest)
+        file = AppendFile(self._path, lines=True)
+        try:
+            file.append(msgspec.json.encode(event) + b"\n")
+        finally:
+            file.close()
+
+
+def _new_file(folder: Path, writer: str, attempt: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(MOST_FILES):
         path = folder / f"{attempt:04d}.{writer}.{start}.jsonl"
@@ -284,7 +331,7 @@ def _new_file(folder: Path, writer: str, attempt: int) -> AppendFile:
             path.touch(exist_ok=False)
         except FileExistsError:
             continue
-        return AppendFile(path, lines=False)
+        return path
     raise OSError(f"{folder} has more than {MOST_FILES} files of {writer}")
 
 
@@ -310,17 +357,23 @@ class EventReader:
     """Follows the log of a run from a cursor on, also while it is written or after it was copied elsewhere.
 
     ``cursor`` maps each file to the bytes that were read of it, and may be stored between two readers. ``kinds`` are
-    the types of the events that are given, by default all. ``count`` is the number of events that were given.
+    the types of the events that are given, by default all but alarms and orders; with ``writer`` only the files of this
+    writer are read. ``count`` is the number of events that were given.
     ``problems`` says of each file why it, or a line of it, cannot be read. No event that was given is kept.
     """
 
     def __init__(
-        self, run_dir: Path, *, cursor: Mapping[str, int] | None = None, kinds: Collection[str] | None = None
+        self,
+        run_dir: Path,
+        *,
+        cursor: Mapping[str, int] | None = None,
+        kinds: Collection[str] | None = None,
+        writer: str | None = None,
     ) -> None:
         self.cursor = dict(cursor or {})
         self.count = 0
         self.problems: dict[str, str] = {}
-        self._run_dir = run_dir
+        self._run_dir, self._writer = run_dir, writer
         self._prefixes = None if kinds is None else tuple(f'{{"type":"{kind}"'.encode() for kind in kinds)
         self._left: set[str] = set()  # files that are not read on
         self._starts: dict[int, int] = {}  # attempt → the train steps after which it goes on
@@ -352,6 +405,8 @@ class EventReader:
         """Returns the files that have bytes that were not read, by attempt; a killed writer's last line stays there."""
         attempts: dict[int, list[str]] = {}
         for name, size in event_files(self._run_dir).items():
+            if self._writer is not None and name.split(".")[1] != self._writer:
+                continue
             if size > self.cursor.get(name, 0) and name not in self._left:
                 attempts.setdefault(int(name.partition(".")[0]), []).append(name)
         return [names for _, names in sorted(attempts.items())]
@@ -415,7 +470,8 @@ class EventReader:
         if self._prefixes is not None and not line.startswith(self._prefixes):
             return None
         try:
-            return _decoded(line)
+            event = _decoded(line)
+            return None if self._prefixes is None and isinstance(event, Alarm | OrderChange) else event
         except ValueError as error:
             self.problems[name] = f"{name}: a line is not an event of Relax ({error})"
             return None

@@ -12,10 +12,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from relax_core.contracts.foreign_files import decode_json, read_whole, shown_line
-from relax_core.observe.alarms import FILE as ALARMS
 from relax_core.observe.event_log import ACTOR, EVAL
 from relax_core.observe.trackers.file_sinks import TEXTS_FILE
-from relax_core.server.order_book import FILE as BOOK
 from relax_core.server.run_folders import (
     BROKEN,
     METRICS,
@@ -35,7 +33,7 @@ from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER, d
 
 LOOK_S = 2.0  # for the files of all runs of one list
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the newest figures are looked for
-FILES = (CONFIG, METRICS, TEXTS_FILE, ALARMS, SUMMARY, LEDGER, BOOK)
+FILES = (CONFIG, METRICS, TEXTS_FILE, SUMMARY, LEDGER)
 
 
 class _Record(msgspec.Struct):

@@ -1,22 +1,23 @@
 """Keeps the orders, engines and decisions of the autoscaler of a run, in the memory of its controller.
 
-Each change is a line of ``operations.jsonl`` in the run's folder before it counts, so a controller that comes after a
+Each change is an event of the run's log before it counts, so a controller that comes after a
 killed one knows all of them, and no order is lost or done twice. Loads of engines change in memory alone.
 """
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from relax_core.observe.event_log import ORDERS, EventFile, EventReader, OrderChange
 from relax_core.server.orders import (
     UNCANCELLABLE,
     EngineRow,
@@ -30,7 +31,6 @@ from relax_core.server.orders import (
     engine_id,
 )
 
-FILE = "operations.jsonl"
 MOST_QUEUED = 64  # open orders for engines beside a new one that may wait for them
 MOST_ORDERS, MOST_DECISIONS = 1000, 1000  # the newest ones are kept, and the orders that are open
 RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
@@ -38,7 +38,7 @@ _STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """Is a line of the file; ``key`` is the Idempotency-Key of its order."""
+    """Is a change; ``key`` is the Idempotency-Key of its order."""
 
     order: Order | None = None
     key: str = ""
@@ -53,12 +53,12 @@ _decoder = msgspec.json.Decoder(_Line)
 class OrderBook:
     """Opens the orders of the run in ``folder``. Its methods are thread-safe; ``lock`` makes several calls one.
 
-    What changes something raises OSError if the file cannot be written, and then nothing has changed.
+    What changes something raises OSError if the log cannot be written, and then nothing has changed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.lock = threading.RLock()
-        self._file = folder / FILE
+        self._file = EventFile(folder, ORDERS)
         self._orders: dict[str, Order] = {}
         self._keys: dict[str, str] = {}  # Idempotency-Key → id of its order
         self._engines: dict[int, EngineRow] = {}
@@ -66,20 +66,14 @@ class OrderBook:
         self.last_decision: ScaleDecision | None = None
         self.autoscaler = False
         self.run: RunRow | None = None
-        self._torn = self._file.exists()  # its last line may have no end
-        if self._torn:
-            with self._file.open("rb") as file:
-                for line in _lines(file):
-                    self._remember(line)
+        for event in EventReader(folder, kinds=("order",), writer=ORDERS).each():
+            assert isinstance(event, OrderChange), "it reads no others"
+            with suppress(ValueError):  # somebody else wrote it
+                self._remember(_decoder.decode(bytes(event.change)))
 
     def _write(self, line: _Line) -> None:
-        """Appends a change to the file, and makes it."""
-        data = b"\n" * self._torn + msgspec.json.encode(line) + b"\n"
-        self._torn = True
-        with self._file.open("ab", buffering=0) as file:
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, "the line was not written whole", str(self._file))
-        self._torn = False
+        """Appends a change to the log, and makes it."""
+        self._file.append(OrderChange(time_s=time.time(), change=msgspec.Raw(msgspec.json.encode(line))))
         self._remember(line)
 
     def _remember(self, line: _Line) -> None:
@@ -248,15 +242,6 @@ class OrderBook:
         """Returns the decisions that changed the number of engines, the newest first."""
         with self.lock:
             return self._decisions[::-1]
-
-
-def _lines(file: Iterable[bytes]) -> Iterator[_Line]:
-    """Yields what can be read of the lines of the file; a killed process may have left a part of one."""
-    for line in file:
-        try:
-            yield _decoder.decode(line)
-        except ValueError:
-            continue
 
 
 def order_history(run_dir: Path, *, sampled: Mapping[str, tuple[int, int]], repeatable: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import datetime
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -14,9 +15,16 @@ import msgspec
 import yaml
 
 from relax_core.contracts.foreign_files import decode_json, shown_line
-from relax_core.observe.alarms import FILE as ALARMS
-from relax_core.observe.alarms import NOTICES, Alarm, read_alarms
-from relax_core.observe.event_log import ACTOR, EVENTS_FOLDER, EventReader, MetricRecord, TextRecord
+from relax_core.observe.alarms import NOTICES
+from relax_core.observe.event_log import (
+    ACTOR,
+    EVENTS_FOLDER,
+    Alarm,
+    EventReader,
+    MetricRecord,
+    OrderChange,
+    TextRecord,
+)
 from relax_core.observe.sample_index import FORMAT, SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER
 from relax_core.server.run_folders import (
@@ -24,7 +32,6 @@ from relax_core.server.run_folders import (
     MOST_NAME,
     MOST_SUMMARY,
     SUMMARY,
-    inside,
     open_inside,
     reason,
     run_id,
@@ -34,7 +41,7 @@ from relax_core.server.run_folders import (
 from relax_core.server.run_ledger import SampleLife, batch_lives, event_counts, take_drops
 from relax_core.server.run_series import RunSeries
 from relax_core.server.run_texts import RunTexts
-from relax_core.server.run_timeline import event_spans
+from relax_core.server.run_timeline import RunOrder, event_spans, take_order
 from relax_core.server.sample_views import SampleViews
 
 CONFIG, PLAN = "config.yaml", "plan.json"
@@ -94,7 +101,7 @@ class RunReader:
         self._counts = Rested(self._count_samples)
         self.engines = Rested(self._count_engines)
         self._drops = Rested(self._take_drops)
-        self.faults_and_orders = Rested(lambda: event_spans(run_dir, self.series().timed))
+        self.faults_and_orders = Rested(lambda: event_spans(run_dir, self.series().timed, list(self._orders.values())))
 
     def series(self) -> RunSeries:
         """Returns the run's numbers as of now."""
@@ -107,8 +114,9 @@ class RunReader:
         return self._texts
 
     def _open_log(self) -> None:
-        self._log = EventReader(self.run_dir, kinds=("numbers", "texts"))
+        self._log = EventReader(self.run_dir, kinds=("numbers", "texts", "alarm", "order"))
         self._series, self._texts = RunSeries(), RunTexts(self.run_dir)
+        self._alarms, self._orders = deque[Alarm](maxlen=MOST_ALARMS), dict[str, RunOrder]()
         self._log_inode = _inode(self.run_dir / EVENTS_FOLDER)
 
     def _follow(self) -> None:
@@ -124,6 +132,10 @@ class RunReader:
                             self._series.add(event)
                         elif isinstance(event, TextRecord):
                             self._texts.add(event, place)
+                        elif isinstance(event, Alarm):
+                            self._alarms.append(event)
+                        elif isinstance(event, OrderChange):
+                            take_order(self._orders, event)
                     except (ValueError, LookupError, TypeError) as error:
                         self._problems[EVENTS_FOLDER] = reason(place.name, error)
 
@@ -180,6 +192,7 @@ class RunReader:
     def overview(self) -> dict[str, Any]:
         """Returns what the head of the page shows: state, progress, expected end, newest values, ledger."""
         series, config, index = self.series(), self.config(), self.samples()
+        newest = list(self._alarms)[::-1]
         total = _number(_at(config, "run", "steps"))
         state, step_s, done = self._standing().state, series.step_s(), series.steps_done
         live = state == "live" and step_s is not None and total is not None
@@ -194,7 +207,7 @@ class RunReader:
             "left_s": step_s * max(0, int(total or 0) - done) if live and step_s is not None else None,
             "ended_s": series.ended_s(),
             "resumes": series.resumes,
-            "alarms": self._alarms(),
+            "alarms": [msgspec.to_builtins(one) | {"alarm": one.event not in NOTICES} for one in newest],
             "tags": series.tags(),
             "ledger": self._events(),
             "samples": self._counts(),
@@ -217,12 +230,6 @@ class RunReader:
             return otherwise
         self._problems.pop(name, None)
         return found
-
-    def _alarms(self) -> list[dict[str, Any]]:
-        """Returns the newest messages about the run, the newest first, and whether each is an alarm."""
-        found: list[Alarm] = []
-        found = self._tried(ALARMS, lambda: read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS), found)
-        return [msgspec.to_builtins(one) | {"alarm": one.event not in NOTICES} for one in reversed(found)]
 
     def pulse(self) -> dict[str, Any]:
         """Returns the little that tells an open page whether there is something new."""

@@ -3,7 +3,7 @@
 Every record of work tells how long it took and when it ended. The parts of a train step are laid one behind the other
 in the order in which the trainer does them; a step of several micro-batches does some of them in turns, so their
 lengths are exact and their places inside the step are not. Restarts come from `logs/recoveries.json`, orders from
-`operations.jsonl`.
+the event log.
 
 `WRITERS` writes the spans as a trace: in Chrome's JSON format, and as OTLP with OpenTelemetry's own classes. Each
 format gets the same rows. Spans of one row are nested or apart: a lane whose spans overlap has several rows, and the
@@ -13,10 +13,10 @@ parts of a train step stand in the trainer's row, inside their step.
 from __future__ import annotations
 
 import hashlib
-import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -25,11 +25,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from relax_core.contracts.foreign_files import decode_json, read_whole
-from relax_core.observe.event_log import ACTOR, EVAL, RANK, ROLLOUT
+from relax_core.observe.event_log import ACTOR, EVAL, ORDERS, RANK, ROLLOUT, EventReader, OrderChange
 from relax_core.observe.summary import STEP_PARTS
-from relax_core.server.order_book import FILE as BOOK
 from relax_core.server.orders import ENDED
-from relax_core.server.run_folders import BROKEN, inside, open_inside, reason
+from relax_core.server.run_folders import BROKEN, inside, reason
 from relax_core.server.run_series import TimedRecord
 
 TRAIN = "train/"  # the names of the parts of the train call begin so
@@ -113,7 +112,7 @@ FILE = ("logs", "recoveries.json")
 IN_PLACE = 1  # the tier of a recovery that is a restart of one process
 MOST_ORDERS = 1000  # the newest ones
 MOST_STATES = 100  # of an order
-MOST_FILE, MOST_BOOK = 4 * 2**20, 64 * 2**20  # bytes of a JSON file, and of the end of that of the orders
+MOST_FILE = 4 * 2**20  # bytes of a JSON file
 MOST_NAMED = 4  # engines of an order that its name has
 
 
@@ -131,7 +130,9 @@ class _StateAt(msgspec.Struct):
     at: float
 
 
-class _Order(msgspec.Struct):
+class RunOrder(msgspec.Struct):
+    """Is what the timeline shows of an order."""
+
     request_id: str
     kind: str
     engine_ids: list[str]
@@ -140,15 +141,17 @@ class _Order(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    order: _Order | None = None
+    order: RunOrder | None = None
 
 
 _recoveries_decoder = msgspec.json.Decoder(list[_Recovery])
 _line_decoder = msgspec.json.Decoder(_Line)
 
 
-def event_spans(run_dir: Path, timed: Sequence[TimedRecord]) -> tuple[list[Span], list[str]]:
-    """Returns the spans of restarts, recoveries and orders of a run, and sentences about files that cannot be read.
+def event_spans(
+    run_dir: Path, timed: Sequence[TimedRecord], orders: Iterable[RunOrder]
+) -> tuple[list[Span], list[str]]:
+    """Returns the spans of restarts, recoveries and orders of a run, and a sentence about a file that cannot be read.
 
     What has not ended lasts until the newest of the records ``timed``.
     """
@@ -161,11 +164,8 @@ def event_spans(run_dir: Path, timed: Sequence[TimedRecord]) -> tuple[list[Span]
     except BROKEN as error:
         words = reason("", error)
         problems.append(f"{'/'.join(FILE)} cannot be read, so no restart and no recovery is shown: {words}.")
-    try:
-        for order in _orders(run_dir):
-            spans += _order_spans(order, ends, newest_s)
-    except BROKEN as error:
-        problems.append(f"The orders of the run cannot be read just now: {reason('', error)}.")
+    for order in orders:
+        spans += _order_spans(order, ends, newest_s)
     return spans, problems
 
 
@@ -198,26 +198,26 @@ def _recovery_spans(
         )
 
 
-def _orders(run_dir: Path) -> list[_Order]:
-    """Returns the newest orders, the oldest of them first. Raises OSError and ValueError."""
-    found: dict[str, _Order] = {}
-    try:
-        file = open_inside(run_dir, BOOK)
-    except FileNotFoundError:  # the run had no gateway
-        return []
-    with file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BOOK))
-        for line in file.read(MOST_BOOK).splitlines():
-            try:
-                order = decode_json(line, _line_decoder).order
-            except ValueError:  # a part of a line
-                continue
-            if order is not None:
-                found[order.request_id] = order
-    return list(found.values())[-MOST_ORDERS:]
+def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
+    """Takes a change into the newest orders, the oldest of them first. Raises ValueError for one of another form."""
+    order = decode_json(bytes(change.change), _line_decoder).order
+    if order is not None:
+        orders[order.request_id] = order
+        if len(orders) > MOST_ORDERS:
+            del orders[next(iter(orders))]
 
 
-def _order_spans(order: _Order, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:
+def read_orders(run_dir: Path) -> list[RunOrder]:
+    """Returns the newest orders of a run; a change that cannot be read is left out."""
+    found: dict[str, RunOrder] = {}
+    for event in EventReader(run_dir, kinds=("order",), writer=ORDERS).each():
+        with suppress(ValueError):
+            if isinstance(event, OrderChange):
+                take_order(found, event)
+    return list(found.values())
+
+
+def _order_spans(order: RunOrder, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:
     """Yields a span for each state of an order; the state in which it ended has no length."""
     named = ", ".join(order.engine_ids[:MOST_NAMED])
     more = len(order.engine_ids) - MOST_NAMED

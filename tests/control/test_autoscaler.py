@@ -17,7 +17,7 @@ from relax_core.control.worker_health import Beat
 from relax_core.observe.event_log import ACTOR, metric_record
 from relax_core.preflight import settle
 from relax_core.roles.worker import EngineReport, WorkerStatus
-from relax_core.server.order_book import FILE, OrderBook
+from relax_core.server.order_book import OrderBook
 from relax_core.server.orders import EngineRow
 
 WINDOW_S, COOLDOWN_S = 60.0, 120.0
@@ -166,10 +166,10 @@ def test_it_orders_none_that_the_samples_in_flight_could_not_fill(scaled: Scaled
 
 def test_an_order_that_cannot_be_written_is_placed_later(scaled: Scaled) -> None:
     scaled.book.enable_autoscaler(True)
-    (scaled.folder / FILE).rename(scaled.folder / "moved")
-    (scaled.folder / FILE).mkdir()
+    (scaled.folder / "events").rename(scaled.folder / "moved")
+    (scaled.folder / "events").touch()
     scaled.pass_seconds(70, wait_ms=500.0, waiting=4)
     assert not scaled.book.open_orders()
-    (scaled.folder / FILE).rmdir()
+    (scaled.folder / "events").unlink()
     scaled.pass_seconds(1, wait_ms=500.0, waiting=4)
     assert len(scaled.book.open_orders()) == 1

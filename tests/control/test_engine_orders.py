@@ -13,7 +13,6 @@ import ray
 from relax_core.control.engine_orders import EngineOrders, end_book, open_book
 from relax_core.control.process_numbers import EngineNumbers
 from relax_core.roles.worker import EngineReport
-from relax_core.server.order_book import FILE
 from relax_core.server.orders import Kind, Order, State, StateAt
 from tests.control.changes_harness import Run, run
 
@@ -174,14 +173,14 @@ def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
     ordered: Ordered, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
-    file, moved = tmp_path / "run" / FILE, tmp_path / "moved"
+    file, moved = tmp_path / "run" / "events", tmp_path / "moved"
     file.rename(moved)
-    file.mkdir()
+    file.touch()
     ordered.tick()
     ordered.tick()
     assert ordered.run.states() == {0: "serving"}, "nothing is done that is not written"
     end_book(ordered.book)
-    file.rmdir()
+    file.unlink()
     moved.rename(file)
     words = [record.getMessage() for record in caplog.records]
     assert sum("orders for engines wait" in word for word in words) == 1 and "stay open" in words[-1]

@@ -5,11 +5,11 @@ The first one also tells a receiver what happens to it.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from relax_core.observe.alarms import read_alarms
 from relax_core.observe.event_log import read_metrics
 from tests.integration.live_run import FinishedRun, run_to_end
 from tests.observe.receivers import http_receiver
@@ -60,8 +60,7 @@ def test_a_run_tells_of_its_start_of_a_rule_that_is_true_and_of_its_end(
     assert titles == ["the run has started", RULE, "the run has finished"], messages
     texts = [text for _, text in messages]
     assert "actor/tokens is " in texts[1] and "of 6" in texts[1] and str(run.folder) in texts[1]
-    kept = [json.loads(line) for line in (run.folder / "alarms.jsonl").read_text().splitlines()]
-    assert [one["event"] for one in kept] == ["started", "rule", "finished"]
+    assert [one.event for one in read_alarms(run.folder)] == ["started", "rule", "finished"]
     assert run.output.count("did not take") == 3, "each of the three is tried, and told in the log"
     assert SECRET not in run.output + "".join(texts)
     assert not any(SECRET in file.read_text(errors="replace") for file in (run.folder / "logs").glob("*.log"))

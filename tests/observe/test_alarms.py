@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.config.notify_rules import PRESETS, Rule, read_rule, read_rules
-from relax_core.observe.alarms import FILE, MOST_CHARACTERS, AlarmBook, RuleState, advanced, clean, read_alarms
+from relax_core.observe.alarms import MOST_CHARACTERS, AlarmBook, RuleState, advanced, clean, read_alarms
 
 
 class Clock:
@@ -41,23 +41,23 @@ def test_a_cause_is_told_once_again_later_and_when_it_is_over(tmp_path: Path) ->
 def test_the_next_controller_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     clock = Clock()
     AlarmBook(tmp_path, repeat_s=60.0, clock=clock).tell("stalled", "no step", title="t", text=lambda: "x")
-    with (tmp_path / FILE).open("ab") as file:
-        file.write(b'{"event": "half a li')
+    with (tmp_path / "events" / "0000.alarms.0.jsonl").open("ab") as file:
+        file.write(b'{"type":"alarm","event": "half a li')
     book = AlarmBook(tmp_path, repeat_s=60.0, clock=clock)
     assert book.tell("stalled", "no step", title="t", text=lambda: "x") is None
     assert book.over("stalled", "no step", title="t", text=lambda: "x") is not None
-    assert [one.kind for one in read_alarms(tmp_path / FILE)] == ["new", "over"], "the half line is left out"
+    assert [one.kind for one in read_alarms(tmp_path)] == ["new", "over"], "the half line is left out"
 
 
 def test_a_message_that_cannot_be_kept_is_told_and_says_so(tmp_path: Path) -> None:
     book = AlarmBook(tmp_path, repeat_s=60.0)
-    (tmp_path / FILE).mkdir()
+    (tmp_path / "events").touch()
     assert book.tell("disk_low", "disk", title="t", text=lambda: "x") is not None
-    assert "alarms.jsonl lacks messages" in book.problem and "Is a directory" in book.problem
+    assert "the event log lacks alarms" in book.problem and "File exists" in book.problem
 
 
 def test_no_file_is_no_alarm(tmp_path: Path) -> None:
-    assert read_alarms(tmp_path / FILE) == []
+    assert read_alarms(tmp_path) == []
 
 
 def test_what_an_exception_quotes_and_secrets_stay_here() -> None:

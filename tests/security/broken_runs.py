@@ -118,8 +118,9 @@ def orders_many(run: Path) -> None:
         "failure": "",
         "history": 1000 * [{"state": "A", "at": 1}],
     }
-    lines = [msgspec.json.encode({"order": order | {"request_id": f"{one}"}}) for one in range(2000)]
-    (run / "operations.jsonl").write_bytes(b"\n".join([*lines, b"[" * 10**6, b"{}", b"\xff"]))
+    changes = [{"order": order | {"request_id": f"{one}"}} for one in range(2000)]
+    lines = [msgspec.json.encode({"type": "order", "time_s": 1, "change": change}) for change in changes]
+    (run / EVENTS).write_bytes(b"\n".join([*lines, b"[" * 10**6, b"{}", b"\xff"]))
 
 
 def logs(run: Path) -> None:
@@ -164,7 +165,6 @@ LISTED: dict[str, Breaks] = {
     "metrics_pipe": instead("metrics.jsonl", os.mkfifo),
     "metrics_device": instead("metrics.jsonl", lambda path: path.symlink_to("/dev/zero")),
     "texts_pipe": instead("texts.jsonl", os.mkfifo),
-    "alarms_pipe": instead("alarms.jsonl", os.mkfifo),
     "links_out": links,
     "name_\x1b[31m\u202e_\x85": text("summary.json", '{"outcome": "\\u001b[31m\\u202e<script>"}'),
     "ledger_view": ledger(VIEW),
@@ -178,12 +178,10 @@ LISTED: dict[str, Breaks] = {
     "ledger_sparse": sparse("ledger.sqlite"),
     "ledger_pipe": instead("ledger.sqlite", os.mkfifo),
     "ledger_wal_pipe": instead("ledger.sqlite-wal", os.mkfifo),
-    "orders_pipe": instead("operations.jsonl", os.mkfifo),
 }
 # These cost a view of the run, or nothing.
 OTHER: dict[str, Breaks] = {
     "orders_many": orders_many,
-    "orders_sparse": sparse("operations.jsonl"),
     "ledger_wrong_types": ledger(
         f"{OTHERS} CREATE TABLE events ({COLUMNS});"
         "INSERT INTO events VALUES (1, x'ff00', 7, NULL, 'x', 1e300, 5, 'never');"
@@ -216,8 +214,8 @@ OTHER: dict[str, Breaks] = {
     "texts_wrong_straggler": text(
         EVENTS, '{"type":"texts","kind":"straggler","step":0,"time_s":1,"rows":[{"who":1}]}\n'
     ),
-    "alarms_sparse": sparse("alarms.jsonl"),
-    "alarms_nested": text("alarms.jsonl", "[" * 100_000 + "\n"),
+    "alarms_pipe": instead("events/0001.alarms.0.jsonl", os.mkfifo),
+    "alarms_wrong": text(EVENTS, '{"type":"alarm","event":1}\n{"type":"alarm","event":' + "[" * 100_000 + "\n"),
     "recoveries_sparse": sparse("logs/recoveries.json"),
     "recoveries_wrong": text("logs/recoveries.json", '[{"tier": "x"}]'),
     "lock_sparse": sparse(".lock"),

@@ -10,10 +10,10 @@ import pytest
 
 from relax_core.cli.trace_command import main
 from relax_core.control.recoveries import FROM_CHECKPOINT, IN_PLACE, Recoveries, recoveries_file
-from relax_core.server.order_book import FILE, OrderBook
+from relax_core.server.order_book import OrderBook
 from relax_core.server.run_reader import RunReader
 from relax_core.server.run_series import Timed
-from relax_core.server.run_timeline import event_spans, make_timeline
+from relax_core.server.run_timeline import event_spans, make_timeline, read_orders
 from tests.server.made_run import make_run
 
 Told = tuple[str, str, float, float, int]
@@ -24,7 +24,7 @@ def steps(*ends: float) -> list[Timed]:
 
 
 def told(run_dir: Path, timed: list[Timed]) -> list[Told]:
-    spans, problems = event_spans(run_dir, timed)
+    spans, problems = event_spans(run_dir, timed, read_orders(run_dir))
     assert problems == []
     return [(one.lane, one.name, one.start_s, one.end_s, one.step) for one in spans]
 
@@ -57,10 +57,9 @@ def test_files_without_times_or_damaged_ones_cost_their_spans_alone(tmp_path: Pa
     file.write_bytes(msgspec.json.encode([{"tier": 1, "cause": "c", "at_step": 1, "from_step": 1, "seconds": 2.0}]))
     assert told(tmp_path, steps(1.0)) == [], "an older Relax wrote no times"
     file.write_text("[{")
-    (tmp_path / FILE).mkdir()
-    spans, problems = event_spans(tmp_path, steps(1.0))
+    spans, problems = event_spans(tmp_path, steps(1.0), [])
     assert spans == []
-    assert [one.split(" cannot")[0] for one in problems] == ["logs/recoveries.json", "The orders of the run"]
+    assert [one.split(" cannot")[0] for one in problems] == ["logs/recoveries.json"]
 
 
 def test_an_order_has_a_span_for_each_of_its_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +71,8 @@ def test_an_order_has_a_span_for_each_of_its_states(tmp_path: Path, monkeypatch:
         order = book.move(order, state, engines=[1, 2], failure="it died" if state == "FAILED" else "")  # type: ignore[arg-type]
     now[0] = 110.0
     book.place("stop", {})
-    with (tmp_path / FILE).open("ab") as file:
-        file.write(b'{"order": {"kind"')  # a line that is being written
+    with (tmp_path / "events" / "0000.orders.0.jsonl").open("ab") as file:
+        file.write(b'{"type":"order","change"')  # a line that is being written
     what = "scale_out engine-1, engine-2"
     expected = [
         ("orders", f"{what}: PENDING", 100.0, 101.0, 0),

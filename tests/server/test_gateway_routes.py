@@ -15,7 +15,7 @@ import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import FOLDER
 from relax_core.server.guard import Guard, Session
-from relax_core.server.order_book import FILE, OrderBook
+from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering, channel
 from relax_core.server.order_routes import Controller, order_app
 from relax_core.server.orders import PROBLEM, STATUS_OF, TYPE, EngineRoom, EngineRow, Limits, RunRow, ScaleDecision
@@ -315,12 +315,12 @@ def test_a_controller_that_is_not_there_gives_503_and_takes_the_order_no_more(
 
 
 def test_an_order_that_cannot_be_written_is_not_taken(gateway: Gateway, tmp_path: Path) -> None:
-    (tmp_path / FILE).rename(tmp_path / "moved")
-    (tmp_path / FILE).mkdir()
+    (tmp_path / "events").rename(tmp_path / "moved")
+    (tmp_path / "events").touch()
     status, problem = gateway.order("scale_out", num_replicas=3)
     assert (status, problem["type"]) == (503, TYPE + "order-unwritten")
     assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == []
-    (tmp_path / FILE).rmdir()
+    (tmp_path / "events").unlink()
     assert gateway.order("scale_out", num_replicas=3)[0] == 202
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import relax_core.server.order_book as module
-from relax_core.server.order_book import FILE, OrderBook, order_history
+from relax_core.server.order_book import OrderBook, order_history
 from relax_core.server.orders import EngineRow, Order, Refusal, RunRow, ScaleDecision
 
 BODY = {"num_replicas": 2}
@@ -63,16 +63,17 @@ def test_the_next_controller_knows_what_was_written_whole(tmp_path: Path) -> Non
         for number, origin in enumerate(["start", "added"])
     ]
     book.write_engines(rows)
-    size = (tmp_path / FILE).stat().st_size
+    file = tmp_path / "events" / "0000.orders.0.jsonl"
+    size = file.stat().st_size
     book.write_engines([EngineRow(**vars(rows[1]) | {"samples_running": 8, "weight_version": 3})])
-    assert (tmp_path / FILE).stat().st_size == size and book.engines()[1].samples_running == 8, "loads are not kept"
+    assert file.stat().st_size == size and book.engines()[1].samples_running == 8, "loads are not kept"
     order = book.move(place(book), "CREATING", engines=[4])
     out = ScaleDecision(at=2.0, action="out", reason="it waits", engines=2, target=3)
     book.decided(out)
     book.decided(ScaleDecision(at=3.0, action="none", reason="it does not", engines=2, target=2))
     book.enable_autoscaler(True)
-    with (tmp_path / FILE).open("ab") as file:
-        file.write(b'{"order": {"request_id"')  # a process is killed while it writes
+    with file.open("ab") as opened:
+        opened.write(b'{"type":"order","change": {"request_id"')  # a process is killed while it writes
     second = OrderBook(tmp_path)
     assert second.engines() == rows and second.orders() == [order] and second.newest_engine() == 4
     assert second.autoscaler and second.decisions() == [out] and second.run is None and second.last_decision is None

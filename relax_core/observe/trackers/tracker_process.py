@@ -25,7 +25,7 @@ import msgspec
 
 from relax_core.contracts.child import Child, cause_in_log, module_command
 from relax_core.contracts.sink import BaseSink, SinkStart
-from relax_core.observe.event_log import EventReader, GapRecord, Record
+from relax_core.observe.event_log import EventReader, Record
 from relax_core.registry import FILE_SINKS, find_sink, short_name
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class _Follower:
         if not self._batch and time.monotonic() >= self._next_try:
             events = self._reader.read()
             self._taken += len(events)
-            self._batch = [event for event in events if not isinstance(event, GapRecord)]
+            self._batch = [event for event in events if isinstance(event, Record)]
             if not events:
                 return False
         if not is_last and time.monotonic() < self._next_try:
