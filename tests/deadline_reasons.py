@@ -101,7 +101,7 @@ REASONS = {
     ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     (
-        "relax_core/rollout/episodes/played_group.py",
+        "relax_core/rollout/episodes/group_player.py",
         "end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
     # `AgentHost.played` has the deadlines of an attempt and cancels what waits here; a guard ends its agent within

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, one_turn_episodes
+from relax_core.rollout.prompt_admissions import AdmittedPrompt
 
 
 def response(
@@ -76,6 +78,12 @@ def scored(
     for one, reward in zip(responses, rewards, strict=True):
         of[one.sample].output = reward if isinstance(reward, RewardOutput) else RewardOutput(reward=reward)
     return episodes
+
+
+def admitted(index: int, row: DataRow, *, rid: str, evaluation: str = "") -> AdmittedPrompt:
+    """An admitted group of an env that opens its own episodes; its data row is row ``index``."""
+    request = PromptRequest(rid=rid, input_ids=[], sampling_seed=0)
+    return AdmittedPrompt(index=index, row=row, where=f"row {index}", request=request, evaluation=evaluation)
 
 
 def content(one: Generated) -> dict[str, object]:

@@ -13,14 +13,15 @@ from relax_core.config.modality import modality_of_row
 from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.contracts.media import BAD_MEDIA, MediaError
+from relax_core.contracts.media import BAD_MEDIA
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.modality_figures import ModalityFigures
 from relax_core.rollout.prompt_tokens import Prompt, PromptMaker
 from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.teacher_choice import TeacherOf
-from relax_core.rollout.weight_update_handler import WeightUpdateHandler
+from relax_core.rollout.weight_update_handler import GroupsInFlight
 
 AGAIN_S = 1.0  # the timeout for the prompt that replaces a bad data row; the bus has its credit and answers at once
 log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class RolloutLoopSettings:
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
     worker, and ``alone`` is True if no other worker asks for admissions. The run ends after ``max_failed_groups``
     groups in a row without one reward. With ``in_order``, groups go to the bus in the order in which their responses
-    arrived, which is equal in every run. With ``lockstep``, the turns of a prompt batch go out together.
-    ``media_folder`` holds the files of encoded images and videos; it is empty for a run on text.
+    arrived, which is equal in every run. ``media_folder`` holds the files of encoded images and videos; it is empty for
+    a run on text.
     """
 
     seed: int
@@ -61,7 +62,6 @@ class RolloutLoopSettings:
     mask_off_policy: bool = False
     mask_truncated: bool = False
     in_order: bool = False
-    lockstep: bool = False
     media_folder: str = ""
 
 
@@ -70,24 +70,36 @@ class AdmittedPrompt:
     """Is an admitted prompt that is ready for the engine.
 
     ``number`` is the number of its data row, and ``where`` the row's file and line. ``modality`` is the prompt's. For
-    an env of several turns the request has no tokens, because the env opens its own episodes.
+    an env of several turns the request has no tokens, because the env opens its own episodes; the names of theirs begin
+    with its ``rid``. ``evaluation`` is empty for training; it names the evaluation set whose row ``index`` this is, so
+    that its seeds and uids are its own.
     """
 
     index: int
-    number: int
-    attempt: int
     row: DataRow
     where: str
-    modality: str
     request: PromptRequest
-    teacher: str | None
+    attempt: int = 0
+    number: int = 0
+    modality: str = ""
+    teacher: str | None = None
+    evaluation: str = ""
+
+    @property
+    def uid(self) -> str:
+        """Returns the uid of the group, which holds its media."""
+        return f"{self.evaluation}/{self.index}" if self.evaluation else group_uid(self.index)
+
+    def seed(self, of_run: int, purpose: str) -> int:
+        """Returns the seed of the group for a purpose, such as "env"."""
+        return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))
 
 
 class PromptAdmissions:
     """Asks the bus for admissions and makes their prompts; `RolloutLoop` explains the parameters.
 
     ``check_row`` raises `BadRow` for a data row (with its file and line) that its reward cannot score.
-    ``opens_itself`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if the
+    ``makes_prompts`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if the
     next admissions need not wait until the images and videos of earlier ones are encoded. They wait in a run whose
     batches must be equal every time, where each is admitted one train step ahead anyway.
     """
@@ -102,8 +114,8 @@ class PromptAdmissions:
         bad_rows: BadRows,
         teacher_of: TeacherOf | None,
         check_row: Callable[[DataRow, str], None],
-        weight_update_handler: WeightUpdateHandler | None,
-        opens_itself: bool,
+        flight: GroupsInFlight,
+        makes_prompts: bool,
     ) -> None:
         self._bus = bus
         self._source = source
@@ -112,10 +124,10 @@ class PromptAdmissions:
         self._bad_rows = bad_rows
         self._teacher_of = teacher_of
         self._check_row = check_row
-        self._weight_update_handler = weight_update_handler
-        self._opens_itself = opens_itself
+        self._flight = flight
+        self._makes_prompts = makes_prompts
         self.figures = ModalityFigures()
-        encodes = prompts.items is not None and not opens_itself
+        encodes = prompts.items is not None and not makes_prompts
         self.go_on = encodes and not (settings.in_order and settings.alone)
 
     async def next(self) -> list[Admission]:
@@ -136,18 +148,22 @@ class PromptAdmissions:
         ``go_on``. Therefore the prompt batches of a run that must be repeatable are equal in every run with the same
         data and seed.
         """
-        self._record(admissions)
+        self._flight.admit(admissions)
         return self._make(admissions)
 
-    def played(self, number: int, bad: MediaError | None) -> None:
-        """Counts a group of an env of several turns, which played data row ``number``.
+    def played(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
+        """Counts a group whose episodes have ended; one of an env of several turns may have shown bad media.
 
-        ``bad`` says why an image or video of a turn cannot be used. Raises ValueError if there are too many such rows.
+        Raises ValueError if there are too many such rows.
         """
-        if bad is None:
-            self._bad_rows.use()
-        else:
-            self._bad_rows.leave_out(number, bad)
+        if self._makes_prompts:
+            bad = next((one.bad_media for one in episodes if one.bad_media is not None), None)
+            if bad is None:
+                self._bad_rows.use()
+            else:
+                self._bad_rows.leave_out(prompt.number, bad)
+        elif prefill_ms := episodes[0].turns[0].response.prefill_ms:  # SGLang does not report it
+            self.figures.add(prompt.modality, "prefill", prefill_ms)
 
     def media_figures(self) -> dict[str, float]:
         """Returns how many items were encoded and how many prompts had bad ones since the run began, by reason.
@@ -160,10 +176,6 @@ class PromptAdmissions:
         by_reason = {f"{BAD_MEDIA}/{word}": float(count) for word, count in reasons.items()}
         counts = {"encoded": self._prompts.items.encoded, BAD_MEDIA: reasons.total(), **by_reason}
         return counts | self.figures.take()
-
-    def _record(self, admissions: Sequence[Admission]) -> None:
-        if self._weight_update_handler is not None:
-            self._weight_update_handler.admit(admissions)
 
     async def _make(self, admissions: Sequence[Admission]) -> list[AdmittedPrompt]:
         prompts: list[AdmittedPrompt] = []
@@ -179,7 +191,7 @@ class PromptAdmissions:
             for admission, number, prompt in zip(admissions, numbers, made, strict=True):
                 self._bad_rows.draw(number)
                 if isinstance(prompt, AdmittedPrompt):
-                    if not self._opens_itself:  # an env of several turns may still show bad images
+                    if not self._makes_prompts:  # an env of several turns may still show bad images
                         self._bad_rows.use()
                     prompts.append(prompt)
                 else:
@@ -188,13 +200,12 @@ class PromptAdmissions:
             # If another call asks too, it may have taken the credit, and these prompts must not wait for it.
             replace = left_out > 0 and self._settings.alone and not self.go_on
             admissions = await self._admitted_at_once(left_out) if replace else ()
-            self._record(admissions)
+            self._flight.admit(admissions)
         return prompts
 
     async def leave_out(self, index: int, number: int, error: BadRow) -> None:
         """Ends the group of a data row that cannot be used; raises ValueError if there are too many such rows."""
-        if self._weight_update_handler is not None:
-            self._weight_update_handler.end(index)
+        self._flight.end(index)
         self._prompts.release(group_uid(index))
         await self._bus.drop(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(number, error)
@@ -225,7 +236,7 @@ class PromptAdmissions:
         self._check_row(row, where)
         teacher = None if self._teacher_of is None else self._teacher_of(row, where)
         prompt = Prompt(token_ids=[])
-        if not self._opens_itself:
+        if not self._makes_prompts:
             start = time.perf_counter()
             prompt = await self._prompts.prompt(row, where=where, owner=admission.group_uid)
             if prompt.media:

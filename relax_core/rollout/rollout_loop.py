@@ -1,4 +1,4 @@
-"""The loop of a rollout worker: admissions → prompts → engine → rewards → complete groups on the bus.
+"""The loop of a rollout worker: admissions → prompts → episodes → rewards → complete groups on the bus.
 
 The loop never waits for the trainer. It asks for admissions one step ahead, and the engine holds prompts that must not
 start yet.
@@ -10,21 +10,17 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.data import BadRow, PromptSource
-from relax_core.contracts.engine import Generated
-from relax_core.contracts.tree import TRUNCATED, group_uid
-from relax_core.engines.engine_pool import EnginePool
+from relax_core.contracts.tree import TRUNCATED
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.observe.sample_log import SampleLog
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
     PlayedFigures,
-    one_turn_episodes,
     played_values,
     score_episodes,
 )
@@ -36,14 +32,14 @@ from relax_core.rollout.episodes.group_assembly import (
     tell_lost,
     token_accounts,
 )
-from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart
-from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder, start_in
+from relax_core.rollout.episodes.group_player import GroupPlayer
+from relax_core.rollout.episodes.shared_requests import start_in
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
-from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
+from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_failures import FailedGroups, TruncatedGroups
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.teacher_choice import TeacherOf
-from relax_core.rollout.weight_update_handler import WeightUpdateHandler
+from relax_core.rollout.weight_update_handler import GroupsInFlight, WeightUpdateHandler
 
 Record = Callable[[str, int, Mapping[str, float]], None]
 
@@ -61,18 +57,18 @@ class RolloutLoop:
     ``gate(version)`` returns when no evaluation must come before prompts of that version. ``bad_rows`` counts the data
     rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
     ``weight_update_handler`` is set if groups may end or restart with a weight version. ``advantages`` computes a
-    complete group's advantages if no role does so. ``player`` plays the episodes of an env of several turns.
-    ``samples`` keeps what becomes of every group.
+    complete group's advantages if no role does so. ``player`` plays the episodes. ``samples`` keeps what becomes of
+    every group.
     """
 
     def __init__(
         self,
         *,
         bus: RolloutBus,
-        pool: EnginePool,
         source: PromptSource,
         prompts: PromptMaker,
         rewards: RewardPool,
+        player: GroupPlayer,
         settings: RolloutLoopSettings,
         record: Record,
         gate: Callable[[int], Any],
@@ -81,11 +77,9 @@ class RolloutLoop:
         teacher_of: TeacherOf | None = None,
         weight_update_handler: WeightUpdateHandler | None = None,
         advantages: MakeExtras | None = None,
-        player: GroupPlayer | None = None,
         samples: SampleLog | None = None,
     ) -> None:
         self._bus = bus
-        self._pool = pool
         self._prompts = prompts
         self._rewards = rewards
         self._settings = settings
@@ -93,6 +87,7 @@ class RolloutLoop:
         self._gate = gate
         self._refuse = refuse
         self._weight_update_handler = weight_update_handler
+        self._flight = GroupsInFlight() if weight_update_handler is None else weight_update_handler
         self._advantages = advantages
         self._player = player
         self._samples, self._lost = samples, None if samples is None else samples.lost
@@ -104,18 +99,16 @@ class RolloutLoop:
             bad_rows=bad_rows,
             teacher_of=teacher_of,
             check_row=rewards.check_row,
-            weight_update_handler=weight_update_handler,
-            opens_itself=player is not None,
+            flight=self._flight,
+            makes_prompts=player.makes_prompts,
         )
-        self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
         self._cancelled: list[PlayedFigures] = []  # of groups that were given up since the last record
-        self._order = LockstepOrder() if settings.lockstep else BatchOrder()
-        self._sampled_tokens: Counter[str] = Counter()  # of episodes of several turns, by what became of them
+        self._sampled_tokens: Counter[str] = Counter()  # by what became of them
         self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
         self._staged: list[Group] = []
         self._flushing = False
-        self._newest_group: asyncio.Task[float] | None = None  # the group whose responses arrived last
+        self._newest_group: asyncio.Task[PlayedFigures] | None = None  # the group that came last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
         """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); leaves no prompt batch running."""
@@ -150,183 +143,76 @@ class RolloutLoop:
         for prompt in await admitted:
             by_version[prompt.request.min_version].append(prompt)
         for version in sorted(by_version):
-            prompt_batch = self._prompt_batch if self._player is None else self._played_prompt_batch
-            for prompts in self._order.batches(version, by_version[version]):
-                start_in(tasks, prompt_batch(version, prompts, tasks))
+            start_in(tasks, self._sample(version, by_version[version], tasks))
 
-    async def _prompt_batch(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
-        """Sends one engine request for prompts of one weight version; each group leaves when it is complete."""
+    async def _sample(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
+        """Plays the groups of prompts of one weight version; each leaves when it is complete."""
         await self._gate(version)
         start = time.perf_counter()
-        unanswered = {prompt.index for prompt in prompts}
-        if self._weight_update_handler is not None:  # some groups may have ended since they were admitted
-            prompts = [prompt for prompt in prompts if self._weight_update_handler.begin(prompt.index, prompt.request)]
-        samples = tokens = newest = 0
-        engine: list[StreamEnd] = []
-        groups: list[asyncio.Task[float]] = []
-        async for number, responses in self._pool.generate(
-            [prompt.request for prompt in prompts],
-            self._settings.sampling,
-            places=[prompt.index for prompt in prompts],
-            on_end=engine.append,
+        requests: list[StreamEnd] = []
+        groups: list[asyncio.Task[PlayedFigures]] = []
+        async for prompt, episodes in self._player.groups(
+            prompts, tasks, flight=self._flight, given_up=self._give_up, on_end=requests.append
         ):
-            prompt = prompts[number]
-            check_prompt_tokens(prompt.request, responses)
-            unanswered.discard(prompt.index)
-            if responses[0].prefill_ms:  # SGLang does not report it
-                self._admissions.figures.add(prompt.modality, "prefill", responses[0].prefill_ms)
-            if self._weight_update_handler is not None:
-                self._weight_update_handler.end(prompt.index)
-            samples += len(responses)
-            tokens += sum(len(response.output_ids) for response in responses)
-            newest = max(newest, int(responses[-1].versions[-1]))
-            self._newest_group = tasks.create_task(self._score_and_stage(prompt, responses, tasks, self._newest_group))
-            groups.append(self._newest_group)
-        for index in unanswered:  # these were given up
-            self._prompts.release(group_uid(index))
-        reward_s = sum(await asyncio.gather(*groups))
-        if not samples:  # every group was given up
-            return
-        values = {
-            "generate_ms": 1e3 * (time.perf_counter() - start),
-            "engine_ms": max((end.prefill_ms + end.decode_ms for end in engine), default=0.0),
-            "held_ms": max((end.held_ms for end in engine), default=0.0),
-            "reward_ms": 1e3 * reward_s,
-            "reward_failed": self._rewards.failures.share,
-            "samples": samples,
-            "tokens": tokens,
-        }
-        if self._weight_update_handler is not None:
-            values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
-        if self._prompts.items is not None and engine:
-            values["tower_passes"] = max(end.tower_passes for end in engine)
-            values["feature_mb"] = max(end.media_feature_bytes for end in engine) / 1e6
-        self._record("rollout", newest, values | self._admissions.media_figures())
-
-    async def _played_prompt_batch(
-        self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup
-    ) -> None:
-        """Plays the groups of an env of several turns; a group leaves when its episodes have ended."""
-        assert self._player is not None
-        async with self._order.turn(version):
-            await self._gate(version)
-            lockstep = None
-            if self._settings.lockstep:
-                lockstep = self._player.lockstep([group_uid(prompt.index) for prompt in prompts])
-                tasks.create_task(lockstep.run())
-            await self._play_batch(version, prompts, tasks, lockstep)
-
-    async def _play_batch(
-        self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup, lockstep: Lockstep | None
-    ) -> None:
-        """Plays groups, each at its own pace or with ``lockstep``, and records their figures."""
-        start = time.perf_counter()
-        groups = []
-        # Groups that were handed on are forgotten, because a run has many weight versions.
-        self._newest_played = {of: group for of, group in self._newest_played.items() if not group.done()}
-        for prompt in prompts:
-            before = self._newest_played.get(version)
-            group = tasks.create_task(self._play_and_stage(prompt, tasks, before, lockstep=lockstep))
-            if self._weight_update_handler is not None and not self._weight_update_handler.begin_episodes(
-                prompt.index, group.cancel
-            ):
-                group.cancel()  # the group ended before its episodes began
+            if isinstance(episodes, BadRow):
+                await self._admissions.leave_out(prompt.index, prompt.number, episodes)
                 continue
-            self._newest_played[version] = group
-            groups.append(group)
-        if not groups:
-            return
-        await asyncio.wait(groups)
-        played = [one for group in groups if not group.cancelled() and (one := group.result()) is not None]
-        if not played:
-            return
-        played += self._cancelled
+            self._newest_group = tasks.create_task(self._finish(prompt, episodes, tasks, self._newest_group))
+            groups.append(self._newest_group)
+        if groups:
+            played = await asyncio.gather(*groups)
+            self._record_figures(played, requests, seconds=time.perf_counter() - start)
+
+    async def _finish(
+        self,
+        prompt: AdmittedPrompt,
+        episodes: Sequence[EpisodeRecord],
+        tasks: asyncio.TaskGroup,
+        before: asyncio.Task[PlayedFigures] | None,
+    ) -> PlayedFigures:
+        """Scores a group, makes its token tree and hands it to the bus.
+
+        It runs in its own task, so that a slow reward delays neither other groups nor the engine. ``before`` is the
+        group that came before this one.
+        """
+        self._admissions.played(prompt, episodes)
+        reward_s = await self._score(prompt, episodes)
+        if self._settings.in_order and before is not None:
+            await asyncio.wait([before])
+        await self._hand_on(self._complete(prompt, episodes), tasks)
+        return PlayedFigures.of(episodes, reward_s=reward_s)
+
+    def _give_up(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
+        """Counts the episodes of a group that is given up, and their tokens, none of which is trained; keeps them."""
+        self._prompts.release(prompt.uid)
+        if episodes:
+            self._sampled_tokens.update(token_accounts(episodes, None))
+            if self._lost is not None:
+                tell_lost(self._lost, prompt.uid, episodes, reason="cancelled")
+            self._cancelled.append(PlayedFigures.of(episodes, reward_s=0.0))
+
+    def _record_figures(
+        self, played: Sequence[PlayedFigures], requests: Sequence[StreamEnd], *, seconds: float
+    ) -> None:
+        """Records the figures of a prompt batch, and of the groups that were given up since the last record."""
+        played = [*played, *self._cancelled]
         self._cancelled = []
         values = {
-            "generate_ms": 1e3 * (time.perf_counter() - start),
+            "generate_ms": 1e3 * seconds,
             "reward_ms": 1e3 * sum(one.reward_s for one in played),
             "reward_failed": self._rewards.failures.share,
             **played_values(played),
             **{f"tokens/{reason}": float(count) for reason, count in self._sampled_tokens.items()},
         }
+        if requests:
+            values["engine_ms"] = max(one.prefill_ms + one.decode_ms for one in requests)
+            values["held_ms"] = max(one.held_ms for one in requests)
+        if requests and self._prompts.items is not None:
+            values["tower_passes"] = max(one.tower_passes for one in requests)
+            values["feature_mb"] = max(one.media_feature_bytes for one in requests) / 1e6
         if self._weight_update_handler is not None:
-            values["aborts"] = self._weight_update_handler.aborts
+            values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
         self._record("rollout", max(one.newest_version for one in played), values | self._admissions.media_figures())
-
-    def _count_cancelled(self, index: int, records: Sequence[EpisodeRecord]) -> None:
-        """Counts the episodes of a group that is given up, and their tokens, none of which is trained; keeps them."""
-        self._sampled_tokens.update(token_accounts(records, None))
-        if self._lost is not None:
-            tell_lost(self._lost, group_uid(index), records, reason="cancelled")
-        self._cancelled.append(PlayedFigures.of(records, reward_s=0.0))
-
-    async def _play_and_stage(
-        self,
-        prompt: AdmittedPrompt,
-        tasks: asyncio.TaskGroup,
-        before: asyncio.Task[PlayedFigures | None] | None,
-        *,
-        lockstep: Lockstep | None,
-    ) -> PlayedFigures | None:
-        """Plays and scores a group and hands it to the bus; returns None if its opening cannot be used."""
-        assert self._player is not None
-        handler = self._weight_update_handler
-        start = GroupStart(
-            index=prompt.index,
-            attempt=prompt.attempt,
-            row=prompt.row,
-            where=prompt.where,
-            rid=prompt.request.rid,
-            min_version=prompt.request.min_version,
-            on_request=(lambda rid: None) if handler is None else partial(handler.turn_begins, prompt.index),
-            on_response=(lambda rid: None) if handler is None else partial(handler.turn_ends, prompt.index),
-            on_cancelled=partial(self._count_cancelled, prompt.index),
-            lockstep=lockstep,
-        )
-        try:
-            records = await self._player.play(start, tasks)
-        except BadRow as error:
-            await self._admissions.leave_out(prompt.index, prompt.number, error)
-            return None
-        except asyncio.CancelledError:
-            self._prompts.release(group_uid(prompt.index))
-            raise
-        if handler is not None:
-            handler.end(prompt.index)
-        bad = next((one.bad_media for one in records if one.bad_media is not None), None)
-        self._admissions.played(prompt.number, bad)
-        reward_s = await self._score(prompt, records)
-        if self._settings.in_order and before is not None:
-            await asyncio.wait([before])
-        done = self._complete(prompt, records)
-        await self._hand_on(done, tasks)
-        return PlayedFigures.of(records, reward_s=reward_s)
-
-    async def _score_and_stage(
-        self,
-        prompt: AdmittedPrompt,
-        responses: Sequence[Generated],
-        tasks: asyncio.TaskGroup,
-        before: asyncio.Task[float] | None,
-    ) -> float:
-        """Scores a group and hands it to the bus; returns the seconds that the rewards took.
-
-        It runs in its own task, so that a slow reward delays neither other groups nor the engine. ``before`` is the
-        group whose responses arrived before these.
-        """
-        records = one_turn_episodes(
-            group_uid(prompt.index),
-            prompt.request,
-            responses,
-            tokenizer=self._prompts.tokenizer,
-            stop=self._settings.sampling.stop,
-        )
-        reward_s = await self._score(prompt, records)
-        if self._settings.in_order and before is not None:
-            await before
-        done = self._complete(prompt, records)
-        await self._hand_on(done, tasks)
-        return reward_s
 
     async def _score(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> float:
         """Scores the ended episodes of a group; returns the seconds that the rewards took."""

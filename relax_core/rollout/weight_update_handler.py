@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from relax_core.contracts.bus import Admission, VersionChange
-from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.tree import group_uid
 
 MAX_ABORTS = 3  # with rollout.partial=abort, a group that was aborted this often finishes in place
@@ -38,7 +37,30 @@ class _GroupInFlight:
     aborts: int = 0
 
 
-class WeightUpdateHandler:
+class GroupsInFlight:
+    """Is what players report the groups in flight to; this one ends none of them.
+
+    `WeightUpdateHandler` ends or restarts groups.
+    """
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Adds the groups of these admissions; some of them may end before they begin."""
+
+    def begin(self, index: int, cancel: Callable[[], object] | None = None) -> bool:
+        """Says that a group begins, whose episodes ``cancel`` ends; returns False if the group has ended."""
+        return True
+
+    def turn_begins(self, index: int, rid: str) -> None:
+        """Adds a request of a group that is about to be sent."""
+
+    def turn_ends(self, index: int, rid: str) -> None:
+        """Removes a request whose response has arrived."""
+
+    def end(self, index: int) -> None:
+        """Removes a group whose responses are complete or whose data row cannot be used."""
+
+
+class WeightUpdateHandler(GroupsInFlight):
     """Follows the weight versions for the loop of rollout worker ``worker``, which reports its groups in flight.
 
     Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort) all
@@ -57,39 +79,26 @@ class WeightUpdateHandler:
         self._in_flight: dict[str, _GroupInFlight] = {}  # by group uid
         self.aborts = 0
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
-        """Adds the groups of these admissions; some of them may end before they begin."""
+    def admit(self, admissions: Sequence[Admission]) -> None:  # noqa: D102
         for admission in admissions:
             self._in_flight[admission.group_uid] = _GroupInFlight(admission.min_version)
 
-    def begin(self, index: int, request: PromptRequest) -> bool:
-        """Adds the request of a group that is about to be sent; returns False if the group has ended."""
-        group = self._in_flight.get(group_uid(index))
-        if group is None:
-            return False
-        group.rids.add(request.rid)
-        return True
-
-    def begin_episodes(self, index: int, cancel: Callable[[], object]) -> bool:
-        """Adds ``cancel``, which ends the episodes of a group; returns False if the group has ended."""
+    def begin(self, index: int, cancel: Callable[[], object] | None = None) -> bool:  # noqa: D102
         group = self._in_flight.get(group_uid(index))
         if group is None:
             return False
         group.cancel = cancel
         return True
 
-    def turn_begins(self, index: int, rid: str) -> None:
-        """Adds the request of a turn that is about to be sent."""
+    def turn_begins(self, index: int, rid: str) -> None:  # noqa: D102
         if (group := self._in_flight.get(group_uid(index))) is not None:  # a group that is given up has no entry
             group.rids.add(rid)
 
-    def turn_ends(self, index: int, rid: str) -> None:
-        """Removes the request of a turn whose response has arrived."""
+    def turn_ends(self, index: int, rid: str) -> None:  # noqa: D102
         if (group := self._in_flight.get(group_uid(index))) is not None:
             group.rids.discard(rid)
 
-    def end(self, index: int) -> None:
-        """Removes a group whose responses are complete or whose data row cannot be used."""
+    def end(self, index: int) -> None:  # noqa: D102
         self._in_flight.pop(group_uid(index), None)
 
     async def run(self) -> None:

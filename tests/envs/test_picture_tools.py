@@ -29,13 +29,12 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.played_group import GroupStart
 from relax_core.rollout.episodes.tree_builder import build_tree
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.media_items import TOWER
-from tests.responses import response
+from tests.responses import admitted, response
 
 # Two colours: the left half of the picture is red, the right half blue.
 PIXELS = np.zeros((16, 32, 3), np.uint8)
@@ -139,7 +138,7 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
 
     async def play() -> Any:
         player = EpisodePlayer(env=spec, env_config=config, prompts=prompts, pool=pool, sampling=sampling, seed=0)
-        start = GroupStart(index=0, attempt=0, row=row(), where="row 0", rid="g0", min_version=0)
+        start = admitted(0, row(), rid="g0")
         async with asyncio.TaskGroup() as tasks:
             return await player.play(start, tasks)
 

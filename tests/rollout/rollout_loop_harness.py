@@ -26,7 +26,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
-from relax_core.rollout.episodes.played_group import EarlyEnds
+from relax_core.rollout.episodes.group_player import EarlyEnds, GroupPlayer, OneTurnPlayer
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -195,6 +195,7 @@ def build_loop(
     items: Any = None,
     ends: EarlyEnds | None = None,
     samples: SampleLog | None = None,
+    lockstep: bool = False,
     **settings: Any,
 ) -> RolloutLoop:
     """Returns a loop over `Rows` with these ``prompts`` and ``settings``; it adds its metrics to ``records``."""
@@ -226,16 +227,24 @@ def build_loop(
         alone=workers == 1,
         **settings,
     )
-    player = handler = None
+    handler = None
+    player: GroupPlayer = OneTurnPlayer(prompts=maker, pool=pool, sampling=sampling)
     if env.has_turns:
         player = EpisodePlayer(
-            env=env, env_config=env_config, prompts=maker, pool=pool, sampling=sampling, seed=0, ends=ends
+            env=env,
+            env_config=env_config,
+            prompts=maker,
+            pool=pool,
+            sampling=sampling,
+            seed=0,
+            ends=ends,
+            in_order=loop_settings.in_order,
+            lockstep=lockstep,
         )
     if max_aborts is not None:
         handler = WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker)
     return RolloutLoop(
         bus=bus,
-        pool=pool,
         source=Rows(prompts or {}),
         prompts=maker,
         rewards=rewards,

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import pytest
 
 from relax_core.contracts.bus import Admission, BusClosed, VersionChange
-from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
@@ -45,10 +44,6 @@ def admission(index: int, min_version: int) -> Admission:
     return Admission(index=index, group_uid=group_uid(index), min_version=min_version)
 
 
-def request(index: int, min_version: int) -> PromptRequest:
-    return PromptRequest(rid=f"r{index}", input_ids=[1], sampling_seed=0, min_version=min_version)
-
-
 def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done: tuple[int, ...] = ()) -> Asked:
     """``changes``: the first is what is in force already. ``groups``: index → min_version of what is under way;
     ``done``: those that are complete.
@@ -58,7 +53,8 @@ def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done:
     weight_update_handler = WeightUpdateHandler(versions, asked, max_aborts=max_aborts, call_timeout_s=1.0)
     for index, min_version in groups.items():
         weight_update_handler.admit([admission(index, min_version)])
-        assert weight_update_handler.begin(index, request(index, min_version))
+        assert weight_update_handler.begin(index)
+        weight_update_handler.turn_begins(index, f"r{index}")
     for index in done:
         weight_update_handler.end(index)
     with pytest.raises(BusClosed):
@@ -116,8 +112,8 @@ def test_what_is_over_before_it_began_does_not_begin() -> None:
     assert (asked.cancelled, asked.aborted, weight_update_handler.aborts) == ([], [], 0), (
         "the engines know nothing of them yet"
     )
-    assert not weight_update_handler.begin(1, request(1, 0))
-    assert weight_update_handler.begin(2, request(2, 0))
+    assert not weight_update_handler.begin(1)
+    assert weight_update_handler.begin(2)
 
 
 def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends_its_envs() -> None:
@@ -127,7 +123,7 @@ def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends
     )
     for index in (1, 2, 3):
         weight_update_handler.admit([admission(index, 0)])
-        assert weight_update_handler.begin_episodes(index, lambda index=index: ended.append(index))  # type: ignore[misc]
+        assert weight_update_handler.begin(index, lambda index=index: ended.append(index))  # type: ignore[misc]
         weight_update_handler.turn_begins(index, f"r{index}.0.0")
         weight_update_handler.turn_begins(index, f"r{index}.1.0")
     weight_update_handler.turn_ends(2, "r2.0.0")  # its env plays now
@@ -138,4 +134,4 @@ def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends
     assert asked.aborted == [(["r1.0.0", "r1.1.0", "r2.1.0"], 1), (["r2.1.0"], 2), (["r2.1.0"], 3)]
     assert (asked.cancelled, ended) == ([["r1.0.0", "r1.1.0"]], [1])
     weight_update_handler.turn_ends(1, "r1.0.0")  # a response that was in already
-    assert not weight_update_handler.begin_episodes(1, lambda: None)
+    assert not weight_update_handler.begin(1, lambda: None)

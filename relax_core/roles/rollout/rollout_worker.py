@@ -40,7 +40,7 @@ from relax_core.roles.worker import Worker
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.group_assembly import GroupFilter
-from relax_core.rollout.episodes.played_group import EarlyEnds
+from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.evaluation.evaluator import Evaluator
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
 from relax_core.rollout.held_items import HeldItems
@@ -110,7 +110,6 @@ class RolloutWorker(Worker):
         samples = open_sample_log(context, self.name, tokenizer=self._rank == 0)
         loop = RolloutLoop(
             bus=bus,
-            pool=pool,
             source=source,
             prompts=prompts,
             rewards=rewards,
@@ -318,7 +317,6 @@ class RolloutWorker(Worker):
             mask_off_policy=rollout.mask_off_policy,
             mask_truncated=rollout.mask_truncated,
             in_order=config.in_order,
-            lockstep=rollout.lockstep,
             media_folder=str(self.context.media_folder or ""),
         )
 

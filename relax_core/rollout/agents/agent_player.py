@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NoReturn, cast
+from typing import cast
 
 from relax_core.bus.staleness import TooOld
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import REWARDED_ENDS, Ended, EpisodeLimits, TurnsConfig
-from relax_core.contracts.tree import sample_uid
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.rollout.agent_processes.agent_process import shown_output
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask
 from relax_core.rollout.agents.agent_host import AgentHost
 from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, tool_form
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.played_group import STARTS_AGAIN, EarlyEnds, GroupStart, end_stragglers
-from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in
+from relax_core.rollout.episodes.group_player import (
+    NOT_FOLLOWED,
+    STARTS_AGAIN,
+    EarlyEnds,
+    GivenUp,
+    GroupPlayer,
+    cancelled,
+    end_stragglers,
+)
+from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
+from relax_core.rollout.prompt_admissions import AdmittedPrompt
 from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.weight_update_handler import GroupsInFlight
 
 # Figures of a session, by the names that metrics have.
 COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_stop")
@@ -31,7 +40,7 @@ Reached = Callable[[int], Awaitable[None]]
 async def _at_once(version: int) -> None: ...
 
 
-class AgentPlayer:
+class AgentPlayer(GroupPlayer):
     """Plays the groups of an env whose episodes agents play. ``host`` gives them their tasks.
 
     ``form`` is that of all sessions. ``group_size`` is the number of episodes a group, and ``max_retries`` that of new
@@ -49,24 +58,33 @@ class AgentPlayer:
         seed: int,
         ends: EarlyEnds | None = None,
         reached: Reached = _at_once,
+        in_order: bool = False,
     ) -> None:
+        super().__init__(group_size, in_order=in_order)
         self._host = host
         self._form = form
-        self.group_size = group_size
         self._max_retries = max_retries
         self._seed = seed
         self._ends = ends or EarlyEnds()
         self._reached = reached
         self._too_old = TooOld(self._ends.most_lag)
 
-    async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
-        """Returns the ended episodes of a group in order; `SharedRequests.generate` explains ``tasks``."""
-        records = [EpisodeRecord(uid=sample_uid(start.uid, sample)) for sample in range(self.group_size)]
+    async def play(
+        self,
+        start: AdmittedPrompt,
+        tasks: asyncio.TaskGroup,
+        *,
+        flight: GroupsInFlight = NOT_FOLLOWED,
+        given_up: GivenUp = lambda prompt, episodes: None,
+        lockstep: Lockstep | None = None,
+    ) -> list[EpisodeRecord]:
+        """Returns the ended episodes of a group in order; `GroupPlayer.groups` explains the parameters."""
+        records = [EpisodeRecord(uid=uid) for uid in self.uids(start)]
         try:
-            await self._reached(start.min_version)
+            await self._reached(start.request.min_version)
             async with asyncio.TaskGroup() as playing:
                 own = {
-                    playing.create_task(self._play(start, record, sample, tasks)): record
+                    playing.create_task(self._play(start, record, sample, tasks, flight)): record
                     for sample, record in enumerate(records)
                 }
                 if self._ends.quorum < 1.0 and not start.evaluation:
@@ -75,24 +93,34 @@ class AgentPlayer:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         except asyncio.CancelledError:
-            start.cancelled(records)
+            given_up(start, cancelled(records))
             raise
         return records
 
-    def lockstep(self, groups: Iterable[str]) -> NoReturn:
-        """Is never called, because when agents ask depends on timing, and rollout.lockstep=true is refused."""
-        raise AssertionError("agents do not play in lockstep")
-
-    async def _play(self, start: GroupStart, record: EpisodeRecord, sample: int, tasks: asyncio.TaskGroup) -> None:
+    async def _play(
+        self,
+        start: AdmittedPrompt,
+        record: EpisodeRecord,
+        sample: int,
+        tasks: asyncio.TaskGroup,
+        flight: GroupsInFlight,
+    ) -> None:
         """Plays one episode until it has ended, with new attempts if its agent fails."""
         while True:
             async with self._host.places:
-                await self._attempt(start, record, sample, tasks)
+                await self._attempt(start, record, sample, tasks, flight)
             if record.ended not in STARTS_AGAIN or record.restarts >= self._max_retries:
                 return
             record.start_again()
 
-    async def _attempt(self, start: GroupStart, record: EpisodeRecord, sample: int, tasks: asyncio.TaskGroup) -> None:
+    async def _attempt(
+        self,
+        start: AdmittedPrompt,
+        record: EpisodeRecord,
+        sample: int,
+        tasks: asyncio.TaskGroup,
+        flight: GroupsInFlight,
+    ) -> None:
         """Plays one attempt, whose key opens its session and nothing else."""
         over = asyncio.Event()
         given_up: list[str] = []  # requests of the engine
@@ -104,10 +132,10 @@ class AgentPlayer:
         session = AgentSession(
             self._form,
             record,
-            request_of=partial(self._request, start, record, sample),
+            request_of=partial(self._request, start, record, flight, sample),
             tie=start.index,
             tasks=tasks,
-            on_response=partial(self._answered, start, record),
+            on_response=partial(self._answered, start, record, flight),
             on_end=limited,
             ends_early=lambda: None if start.evaluation else self._stale(record),
         )
@@ -134,22 +162,29 @@ class AgentPlayer:
         self._conclude(record, result)
 
     def _request(
-        self, start: GroupStart, record: EpisodeRecord, sample: int, number: int, prompt_ids: list[int], most: int
+        self,
+        start: AdmittedPrompt,
+        record: EpisodeRecord,
+        flight: GroupsInFlight,
+        sample: int,
+        number: int,
+        prompt_ids: list[int],
+        most: int,
     ) -> PromptRequest:
         """Returns the engine's request for answer ``number`` of an attempt, and reports it."""
         again = f".{record.restarts}" if record.restarts else ""
         request = PromptRequest(
-            rid=f"{start.rid}.{sample}.{number}{again}",
+            rid=f"{start.request.rid}.{sample}.{number}{again}",
             input_ids=prompt_ids,
             sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
-            min_version=start.min_version,
+            min_version=start.request.min_version,
             max_new_tokens=most,
         )
-        start.on_request(request.rid)
+        flight.turn_begins(start.index, request.rid)
         return request
 
-    def _answered(self, start: GroupStart, record: EpisodeRecord, rid: str) -> None:
-        start.on_response(rid)
+    def _answered(self, start: AdmittedPrompt, record: EpisodeRecord, flight: GroupsInFlight, rid: str) -> None:
+        flight.turn_ends(start.index, rid)
         if record.turns:
             self._too_old.sampled(int(record.turns[-1].response.versions[-1]))
 
@@ -192,6 +227,7 @@ def agent_player(
     seed: int,
     ends: EarlyEnds | None = None,
     reached: Reached | None = None,
+    in_order: bool = False,
 ) -> AgentPlayer:
     """Returns the player of a run's agents, whose groups have ``sampling.n`` episodes."""
     env, agent = cast(TurnsConfig, config.env), config.agent
@@ -219,4 +255,5 @@ def agent_player(
         seed=seed,
         ends=ends,
         reached=reached or _at_once,
+        in_order=in_order,
     )

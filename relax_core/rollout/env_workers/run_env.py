@@ -16,7 +16,7 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.played_group import EarlyEnds, GroupPlayer
+from relax_core.rollout.episodes.group_player import EarlyEnds, GroupPlayer, OneTurnPlayer
 from relax_core.rollout.prompt_tokens import PromptMaker
 
 if TYPE_CHECKING:
@@ -78,20 +78,29 @@ class RunEnv:
         seed: int,
         ends: EarlyEnds | None = None,
         reached: Callable[[int], Awaitable[None]] | None = None,
-    ) -> GroupPlayer | None:
-        """Returns what plays groups of ``sampling.n`` episodes, or None if episodes have one turn.
+    ) -> GroupPlayer:
+        """Returns the player of groups of ``sampling.n`` episodes.
 
         `EpisodePlayer` explains ``sampling``, ``seed`` and ``ends``, and `AgentPlayer` explains ``reached``. With
         agents, the context of `serving` must be open.
         """
         if not self.env.has_turns:
-            return None
+            return OneTurnPlayer(prompts=prompts, pool=pool, sampling=sampling)
+        in_order = self._config.in_order
         if self.env.agent is not None:
             from relax_core.rollout.agents.agent_player import agent_player
 
             assert self._agents is not None, "agents play while `serving` is open"
             return agent_player(
-                self._config, self._agents, prompts, pool, sampling, seed=seed, ends=ends, reached=reached
+                self._config,
+                self._agents,
+                prompts,
+                pool,
+                sampling,
+                seed=seed,
+                ends=ends,
+                reached=reached,
+                in_order=in_order,
             )
         env = self.env if self._workers is None else self._workers.spec(episodes_per_group=sampling.n)
         return EpisodePlayer(
@@ -102,6 +111,8 @@ class RunEnv:
             sampling=sampling,
             seed=seed,
             ends=ends,
+            in_order=in_order,
+            lockstep=self._config.rollout.lockstep,
         )
 
     def close(self) -> None:

@@ -96,6 +96,11 @@ class EpisodeRecord:
     output: RewardOutput = field(default_factory=partial(RewardOutput, reward=None))
 
     @property
+    def of_one_turn(self) -> bool:
+        """Returns whether the episode is a single response, without a conversation."""
+        return self.ended in ("stop", "length")
+
+    @property
     def reward(self) -> float | None:
         """Returns the reward, None if it could not be computed."""
         return self.output.reward
@@ -158,8 +163,11 @@ class EpisodeRecord:
     def transcript(self) -> str:
         """Returns the whole conversation as text, for tables, with marks around responses and the turns' rewards.
 
-        Media are only named. A history that the env rewrote is there as it is now.
+        Media are only named. A history that the env rewrote is there as it is now. Of an episode of one turn, it is
+        the response.
         """
+        if self.of_one_turn:
+            return self.texts[-1]
         before, behind = SAMPLED_MARKS
         rewards = [turn.reward for turn in self.turns]
         lines = []
@@ -173,7 +181,7 @@ class EpisodeRecord:
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
-        items, talk = [one.item for one in self.media], bool(self.messages)
+        items, talk = [one.item for one in self.media], not self.of_one_turn
         return RewardInput(
             response=self.texts[-1] if self.texts else "",
             stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
@@ -233,6 +241,7 @@ class PlayedFigures:
     ``counts`` the sums of the figures of agents' requests.
     """
 
+    of_one_turn: bool
     turns: Sequence[int]
     straggler_turns: Sequence[int]
     tokens: int
@@ -254,6 +263,7 @@ class PlayedFigures:
             for name, values in record.info.items():
                 info[name] += values
         return PlayedFigures(
+            of_one_turn=all(record.of_one_turn for record in records),
             turns=[len(record.turns) for record in records],
             straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
             tokens=sum(len(one.output_ids) for one in responses),
@@ -277,8 +287,14 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
-    """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
+    """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers.
+
+    Episodes of one turn have the numbers of samples and tokens alone.
+    """
     turns = [count for one in played for count in one.turns]
+    sizes = {"samples": float(len(turns)), "tokens": float(sum(one.tokens for one in played))}
+    if all(one.of_one_turn for one in played):
+        return sizes
     slow = [count for one in played for count in one.straggler_turns]
     prompt_tokens = sum(one.prompt_tokens for one in played)
     ends: Counter[str] = Counter()
@@ -288,10 +304,9 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         for name, values in one.info.items():
             info[name] += values
     return {
-        "samples": len(turns),
+        **sizes,
         "turns": fmean(turns),
         **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
-        "tokens": sum(one.tokens for one in played),
         "prompt_tokens": prompt_tokens,
         "cached_share": sum(one.cached_tokens for one in played) / max(1, prompt_tokens),
         **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,39 +23,78 @@ from relax_core.contracts.env import (
     EpisodeLimits,
     EpisodeStart,
     InteractionConfig,
+    Message,
     StepResult,
     media_sources,
 )
-from relax_core.contracts.media import MediaError
+from relax_core.contracts.media import MediaError, MediaItem
 from relax_core.contracts.plugin_results import WrongResult
-from relax_core.contracts.tree import sample_uid
 from relax_core.data.tokenizer import LARGE_TEXT, TextTooLong
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
-from relax_core.rollout.episodes.observations import MOST_CHARACTERS_A_TOKEN, shortened_observation
-from relax_core.rollout.episodes.played_group import (
+from relax_core.rollout.episodes.group_player import (
+    NOT_FOLLOWED,
     STARTS_AGAIN,
     EarlyEnds,
-    GroupStart,
-    NextTurn,
-    OpenEnv,
-    PlayedGroup,
+    GivenUp,
+    GroupPlayer,
+    cancelled,
     end_stragglers,
 )
+from relax_core.rollout.episodes.observations import MOST_CHARACTERS_A_TOKEN, shortened_observation
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
 from relax_core.rollout.off_loop import off_loop
-from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, text_size
+from relax_core.rollout.prompt_admissions import AdmittedPrompt
+from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens, text_size
 from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by
+from relax_core.rollout.weight_update_handler import GroupsInFlight
 
 log = logging.getLogger(__name__)
 SHOWN = 200  # the characters of an opening that an error shows
 
 
-class EpisodePlayer:
+@dataclass(frozen=True, kw_only=True)
+class OpenEnv:
+    """Is the env of an episode that has started, with the object that calls it."""
+
+    env: BaseInteractionEnv
+    calls: EnvCalls
+
+    async def close(self) -> None:
+        """Closes the env."""
+        await self.calls.close(self.env.close)
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenGroup:
+    """Holds what the episodes of a group share; ``envs`` has the open env of each."""
+
+    start: AdmittedPrompt
+    records: list[EpisodeRecord]
+    envs: list[OpenEnv | None]
+    tools: ToolUse
+    tasks: asyncio.TaskGroup
+    flight: GroupsInFlight
+    lockstep: Lockstep | None
+    opening: list[Message] = field(default_factory=list)
+    prompt: Prompt | None = None
+    between: TurnTokens | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class NextTurn:
+    """Holds what follows a response: ``messages`` and their ``items``, in place of the history if ``edits``."""
+
+    messages: list[Message] = field(default_factory=list)
+    items: list[MediaItem] = field(default_factory=list)
+    edits: bool = False
+
+
+class EpisodePlayer(GroupPlayer):
     """Plays the groups of an env of several turns.
 
     ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of sampled tokens of
@@ -73,14 +112,16 @@ class EpisodePlayer:
         sampling: SamplingParams,
         seed: int,
         ends: EarlyEnds | None = None,
+        in_order: bool = False,
+        lockstep: bool = False,
     ) -> None:
+        self._requests: SharedRequests = SharedRequests(pool, sampling)
+        super().__init__(sampling.n, in_order=in_order, lockstep=lockstep, requests=self._requests)
         assert env.open is not None
         self._env = env
         self._open = env.open
         self._config = cast(InteractionConfig, env_config)
         self._prompts = prompts
-        self._requests = SharedRequests(pool, sampling)
-        self.group_size = sampling.n
         self._stop = sampling.stop
         self._seed = seed
         self._ends = ends or EarlyEnds()
@@ -92,15 +133,31 @@ class EpisodePlayer:
         )
         self._tools = ToolUse.of_env(env, self._config, prompts.tokenizer)
 
-    async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
-        """Returns the ended episodes of a group in order; `SharedRequests.generate` explains ``tasks``.
+    async def play(
+        self,
+        start: AdmittedPrompt,
+        tasks: asyncio.TaskGroup,
+        *,
+        flight: GroupsInFlight = NOT_FOLLOWED,
+        given_up: GivenUp = lambda prompt, episodes: None,
+        lockstep: Lockstep | None = None,
+    ) -> list[EpisodeRecord]:
+        """Returns the ended episodes of a group in order; `GroupPlayer.groups` explains the parameters.
 
         Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
         the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
         """
-        records = [EpisodeRecord(uid=uid) for uid in self._uids(start.uid)]
+        records = [EpisodeRecord(uid=uid) for uid in self.uids(start)]
         tools = self._tools.of_row(self._env, start.row, self._config)
-        group = PlayedGroup(start=start, records=records, envs=[None] * len(records), tools=tools, tasks=tasks)
+        group = OpenGroup(
+            start=start,
+            records=records,
+            envs=[None] * len(records),
+            tools=tools,
+            tasks=tasks,
+            flight=flight,
+            lockstep=lockstep,
+        )
         try:
             async with asyncio.TaskGroup() as opening:
                 for sample in range(len(records)):
@@ -114,28 +171,21 @@ class EpisodePlayer:
                     shown, where=start.where, owner=start.uid, tools=tools.schemas
                 )
                 group.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
-                if start.lockstep is not None:
-                    start.lockstep.leave(record.uid for record in records if record.ended is not None)
+                if group.lockstep is not None:
+                    group.lockstep.leave(record.uid for record in records if record.ended is not None)
                 await self._play_all(group)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         except asyncio.CancelledError:
-            start.cancelled(records)
+            given_up(start, cancelled(records))
             raise
         finally:
-            if start.lockstep is not None:
-                start.lockstep.leave(record.uid for record in records)
+            if group.lockstep is not None:
+                group.lockstep.leave(record.uid for record in records)
             await asyncio.gather(*(one.close() for one in group.envs if one is not None))
         return records
 
-    def lockstep(self, groups: Iterable[str]) -> Lockstep:
-        """Returns what sends the turns of these groups together."""
-        return Lockstep(self._requests, [uid for group in groups for uid in self._uids(group)])
-
-    def _uids(self, group: str) -> list[str]:
-        return [sample_uid(group, sample) for sample in range(self.group_size)]
-
-    async def _play_all(self, group: PlayedGroup) -> None:
+    async def _play_all(self, group: OpenGroup) -> None:
         """Plays the episodes that have begun; with a quorum, the last ones may end as stragglers."""
         async with asyncio.TaskGroup() as playing:
             tasks = {
@@ -147,7 +197,7 @@ class EpisodePlayer:
                 give_up = partial(self._give_up, group)
                 playing.create_task(end_stragglers(tasks, self._ends, give_up=give_up, group_size=self.group_size))
 
-    def _give_up(self, group: PlayedGroup, records: Sequence[EpisodeRecord]) -> None:
+    def _give_up(self, group: OpenGroup, records: Sequence[EpisodeRecord]) -> None:
         """Ends the requests under way, because the engine need not finish responses that nobody reads.
 
         A busy engine takes a while to say that it has ended them; no group waits for that.
@@ -155,9 +205,9 @@ class EpisodePlayer:
         if asked := [record.request for record in records if record.request]:
             start_in(group.tasks, self._requests.cancel(asked))
         for request in asked:
-            group.start.on_response(request)
+            group.flight.turn_ends(group.start.index, request)
 
-    async def _open_episode(self, group: PlayedGroup, sample: int) -> None:
+    async def _open_episode(self, group: OpenGroup, sample: int) -> None:
         """Opens the env of episode ``sample`` and stores its first messages, in a new start if that fails."""
         await self._reset(group, sample)
         while self._starts_again(group.records[sample]):
@@ -170,7 +220,7 @@ class EpisodePlayer:
         record.start_again()
         return True
 
-    async def _reset(self, group: PlayedGroup, sample: int) -> None:
+    async def _reset(self, group: OpenGroup, sample: int) -> None:
         start, record = group.start, group.records[sample]
         begins = EpisodeStart(
             row=start.row,
@@ -192,7 +242,7 @@ class EpisodePlayer:
 
         await self._guarded(reset(), record, where=start.where, what="reset")
 
-    async def _play(self, group: PlayedGroup, sample: int) -> None:
+    async def _play(self, group: OpenGroup, sample: int) -> None:
         """Plays one episode until it has ended, with new starts if its env fails."""
         record = group.records[sample]
         while True:
@@ -212,10 +262,10 @@ class EpisodePlayer:
             await self._reset(group, sample)
             if record.ended is None:
                 self._check_opening(group, record)
-        if group.start.lockstep is not None:
-            group.start.lockstep.leave([record.uid])
+        if group.lockstep is not None:
+            group.lockstep.leave([record.uid])
 
-    async def _play_once(self, group: PlayedGroup, sample: int, limit: asyncio.Timeout) -> None:
+    async def _play_once(self, group: OpenGroup, sample: int, limit: asyncio.Timeout) -> None:
         """Plays one episode turn by turn until it has ended; ``limit`` is set when its first response is there."""
         start, record, env = group.start, group.records[sample], group.envs[sample]
         if record.ended is not None:  # the env failed again before the first turn
@@ -274,7 +324,7 @@ class EpisodePlayer:
                 prompt_ids, new = between.next_prompt(prompt_ids, sampled, following.messages, following.items)
                 record.media += new
 
-    def _is_stale(self, start: GroupStart, record: EpisodeRecord) -> bool:
+    def _is_stale(self, start: AdmittedPrompt, record: EpisodeRecord) -> bool:
         """Ends an episode that no train step can take any more."""
         words = "" if start.evaluation else self._too_old.words(record.uid, record.turn_versions())
         if words:
@@ -291,28 +341,28 @@ class EpisodePlayer:
             limits.append((self._config.max_turn_tokens, "turn_cut"))
         return min(limits, key=lambda one: one[0])
 
-    async def _ask(self, group: PlayedGroup, sample: int, prompt_ids: list[int], most: int) -> None:
+    async def _ask(self, group: OpenGroup, sample: int, prompt_ids: list[int], most: int) -> None:
         """Adds the response to a prompt to the episode's turns."""
         start, record = group.start, group.records[sample]
         number = len(record.turns)
         again = f".{record.restarts}" if record.restarts else ""
         request = PromptRequest(
-            rid=f"{start.rid}.{sample}.{number}{again}",
+            rid=f"{start.request.rid}.{sample}.{number}{again}",
             input_ids=prompt_ids,
             sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
-            min_version=start.min_version,
+            min_version=start.request.min_version,
             media=list(record.media),
             max_new_tokens=most,
         )
         began_s = time.time()
-        start.on_request(request.rid)
+        group.flight.turn_begins(start.index, request.rid)
         record.request = request.rid
-        if start.lockstep is None:
+        if group.lockstep is None:
             response = await self._requests.generate(request, tie=start.index, tasks=group.tasks)
         else:
-            response = await start.lockstep.generate(request, tie=start.index, episode=record.uid)
+            response = await group.lockstep.generate(request, tie=start.index, episode=record.uid)
         record.request = ""
-        start.on_response(request.rid)
+        group.flight.turn_ends(start.index, request.rid)
         check_prompt_tokens(request, [response])
         self._too_old.sampled(int(response.versions[-1]))
         played = PlayedTurn(
@@ -381,7 +431,7 @@ class EpisodePlayer:
         finally:
             record.env_s += time.perf_counter() - began
 
-    def _check_opening(self, group: PlayedGroup, record: EpisodeRecord) -> None:
+    def _check_opening(self, group: OpenGroup, record: EpisodeRecord) -> None:
         """Raises ValueError if an episode opens differently than its group.
 
         Episodes with different prompts have no common baseline.

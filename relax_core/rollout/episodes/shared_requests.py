@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -17,7 +16,6 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.request_body import OnTokens
 
-Prompt = TypeVar("Prompt")
 TellIds = Callable[[int, Sequence[int]], None]  # gets new tokens of a response, and the index of the first of them
 # A request, its place among equally loaded engines, its response, and what gets its tokens while they are sampled.
 Asked = tuple[PromptRequest, int, asyncio.Future[Generated], TellIds | None]
@@ -147,38 +145,3 @@ class Lockstep:
             else:
                 self._changed.clear()
                 await self._changed.wait()
-
-
-class BatchOrder:
-    """Lets the prompt batches of a run be played beside each other."""
-
-    def batches(self, version: int, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-        """Divides prompts of a weight version that were admitted together among prompt batches."""
-        return [prompts]
-
-    def turn(self, version: int) -> AbstractAsyncContextManager[None]:
-        """Returns the context in which a prompt batch of a weight version is played."""
-        return nullcontext()
-
-
-class LockstepOrder(BatchOrder):
-    """Lets the prompt batches of a weight version be played one after the other, in the order of their admission.
-
-    How many prompts are admitted together to replace others of their version depends on timing, so each of them is a
-    batch of its own.
-    """
-
-    def __init__(self) -> None:
-        self._turns: dict[int, asyncio.Lock] = {}  # by weight version
-
-    def batches(self, version: int, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-        """Divides prompts of a weight version that were admitted together among prompt batches."""
-        if version in self._turns:
-            return [[one] for one in prompts]
-        self._turns = {of: turn for of, turn in self._turns.items() if of >= version - 1}
-        self._turns[version] = asyncio.Lock()
-        return [prompts]
-
-    def turn(self, version: int) -> AbstractAsyncContextManager[None]:
-        """Returns the context in which a prompt batch of a weight version is played; it waits for those before it."""
-        return self._turns[version]

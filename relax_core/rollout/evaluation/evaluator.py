@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
-from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.media import Media
-from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.eval_sets import check_bad_rows
-from relax_core.engines.engine_pool import EnginePool
 from relax_core.rollout.evaluation.eval_metrics import (
     FEWEST_VOTERS,
     Answer,
@@ -23,12 +20,8 @@ from relax_core.rollout.evaluation.eval_metrics import (
     majority_at_k,
     mean_reward,
     pass_at_k,
-    vote_of,
 )
-from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, shown_prompt
-from relax_core.rollout.rewards.reward_inputs import reward_input
-from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.sample_seeds import sampling_seed
+from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
 
 RecordTexts = Callable[[int, list[dict[str, str | bool]]], None]
 Record = Callable[[str, int, Mapping[str, float]], None]
@@ -187,91 +180,11 @@ def _prepared(one: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad:
     return PreparedSet(name=one.name, rows=rows, bad=bad, parts=one.parts)
 
 
-async def ask(
-    sets: Sequence[PreparedSet],
-    *,
-    version: int,
-    pool: EnginePool,
-    prompts: PromptMaker,
-    rewards: RewardPool,
-    sampling: SamplingParams,
-    on_progress: Callable[[int], None] | None = None,
-    media_folder: str = "",
-) -> list[SetAnswers]:
-    """Asks all prompts of all sets together, with weights ``version`` or newer, and scores the answers.
-
-    The sampling seed of a prompt depends on its set's name and its number in the set, and not on other sets.
-    ``on_progress`` is called with the number of prompts answered so far.
-    """
-    asked = [(one, number) for one in sets for number in range(len(one.rows))]
-    on_progress = on_progress or (lambda count: None)
-    requests = [
-        PromptRequest(
-            rid=f"eval-{version}-{request}",
-            input_ids=one.rows[number].input_ids,
-            sampling_seed=sampling_seed(0, index=number, purpose=f"eval/{one.name}" if one.name else "eval"),
-            min_version=version,
-            media=one.rows[number].media,
-        )
-        for request, (one, number) in enumerate(asked)
-    ]
-    answered: dict[int, asyncio.Task[list[Answer]]] = {}
-    together = max(1, SAMPLES_A_CALL // sampling.n)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for first in range(0, len(requests), together):
-                call = requests[first : first + together]
-                for position, request in enumerate(call):
-                    one, number = asked[first + position]
-                    await prompts.hold_again(one.rows[number].row, request.media, owner=request.rid)
-                async for position, responses in pool.generate(call, sampling, places=range(first, first + len(call))):
-                    one, number = asked[first + position]
-                    data_row = one.rows[number].row
-                    check_prompt_tokens(call[position], responses)
-                    inputs = [
-                        reward_input(
-                            data_row,
-                            response,
-                            tokenizer=prompts.tokenizer,
-                            stop=sampling.stop,
-                            media=[one.item for one in call[position].media],
-                            media_folder=media_folder,
-                        )
-                        for response in responses
-                    ]
-                    scored = tasks.create_task(_score(responses, inputs, rewards))
-                    scored.add_done_callback(lambda _, owner=call[position].rid: prompts.release(owner))  # type: ignore[misc]
-                    answered[first + position] = scored
-                    on_progress(len(answered))
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
-    answers = iter([answered[number].result() for number in range(len(requests))])
-    return [SetAnswers(of=one, answers=[next(answers) for _ in one.rows]) for one in sets]
-
-
-async def _score(responses: Sequence[Generated], inputs: Sequence[RewardInput], rewards: RewardPool) -> list[Answer]:
-    """Returns the answers to one prompt, while other prompts are generated and scored."""
-    outputs = await rewards.score(inputs)
-    return [_answer(*one) for one in zip(responses, inputs, outputs, strict=True)]
-
-
-def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> Answer:
-    return Answer(
-        text=given.response,
-        exact=output.exact,
-        reward=output.reward,
-        vote=vote_of(output, given.before_stop if given.stopped else "", label=given.answer),
-        cut=not given.stopped,
-        tokens=len(response.output_ids),
-        why=output.why or output.reason,
-    )
-
-
 class Evaluator:
     """Runs the evaluations one after the other, each as soon as its version is ``steps_ahead`` train steps away.
 
-    ``ask(version)`` returns the answers to every set with weights of that version or newer, such as `ask` or
-    `play_sets` gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
+    ``ask(version)`` returns the answers to every set with weights of that version or newer, as `play_sets`
+    gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
     `gate` lets training prompts of a version pass only after its evaluation, so that the engine's batches are equal in
     every run. ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the
     gate.

@@ -22,10 +22,10 @@ from relax_core.rollout.agents.agent_session import SessionForm, SessionTable, t
 from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.agents.outside_agents import OutsideAgents
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
+from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
-from tests.responses import response
+from tests.responses import admitted, response
 
 LONG_S = 120.0  # a deadline that only a hang reaches
 CONTEXT = 4096
@@ -171,16 +171,10 @@ def played(
             player = AgentPlayer(
                 host, own, group_size=episodes, max_retries=max_retries, seed=0, ends=ends or EarlyEnds()
             )
-            start = GroupStart(
-                index=3,
-                attempt=0,
-                row=dict(row or {"prompt": "p", "answer": "a"}),
-                where="row 3",
-                rid="r",
-                min_version=0,
-                on_cancelled=found.cancelled.extend,
+            start = admitted(3, dict(row or {"prompt": "p", "answer": "a"}), rid="r")
+            playing = asyncio.create_task(
+                player.play(start, tasks, given_up=lambda prompt, records: found.cancelled.extend(records))
             )
-            playing = asyncio.create_task(player.play(start, tasks))
             try:
                 if beside is not None:
                     await beside(playing, pool)

@@ -22,7 +22,7 @@ from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.played_group import EarlyEnds
+from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
@@ -192,6 +192,7 @@ async def run_all(engine: Engine, folder: Path, bus: DropBus) -> Played:
             advantages=keep,
             ends=EarlyEnds(quorum=0.75, most_lag=1),
         )
+        assert isinstance(loop._player, EpisodePlayer)
         bus.player = loop._player
         loop._sampled_tokens = accounts = Accounts(bus)
         await run_to_end(loop, (), client, alone=True)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,10 +38,11 @@ from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.played_group import GroupStart
+from relax_core.rollout.prompt_admissions import AdmittedPrompt
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from tests.contracts.engine.harness import TOKEN, Engine
+from tests.responses import admitted
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
 from tests.rollout.rollout_loop_harness import GROUP_SIZE, CoreBus, renamed, sample, within
 
@@ -94,9 +94,8 @@ def player_of(
     return player, pool
 
 
-def group_start(**keys: Any) -> GroupStart:
-    row = {"prompt": "rev 100", "answer": "001"}
-    return GroupStart(index=INDEX, attempt=0, row=row, where="row 3", rid="g3", min_version=0, **keys)
+def group_start() -> AdmittedPrompt:
+    return admitted(INDEX, {"prompt": "rev 100", "answer": "001"}, rid="g3")
 
 
 # -- every end ---------------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
 def test_a_stop_cancels_episodes_in_all_their_places(engine: Engine, tiny_folder: Path, in_lockstep: bool) -> None:
     """One episode waits for its env. The other one waits for a paused engine, or in lockstep for the first one."""
     opened: list[Half] = []
-    waits, cancelled = asyncio.Event(), list[Sequence[EpisodeRecord]]()
+    waits, found = asyncio.Event(), list[Sequence[EpisodeRecord]]()
 
     class Half(Echo):
         def __init__(self, start: EpisodeStart, config: Any) -> None:
@@ -284,10 +283,12 @@ def test_a_stop_cancels_episodes_in_all_their_places(engine: Engine, tiny_folder
 
         async def stopped() -> None:
             async with asyncio.TaskGroup() as tasks:
-                lockstep = player.lockstep([group_uid(INDEX)]) if in_lockstep else None
+                lockstep = player.lockstep([group_start()]) if in_lockstep else None
                 if lockstep is not None:
                     tasks.create_task(lockstep.run())
-                await player.play(group_start(on_cancelled=cancelled.append, lockstep=lockstep), tasks)
+                await player.play(
+                    group_start(), tasks, given_up=lambda prompt, records: found.append(records), lockstep=lockstep
+                )
 
         playing = asyncio.create_task(stopped())
         await waits.wait()
@@ -299,7 +300,7 @@ def test_a_stop_cancels_episodes_in_all_their_places(engine: Engine, tiny_folder
         await client.aclose()
 
     asyncio.run(within(scene()))
-    (records,) = cancelled
+    (records,) = found
     assert [one.ended for one in records] == ["cancelled"] * EPISODES
     assert len(opened) == EPISODES and all(one.closed for one in opened)
 
@@ -377,10 +378,9 @@ def test_an_abort_touches_turns_under_way_and_no_env(engine: Engine, tiny_folder
         bus = OneChange()
         handler = WeightUpdateHandler(bus, pool, max_aborts=3, call_timeout_s=60.0)
         handler.admit([Admission(index=INDEX, group_uid=group_uid(INDEX), min_version=0)])
-        begins, ends = partial(handler.turn_begins, INDEX), partial(handler.turn_ends, INDEX)
         async with asyncio.TaskGroup() as tasks:
-            playing = tasks.create_task(player.play(group_start(on_request=begins, on_response=ends), tasks))
-            assert handler.begin_episodes(INDEX, playing.cancel)
+            playing = tasks.create_task(player.play(group_start(), tasks, flight=handler))
+            assert handler.begin(INDEX, playing.cancel)
             while len(client.asked) < 3:
                 await asyncio.sleep(0.005)
             engine.post("/update_weight_version", {"new_version": 1})

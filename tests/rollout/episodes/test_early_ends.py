@@ -27,12 +27,13 @@ from relax_core.rollout.episodes.episode_records import (
 )
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import complete_group
-from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
+from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import Engine
+from tests.responses import admitted
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of
 from tests.trees import tree_of
 
@@ -78,7 +79,7 @@ def play_group(
             seed=0,
             ends=ends,
         )
-        start = GroupStart(index=3, attempt=0, row=ROW, where="row 3", rid="g3", min_version=0, evaluation=evaluation)
+        start = admitted(3, ROW, rid="g3", evaluation=evaluation)
         try:
             async with asyncio.TaskGroup() as tasks:
                 records = await player.play(start, tasks)
@@ -144,8 +145,8 @@ def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
             await asyncio.Event().wait()
         return await generate(self, request, **given)
 
-    async def played(self: EpisodePlayer, *given: Any) -> list[EpisodeRecord]:
-        records = await play(self, *given)
+    async def played(self: EpisodePlayer, *given: Any, **more: Any) -> list[EpisodeRecord]:
+        records = await play(self, *given, **more)
         complete.set()
         return records
 

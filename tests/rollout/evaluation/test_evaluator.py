@@ -14,17 +14,17 @@ from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.evaluation import evaluator as evaluation
+from relax_core.rollout.episodes.group_player import OneTurnPlayer
 from relax_core.rollout.evaluation.eval_metrics import Answer
 from relax_core.rollout.evaluation.evaluator import (
     PreparedSet,
     SetAnswers,
-    ask,
     eval_versions,
     evaluation_values,
     prepare,
     versions_left,
 )
+from relax_core.rollout.evaluation.played_sets import play_sets
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -94,7 +94,9 @@ def asked(
     async def scene(rewards: RewardPool) -> list[SetAnswers]:
         try:
             pool = EnginePool(1, client_for, timeout_s=60.0)
-            return await ask(sets, version=0, pool=pool, prompts=maker(folder), rewards=rewards, sampling=params)
+            prompts = maker(folder)
+            player = OneTurnPlayer(prompts=prompts, pool=pool, sampling=params)
+            return await play_sets(sets, version=0, player=player, prompts=prompts, rewards=rewards, most_bad=0.5)
         finally:
             await client.aclose()
 
@@ -120,7 +122,7 @@ def test_sets_answers_and_what_is_left_out(engine: Engine, tiny_folder: Path, mo
     assert [len(of_prompt) for of_prompt in alone.answers] == [4] * 6
     assert len({answer.text for of_prompt in alone.answers for answer in of_prompt}) > 6
 
-    monkeypatch.setattr(evaluation, "SAMPLES_A_CALL", 8)
+    monkeypatch.setattr(OneTurnPlayer, "evaluated_together", 8)
     assert asked(engine, tiny_folder, [second, first], params)[1].answers == alone.answers  # in several calls
 
     values = evaluation_values(both)

@@ -1,0 +1,252 @@
+"""Plays groups: episodes of one turn as one request, and the frame in which groups of other episodes are played."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from relax_core.config.rollout_checks import EVALUATED_TOGETHER
+from relax_core.contracts.data import BadRow
+from relax_core.contracts.engine import Generated, SamplingParams
+from relax_core.contracts.env import REWARDED_ENDS, Ended
+from relax_core.contracts.tree import sample_uid
+from relax_core.engines.engine_pool import EnginePool, OnEnd
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, one_turn_episodes
+from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests
+from relax_core.rollout.prompt_admissions import AdmittedPrompt
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
+from relax_core.rollout.weight_update_handler import GroupsInFlight
+
+Played = tuple[AdmittedPrompt, list[EpisodeRecord] | BadRow]
+GivenUp = Callable[[AdmittedPrompt, Sequence[EpisodeRecord]], None]
+SAMPLES_A_CALL = 16384  # samples of an evaluation in one request; a request may hold four times as many
+NOT_FOLLOWED = GroupsInFlight()
+# Ends of an attempt after which the episode starts again from its reset, because the failure may not occur twice.
+STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
+
+
+def _forget(prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None: ...
+
+
+def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
+    """Ends the episodes of a group that is given up, and returns them."""
+    for record in records:
+        if record.ended is None:
+            record.fail("cancelled", "the group was given up")
+    return records
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyEnds:
+    """Says which episodes of the training end before their env says so.
+
+    A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others have ``grace_s``
+    seconds more and then end as stragglers. An episode whose oldest token is more than ``most_lag`` weight versions
+    older than the newest that was seen ends at its next turn, because no train step can take it; None means never.
+    """
+
+    quorum: float = 1.0
+    grace_s: float = 0.0
+    most_lag: int | None = None
+
+    def needed(self, group_size: int) -> int:
+        """Returns how many episodes of a group must end with a reward."""
+        return math.ceil(round(self.quorum * group_size, 6))
+
+
+class GroupPlayer:
+    """Plays the groups of a run or an evaluation, each with ``group_size`` episodes.
+
+    With ``in_order``, groups are handed on in the order of their prompts, which is equal in every run. With
+    ``lockstep``, the turns of a prompt batch go out together through ``requests``, and the batches of a weight version
+    are played one after the other. How many prompts are admitted together to replace others of their version depends
+    on timing, so each of them is a batch of its own.
+    """
+
+    makes_prompts = True  # the episodes open with prompts of their own
+    evaluated_together = EVALUATED_TOGETHER  # the most episodes of an evaluation that are open together
+
+    def __init__(
+        self, group_size: int, *, in_order: bool = False, lockstep: bool = False, requests: SharedRequests | None = None
+    ) -> None:
+        self.group_size = group_size
+        self._in_order = in_order
+        self._requests = requests
+        self._turns: dict[int, asyncio.Lock] | None = {} if lockstep else None  # by weight version
+
+    async def play(
+        self,
+        start: AdmittedPrompt,
+        tasks: asyncio.TaskGroup,
+        *,
+        flight: GroupsInFlight = NOT_FOLLOWED,
+        given_up: GivenUp = _forget,
+        lockstep: Lockstep | None = None,
+    ) -> list[EpisodeRecord]:
+        """Returns the ended episodes of a group in order; `groups` explains the parameters."""
+        raise NotImplementedError
+
+    async def groups(
+        self,
+        prompts: Sequence[AdmittedPrompt],
+        tasks: asyncio.TaskGroup,
+        *,
+        flight: GroupsInFlight = NOT_FOLLOWED,
+        given_up: GivenUp = _forget,
+        on_end: OnEnd | None = None,
+        at_once: int | None = None,
+    ) -> AsyncIterator[Played]:
+        """Yields each of these prompts, which start with one weight version, with its ended episodes in order.
+
+        A data row that the env cannot use comes with its `BadRow`. ``flight`` is told of each group and request, and
+        may cancel groups; ``given_up`` gets the episodes of such a group, which is not yielded. ``on_end`` gets the
+        figures of the engines' requests, if a prompt batch is one request. At most ``at_once`` groups are open at the
+        same time. A failure of the engines ends ``tasks``.
+        """
+        if not prompts:
+            return
+        if self._turns is None:
+            async for one in self._together(prompts, tasks, flight, given_up, at_once=at_once):
+                yield one
+            return
+        version = prompts[0].request.min_version
+        size = at_once or len(prompts)
+        if version in self._turns:
+            size = 1
+        else:
+            self._turns = {of: turn for of, turn in self._turns.items() if of >= version - 1}
+            self._turns[version] = asyncio.Lock()
+        for first in range(0, len(prompts), size):
+            async with self._turns[version]:
+                part = prompts[first : first + size]
+                async for one in self._together(part, tasks, flight, given_up, lockstep=self.lockstep(part)):
+                    yield one
+
+    def lockstep(self, prompts: Sequence[AdmittedPrompt]) -> Lockstep:
+        """Returns an object that sends the turns of these groups together, while its `run` runs."""
+        assert self._requests is not None
+        return Lockstep(self._requests, [uid for prompt in prompts for uid in self.uids(prompt)])
+
+    def uids(self, prompt: AdmittedPrompt) -> list[str]:
+        """Returns the uids of a group's episodes."""
+        return [sample_uid(prompt.uid, sample) for sample in range(self.group_size)]
+
+    async def _together(
+        self,
+        prompts: Sequence[AdmittedPrompt],
+        tasks: asyncio.TaskGroup,
+        flight: GroupsInFlight,
+        given_up: GivenUp,
+        *,
+        at_once: int | None = None,
+        lockstep: Lockstep | None = None,
+    ) -> AsyncIterator[Played]:
+        limit = asyncio.Semaphore(at_once or len(prompts))
+
+        async def played(prompt: AdmittedPrompt) -> list[EpisodeRecord] | BadRow:
+            async with limit:
+                try:
+                    found = await self.play(prompt, tasks, flight=flight, given_up=given_up, lockstep=lockstep)
+                except BadRow as error:
+                    return error
+            flight.end(prompt.index)
+            return found
+
+        if lockstep is not None:
+            tasks.create_task(lockstep.run())
+        playing: dict[asyncio.Task[list[EpisodeRecord] | BadRow], AdmittedPrompt] = {}
+        ended: asyncio.Queue[asyncio.Task[list[EpisodeRecord] | BadRow]] = asyncio.Queue()
+        for prompt in prompts:
+            task = tasks.create_task(played(prompt))
+            if not flight.begin(prompt.index, task.cancel):  # the group ended before its episodes began
+                task.cancel()
+                if lockstep is not None:
+                    lockstep.leave(self.uids(prompt))
+                continue
+            playing[task] = prompt
+            task.add_done_callback(ended.put_nowait)
+        for task in list(playing):
+            if self._in_order:
+                await asyncio.wait([task])
+            else:
+                task = await ended.get()
+            if not task.cancelled():
+                yield playing[task], task.result()
+
+
+class OneTurnPlayer(GroupPlayer):
+    """Plays episodes of one turn without an environment: a prompt batch is one request of the engines.
+
+    Groups come in the order in which their responses arrive. ``prompts`` reads the responses' text.
+    """
+
+    makes_prompts = False
+    evaluated_together = SAMPLES_A_CALL
+
+    def __init__(self, *, prompts: PromptMaker, pool: EnginePool, sampling: SamplingParams) -> None:
+        super().__init__(sampling.n)
+        self._prompts = prompts
+        self._pool = pool
+        self._sampling = sampling
+
+    async def groups(  # noqa: D102
+        self,
+        prompts: Sequence[AdmittedPrompt],
+        tasks: asyncio.TaskGroup,
+        *,
+        flight: GroupsInFlight = NOT_FOLLOWED,
+        given_up: GivenUp = _forget,
+        on_end: OnEnd | None = None,
+        at_once: int | None = None,
+    ) -> AsyncIterator[Played]:
+        size = at_once or max(1, len(prompts))
+        for first in range(0, len(prompts), size):
+            part = prompts[first : first + size]
+            begun = [one for one in part if flight.begin(one.index)]  # some may have ended since they were admitted
+            for prompt in begun:
+                flight.turn_begins(prompt.index, prompt.request.rid)
+                if prompt.evaluation:  # a training prompt holds its media since it was made
+                    await self._prompts.hold_again(prompt.row, prompt.request.media, owner=prompt.uid)
+            unanswered = {prompt.uid: prompt for prompt in part}
+            async for number, responses in self._pool.generate(
+                [one.request for one in begun],
+                self._sampling,
+                places=[one.index for one in begun],
+                on_end=on_end,
+            ):
+                prompt = begun[number]
+                check_prompt_tokens(prompt.request, responses)
+                flight.end(prompt.index)
+                del unanswered[prompt.uid]
+                yield prompt, self._episodes(prompt, responses)
+            for prompt in unanswered.values():
+                given_up(prompt, [])
+
+    def _episodes(self, prompt: AdmittedPrompt, responses: Sequence[Generated]) -> list[EpisodeRecord]:
+        tokenizer, stop = self._prompts.tokenizer, self._sampling.stop
+        return one_turn_episodes(prompt.uid, prompt.request, responses, tokenizer=tokenizer, stop=stop)
+
+
+async def end_stragglers(
+    playing: Mapping[asyncio.Task[None], EpisodeRecord],
+    ends: EarlyEnds,
+    *,
+    group_size: int,
+    give_up: Callable[[Sequence[EpisodeRecord]], None],
+) -> None:
+    """Waits for the quorum of a group and for the grace, then cancels the tasks of the other episodes.
+
+    ``give_up`` ends the requests under way of such episodes. Returns when all tasks are done or cancelled.
+    """
+    pending, needed = set(playing), ends.needed(group_size)
+    while pending and sum(record.ended in REWARDED_ENDS for record in playing.values()) < needed:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    if not pending:
+        return
+    _, pending = await asyncio.wait(pending, timeout=ends.grace_s)
+    for task in pending:
+        task.cancel()
+        playing[task].fail("straggler", "the group was complete without the episode (rollout.quorum)")
+    give_up([playing[task] for task in pending])
