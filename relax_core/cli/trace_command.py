@@ -17,7 +17,7 @@ from pathlib import Path
 from relax_core.contracts.output_path import check_output_file, next_free
 from relax_core.observe.event_log import each_metric
 from relax_core.observe.standard_streams import unread_streams
-from relax_core.server.run_series import RunSeries
+from relax_core.server.run_events import RunSeries
 from relax_core.server.run_timeline import WRITERS, all_spans, event_spans, read_orders
 
 HOW = {

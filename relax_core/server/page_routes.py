@@ -30,11 +30,10 @@ from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.guard import Session, refusal_answer
 from relax_core.server.listed_runs import ListedRuns
 from relax_core.server.orders import Refusal
-from relax_core.server.run_folders import BROKEN, NotInside, find_runs, reason
+from relax_core.server.run_events import MOST_POINTS, process_rows
+from relax_core.server.run_folders import BROKEN, NotInside, find_runs, log_chunk, log_files, reason, search_log
 from relax_core.server.run_ledger import MOST_ROW_BYTES, QUERY_S, readable_ledger
 from relax_core.server.run_reader import CONFIG, PLAN, RunReader
-from relax_core.server.run_series import MOST_POINTS, process_rows
-from relax_core.server.run_texts import log_chunk, log_files, search_log
 from relax_core.server.run_timeline import make_timeline
 from relax_core.server.sample_views import picture_file, played_file
 

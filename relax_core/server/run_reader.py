@@ -27,6 +27,7 @@ from relax_core.observe.event_log import (
 )
 from relax_core.observe.sample_index import FORMAT, SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER
+from relax_core.server.run_events import RunSeries, RunTexts
 from relax_core.server.run_folders import (
     BROKEN,
     MOST_NAME,
@@ -39,8 +40,6 @@ from relax_core.server.run_folders import (
     run_standing,
 )
 from relax_core.server.run_ledger import SampleLife, batch_lives, event_counts, take_drops
-from relax_core.server.run_series import RunSeries
-from relax_core.server.run_texts import RunTexts
 from relax_core.server.run_timeline import RunOrder, event_spans, take_order
 from relax_core.server.sample_views import SampleViews
 

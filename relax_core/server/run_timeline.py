@@ -28,8 +28,8 @@ from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.observe.event_log import ACTOR, EVAL, ORDERS, RANK, ROLLOUT, EventReader, OrderChange
 from relax_core.observe.summary import STEP_PARTS
 from relax_core.server.orders import ENDED
+from relax_core.server.run_events import TimedRecord
 from relax_core.server.run_folders import BROKEN, inside, reason
-from relax_core.server.run_series import TimedRecord
 
 TRAIN = "train/"  # the names of the parts of the train call begin so
 RANK_PARTS = ("pack", "forward", "sums", "backward", "pipeline", "reduce", "optimizer")  # in their usual order

@@ -17,10 +17,18 @@ from relax_core.cli.dashboard_command import main
 from relax_core.observe.alarms import AlarmBook
 from relax_core.server.guard import POLICY
 from relax_core.server.listed_runs import ListedRuns
-from relax_core.server.run_folders import NotInside, find_runs, inside, run_id, run_state
+from relax_core.server.run_events import thinned
+from relax_core.server.run_folders import (
+    NotInside,
+    find_runs,
+    inside,
+    log_chunk,
+    log_files,
+    run_id,
+    run_state,
+    search_log,
+)
 from relax_core.server.run_reader import RunReader
-from relax_core.server.run_series import thinned
-from relax_core.server.run_texts import log_chunk, log_files, search_log
 from tests.server.made_run import COUNTED, HOSTILE, make_run
 from tests.server.page_server import DEADLINE_S, Server
 

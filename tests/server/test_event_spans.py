@@ -11,8 +11,8 @@ import pytest
 from relax_core.cli.trace_command import main
 from relax_core.control.recoveries import FROM_CHECKPOINT, IN_PLACE, Recoveries, recoveries_file
 from relax_core.server.order_book import OrderBook
+from relax_core.server.run_events import Timed
 from relax_core.server.run_reader import RunReader
-from relax_core.server.run_series import Timed
 from relax_core.server.run_timeline import event_spans, make_timeline, read_orders
 from tests.server.made_run import make_run
 

@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.cli.trace_command import main, steps_of
 from relax_core.server import run_timeline
-from relax_core.server.run_series import Timed
+from relax_core.server.run_events import Timed
 from relax_core.server.run_timeline import (
     BETWEEN_CALLS,
     PARTS_LANE,

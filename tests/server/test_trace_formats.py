@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relax_core.cli.trace_command import main
-from relax_core.server.run_series import Timed
+from relax_core.server.run_events import Timed
 from relax_core.server.run_timeline import WRITERS, Span, all_spans, otlp_trace, trace_events
 from tests.server.made_run import make_run
 

@@ -1,4 +1,4 @@
-"""Keeps the numbers of a run's event log and gives them as curves of at most 2,000 points."""
+"""Keeps the numbers of a run's event log, as curves of at most 2,000 points, and where its evaluations stand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,29 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from relax_core.observe.event_log import ACTOR, EVAL, PROCESS, RANK, ROLLOUT, MetricRecord, is_resume
+from relax_core.observe.event_log import (
+    ACTOR,
+    EVAL,
+    PROCESS,
+    RANK,
+    ROLLOUT,
+    MetricRecord,
+    Place,
+    TextRecord,
+    is_resume,
+    read_event,
+)
+from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 
+MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
+MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
+MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
 MOST_POINTS = 2000
 MOST_BYTES = 512 * 2**20  # of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
@@ -236,3 +253,83 @@ def thinned(
     # Six digits are more than a screen shows, and half the bytes of a float's repr.
     shown = [float(f"{value:.6g}") if good else None for value, good in zip(y.tolist(), finite.tolist(), strict=True)]
     return Curve(x.tolist(), shown)
+
+
+# -- Texts -------------------------------------------------------------------------------------------------------------
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """Is one evaluation of the weights of ``step``: where its line stands, its rows, and how many are fully right."""
+
+    step: int
+    place: Place
+    rows: int
+    exact: int
+
+
+class RunTexts:
+    """Keeps where the evaluations of a run stand in its event log; of a step that was done again the newest counts.
+
+    The methods are thread-safe.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._found: dict[int, Evaluation] = {}
+        self._stragglers: dict[tuple[str, int], Straggler] = {}
+
+    def add(self, text: TextRecord, place: Place) -> None:
+        """Takes the next text of the run. Raises ValueError for one that is beyond a bound or of another form."""
+        with self._lock:
+            if text.kind == STRAGGLER:
+                if len(self._stragglers) >= MOST_STRAGGLERS:
+                    raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
+                for slow in map(straggler_of_row, text.rows):
+                    self._stragglers[slow.who, slow.from_step] = slow
+            if text.kind == EVAL:
+                if len(self._found) >= MOST_EVALUATIONS:
+                    raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
+                exact = sum(bool(row.get("exact")) for row in text.rows)
+                self._found[text.step] = Evaluation(step=text.step, place=place, rows=len(text.rows), exact=exact)
+
+    def evaluations(self) -> list[Evaluation]:
+        """Returns all evaluations, in order of step."""
+        with self._lock:
+            return [self._found[step] for step in sorted(self._found)]
+
+    def stragglers(self) -> list[Straggler]:
+        """Returns who was slower than its equals, as the run has told it until now."""
+        with self._lock:
+            return list(self._stragglers.values())
+
+    def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
+        """Returns the rows of an evaluation that fit: fully right or not, and with ``words`` in any of their texts.
+
+        Raises FileNotFoundError if there is no such evaluation.
+        """
+        chosen = next((one for one in self.evaluations() if one.step == step), None)
+        if chosen is None:
+            raise FileNotFoundError(f"There is no evaluation of the weights {step}.")
+        wanted = words.casefold()
+        fitting = [
+            row
+            for row in self._read(chosen)
+            if (exact is None or bool(row.get("exact")) == exact)
+            and (not wanted or any(wanted in str(value).casefold() for value in row.values()))
+        ]
+        return {"count": len(fitting), "rows": [_shortened(row) for row in fitting[first : first + MOST_SHOWN]]}
+
+    def history(self, prompt: str) -> list[dict[str, Any]]:
+        """Returns how this prompt was answered in the newest evaluations, each with its step; the newest first."""
+        found = []
+        for one in reversed(self.evaluations()[-MOST_HISTORY:]):
+            found += [{"step": one.step, **_shortened(row)} for row in self._read(one) if row.get("prompt") == prompt]
+        return found
+
+    def _read(self, one: Evaluation) -> list[dict[str, Any]]:
+        text = read_event(self._run_dir, one.place)
+        if not isinstance(text, TextRecord):
+            raise ValueError(f"{one.place.name}: the event at byte {one.place.offset} is another one by now")
+        return text.rows
+
+
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
