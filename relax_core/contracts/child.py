@@ -1,8 +1,9 @@
 """Starts child processes, exchanges messages with them under deadlines, and ends them with all of their children.
 
 A `Child` is one process, and a `Worker` is one that answers requests and is replaced when it is lost; `OwnerPipe` is
-the side of a worker. Outside this module are the processes that are made by a fork of this one (the controller, the
-answers of rewards, Ray's workers), and the sandbox of code, which imports nothing of Relax.
+the side of a worker. Three kinds of process start elsewhere: those that are a fork of a process and share its memory
+(the controller, the answers of rewards, Ray's workers); the sandbox of code, which imports nothing of Relax; and the
+shell that removes a host's media when their owner has ended, and so must outlive it (`bus/media_storage.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fork server forks workers that are like those that Ray would have started itself."""
+"""A Ray worker is forked or executed as Ray would have started it, or by Ray if there is something to prepare."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private import workers
 
-from relax_core.control.host.worker_start import FORK_SERVER
+from relax_core.control.host.worker_start import FORK_SERVER, worker_command
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
@@ -151,3 +152,28 @@ def test_no_worker_is_forked_from_several_threads(tmp_path: Path) -> None:
 def test_without_a_server_the_worker_is_executed(tmp_path: Path, socket: str) -> None:
     report, errors = report_of(start_worker(tmp_path, **{FORK_SERVER: str(tmp_path / socket)}))
     assert report["read"] == "some words" and "the worker is started without it" in errors
+
+
+RAY_WORKER = os.path.join(workers.__path__[0], "default_worker.py")
+PYTHON, EMPTY = "--language=PYTHON", "--serialized-runtime-env-context={}"
+
+
+@pytest.mark.parametrize("options", [(PYTHON,), (PYTHON, EMPTY), (EMPTY, PYTHON)])
+def test_a_worker_without_an_environment_is_executed_at_once(options: tuple[str, ...]) -> None:
+    assert worker_command([RAY_WORKER, "--temp-dir=/a b", *options]) == [RAY_WORKER, "--temp-dir=/a b"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (PYTHON, '--serialized-runtime-env-context={"env_vars": {"A": "1"}}'),
+        ("--language=JAVA",),
+        (EMPTY, "--language=JAVA"),
+        (PYTHON, "--serialized-runtime-env-context", "{}"),
+        (),
+    ],
+)
+def test_any_other_worker_is_prepared_by_ray(options: tuple[str, ...]) -> None:
+    command = worker_command([RAY_WORKER, *options])
+    assert os.path.basename(command[0]) == "setup_worker.py" and os.path.isfile(command[0])
+    assert command[1:] == [RAY_WORKER, *options]

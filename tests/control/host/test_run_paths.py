@@ -1,4 +1,4 @@
-"""Stale runs are removed; existing runs and runs of other users are not touched."""
+"""A run locks its folders; stale runs are removed, and existing runs and runs of other users are not touched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.host import run_paths as paths
-from relax_core.control.host.run_paths import OWNER_FILE, claimed, owned, run_paths
+from relax_core.control.host.run_paths import OWNER_FILE, claimed, owned, run_lock, run_paths
 
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 60.0
@@ -204,3 +204,37 @@ def test_weights_that_a_killed_command_left_in_the_runs_folder_go(tmp_path: Path
     (tmp_path / "checkpoints").mkdir()
     paths.remove_left_weights(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+# The supervisor exits at once; its fork goes on until its stdin ends, as the controller does.
+FORKED = """
+import os, sys
+from pathlib import Path
+from relax_core.control.host.run_paths import run_lock
+with run_lock(Path(sys.argv[1])):
+    if os.fork():
+        os._exit(0)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    refused = f"run.dir={tmp_path}: a run is at work there, process {os.getpid()} of "
+    with run_lock(tmp_path), pytest.raises(ValueError, match=refused):
+        run_lock(tmp_path).__enter__()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_fork_holds_it_until_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert process.wait(60) == 0
+        with pytest.raises(ValueError, match=f"process {process.pid} of "):
+            run_lock(tmp_path).__enter__()
+        process.stdin.close()
+        with run_lock(tmp_path, wait_s=60.0):
+            pass
