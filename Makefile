@@ -53,11 +53,11 @@ test-runs: test-env
 
 # Both at once: one session divides all of them, which ends sooner than one after the other.
 test-whole-runs: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(subst not chaos and ,,$(ORDINARY))" $(RUNS_IN) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(subst not chaos and ,,$(ORDINARY))" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "chaos and not soak and not sglang and not agents" $(RUNS_IN) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "chaos and not soak and not sglang and not agents" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
 
 # Attacks by untrusted text, oversized input and a second local user (docs/security.md); as root, all of them run.
 test-security: test-env
