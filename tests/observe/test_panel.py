@@ -219,6 +219,12 @@ def view(numbers: RunningNumbers, progress: BusProgress | None, roles: tuple[Rol
     )
 
 
+def drawn(shown: PanelView) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(picture(shown))
+    return out.getvalue()
+
+
 def test_the_picture_fits_80_by_24_and_shows_everything(make_record: MakeRecord, progress: BusProgress) -> None:
     numbers = RunningNumbers()
     numbers.merge(
@@ -274,10 +280,7 @@ def test_the_picture_fits_80_by_24_and_shows_everything(make_record: MakeRecord,
     ):
         assert shown in text, f"{shown!r} is not in\n{text}"
     slow_run = replace(shown_run, stragglers=("actor-2 +31% in backward", "engine-1 +25% in decode"))
-    console = Console(file=io.StringIO(), width=80)
-    console.print(picture(slow_run))
-    assert isinstance(console.file, io.StringIO)
-    slow = console.file.getvalue()
+    slow = drawn(slow_run)
     assert "slow          actor-2 +31% in backward · engine-1 +25% in decode" in slow and len(slow.splitlines()) <= 24
     assert "  slow actor-2 +31% in backward, engine-1 +25% in decode  eta" in line(slow_run) and "slow " not in line(
         shown_run
@@ -297,10 +300,7 @@ def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still
     ends = {"ended/env_done": 0.75, "ended/max_turns": 0.25}
     calls = {"tool_calls": 1.5, "failed_calls": 0.25}
     numbers.merge([make_record("rollout", 3, **seconds, **counts, **ends, **calls)])
-    console = Console(file=io.StringIO(), width=80)
-    console.print(picture(replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12})))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = drawn(replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12}))
     assert len(text.splitlines()) <= 24
     assert "episodes      2.2 turns, p99 3 · 80% of prompts cached" in text, text
     assert "of each       engine 0.12, queue 0.02, env 0.001 s · 1.5 calls, 0.2 failed" in text, text
@@ -309,16 +309,12 @@ def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still
     reward = {"reward/genrm/mean": 0.5, "reward/genrm/none": 0.25, "reward/genrm/ms_p99": 90.0}
     judge = {"judge/main/verdicts": 12.0, "judge/main/queue": 3.0}
     numbers.merge([make_record("rollout", 4, **seconds, **counts, **ends, **calls, **reward, **judge)])
-    console = Console(file=io.StringIO(), width=80)
-    console.print(picture(replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12})))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = drawn(replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12}))
     assert len(text.splitlines()) <= 24
     assert "rewards       genrm 0.500, p99 90.0 ms" in text and "judges        main 12 verdicts, 3 wait" in text, text
     agents = {"agent/requests": 2.5, "agent/segments": 1.5}
     numbers.merge([make_record("rollout", 4, **seconds, **counts, **ends, **calls, **agents)])
-    console.print(picture(view(numbers, progress, ROLES)))
-    text = console.file.getvalue()
+    text = drawn(view(numbers, progress, ROLES))
     assert "80% of prompts cached · 1.5 segments" in text and "s · 2.5 requests" in text, text
 
 
@@ -326,10 +322,7 @@ def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(mak
     numbers = RunningNumbers()
     numbers.merge([make_record("actor", 0, logprob_gap_max=2e-6, truncated=0.25)])
     numbers.merge([make_record("actor", 1, logprob_gap_tokens=0.0, truncated=0.0, groups_without_signal=0.0)])
-    console = Console(file=io.StringIO(), width=80)
-    console.print(picture(view(numbers, None, ())))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = drawn(view(numbers, None, ()))
     assert "log-prob gap  –" in text and "e-06" not in text and "0.0e+00" not in text
     assert line(view(numbers, None, ())) == "step 12/112", "what is 0 matters not"
 
@@ -340,19 +333,13 @@ def test_the_share_of_answers_without_a_reward_is_shown_while_there_are_any(
     numbers = RunningNumbers()
     for share, shown in ((0.12, True), (0.0, False)):
         numbers.merge([make_record("rollout", 3, reward_failed=share)])
-        console = Console(file=io.StringIO(), width=80)
-        console.print(picture(view(numbers, progress, ())))
-        assert isinstance(console.file, io.StringIO)
-        text = console.file.getvalue()
+        text = drawn(view(numbers, progress, ()))
         assert ("dropped       12% recently without a reward · 3 stale · 1 reward timeout" in text) is shown, text
         assert ("without reward 12%" in line(view(numbers, progress, ()))) is shown
 
 
 def test_before_the_first_step_there_are_dashes_not_errors() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(picture(view(RunningNumbers(), None, ())))
-    assert isinstance(console.file, io.StringIO)
-    assert "ETA –" in console.file.getvalue()
+    assert "ETA –" in drawn(view(RunningNumbers(), None, ()))
     assert line(view(RunningNumbers(), None, ())) == "step 12/112"
 
 
@@ -416,17 +403,9 @@ def test_a_sparkline_is_the_mean_of_each_share() -> None:
     assert sparkline([float("nan")], width=4) == ""
 
 
-def test_staleness_shares_leave_no_gap() -> None:
+def test_figures_that_are_unknown_or_long() -> None:
+    times = {None: "–", 0.4: "0 s", 59.9: "59 s", 185: "3:05 min", 7620: "2:07 h"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+    assert number(None, ".3f") == "–" and number(0.5, ".3f") == "0.500"
     assert staleness_shares({}) == []
     assert staleness_shares({0: 1, 2: 3, 5: 0}) == [(0, 0.25), (1, 0.0), (2, 0.75)]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "–"), (0.4, "0 s"), (59.9, "59 s"), (185, "3:05 min"), (7620, "2:07 h")]
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_an_unknown_number_is_a_dash() -> None:
-    assert number(None, ".3f") == "–" and number(0.5, ".3f") == "0.500"
