@@ -1,4 +1,4 @@
-"""Messages of data rows: null keys, calls of tools, and prompts that end with an answer."""
+"""Messages of data rows: null keys, calls of tools, prompts that end with an answer, ShareGPT's keys, JSON text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from relax_core.config.choices import LastAssistant
 from relax_core.contracts.checked import checked_env
 from relax_core.contracts.data import BadRow
 from relax_core.data.data_files import RowKeys, open_rows
+from relax_core.data.row_forms import MessagesOfText, messages_of
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.data.chat_templates import FAMILIES, write_folder
+from tests.data.test_labels import opened
 
 KEYS = RowKeys(prompt="prompt", answer="answer")
 USER: dict[str, Any] = {"role": "user", "content": "?"}
@@ -123,3 +125,45 @@ def test_only_the_key_lets_a_prompt_of_an_env_go_on(tmp_path: Path, name: str | 
             BadRow, match=r"row 0: it ends with a message of the assistant; data.last_assistant=continue"
         ):
             maker.tokens(row, where="row 0")
+
+
+# -- forms of messages -------------------------------------------------------------------------------------------------
+ASKED = [{"role": "user", "content": "hi"}]
+SHARED = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+READ = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        (json.dumps(ASKED), ASKED),
+        (json.dumps([{"content": "hi", "role": "user"}], indent=1), ASKED),
+        (json.dumps(SHARED), READ),
+        (SHARED, READ),
+        (ASKED, ASKED),
+        ('[{"value": 3}] is a list. Sort it.', '[{"value": 3}] is a list. Sort it.'),
+        ("[[1, 2]]", "[[1, 2]]"),
+        ('Say {"role": "user"}', 'Say {"role": "user"}'),
+    ],
+)
+def test_messages_are_read(prompt: Any, wanted: Any) -> None:
+    found = messages_of(prompt)
+    assert found == wanted
+    assert isinstance(found, MessagesOfText) == (isinstance(prompt, str) and prompt != wanted)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (str(ASKED), "no JSON"),
+        ('[{"role": "user", "content": "hi"', "no JSON"),
+        ('[{"role": "user"}]', "neither text nor a list of messages"),
+        ([{"from": "alien", "value": "q"}], "'alien'"),
+    ],
+)
+def test_what_looks_like_messages_and_is_none_makes_a_bad_row(tmp_path: Path, prompt: Any, told: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}))
+    source = opened(tmp_path / "rows.jsonl")
+    with pytest.raises(BadRow, match=f"line 1: prompt=.*{told}") as bad:
+        source.numbered(0)
+    assert bad.value.reason == "bad_row:prompt" and source.modality(0) == "text"
