@@ -139,13 +139,11 @@ class BusActor:
 
     @answers
     async def drop(self, group_uid: str, reason: str) -> None:
-        """Ends a group that is in flight."""
         self._core.drop(group_uid, reason=reason)
         self._changed()
 
     @answers
     async def name_modalities(self, modalities: dict[int, str]) -> None:
-        """Says which modality the prompts of these groups have."""
         self._core.name_modalities(modalities)
 
     @answers
@@ -173,17 +171,14 @@ class BusActor:
 
     @answers
     async def let_go(self, digests: list[str], worker: int) -> None:
-        """Ends the hold of a rollout worker on items."""
         self._core.let_go(digests, worker=worker)
 
     @answers
     async def open_media(self, node_id: str) -> None:
-        """Waits until a node has its folder."""
         await self._media_nodes().open(node_id)
 
     @answers
     async def bring_media(self, digests: list[str], node_id: str, timeout_s: float) -> None:
-        """Waits until a node has the files of items."""
         await self._media_nodes().bring(digests, node_id=node_id, timeout_s=timeout_s)
 
     def _stored_media(self) -> MediaFiles | MediaNodes | None:
@@ -211,12 +206,10 @@ class BusActor:
     # -- calls of workers that lease ------------------------------------------------------------------------------
     @answers
     async def lease(self, request: bytes, timeout_s: float) -> Any:
-        """Waits for a lease."""
         return await self._lease(request, timeout_s)
 
     @answers
     async def read(self, lease_id: int, group_uids: list[str], columns: list[str]) -> Any:
-        """Returns columns of a held lease."""
         return self._core.read(lease_id, group_uids, columns)
 
     @answers
@@ -242,13 +235,11 @@ class BusActor:
 
     @answers
     async def release(self, lease_ids: list[int]) -> None:
-        """Gives leases back unused."""
         self._core.release(lease_ids)
         self._changed()
 
     @answers
     async def revoke(self, task: str) -> None:
-        """Ends all leases and waits of a task whose worker was lost."""
         self._core.revoke(task)
         self._waiting.fail_task(task, LeaseLost(f"the leases of task {task} were revoked"))
         self._changed()
@@ -272,12 +263,10 @@ class BusActor:
     # -- calls of the controller ---------------------------------------------------------------------------------
     @answers
     async def progress(self) -> Any:
-        """Returns the counts of the run."""
         return self._core.progress()
 
     @answers
     async def waits(self) -> Any:
-        """Returns the waiting calls."""
         return self._waiting.waits()
 
     @answers
@@ -302,7 +291,6 @@ class BusActor:
 
     @answers
     async def restore(self, snapshot: bytes) -> None:
-        """Goes back to a snapshot."""
         self._core.restore(snapshot)
         self._changed()
 

@@ -127,43 +127,34 @@ class RayBus:
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
     async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-        """Waits for credit and returns 1 to ``max_groups`` admissions."""
         call = self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, list[Admission])
 
     async def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-        """Returns the worker's admissions whose groups are not complete, with one attempt more."""
         return _decode(await self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
     async def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
-        """Enters complete groups."""
         await self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
     async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
-        """Ends a group that is in flight."""
         await self._call("drop", group_uid, reason, timeout_s=timeout_s)
 
     async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
-        """Says which modality the prompts of these groups have, by index."""
         await self._call("name_modalities", dict(modalities), timeout_s=timeout_s)
 
     async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
-        """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
         call = self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, VersionChange)
 
     # -- media items ----------------------------------------------------------------------------------------------
     async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
-        """Names items for a rollout worker and returns the digests of those that are not stored."""
         call = self._call("hold", dict(items), worker, self._node(), timeout_s=timeout_s)
         return _decode(await call, list[str])
 
     async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
-        """Ends the hold of a rollout worker on items."""
         await self._call("let_go", list(digests), worker, timeout_s=timeout_s)
 
     async def media_folder(self, *, timeout_s: float) -> Path:
-        """Returns the folder of this process's node, which exists from now on, for the files of items."""
         folder = Path(self.settings.media_folder)
         if not self.settings.media_nodes:
             return folder
@@ -171,15 +162,10 @@ class RayBus:
         return node_folder(folder, self._node())
 
     async def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
-        """Waits until a node has the files of items in its folder. Raises `MediaGone` if one is not stored anywhere.
-
-        ``node_id`` is Ray's, by default that of this process. If all nodes read one folder, it does nothing.
-        """
         if self.settings.media_nodes:
             await self._call("bring_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
 
     def media_reader(self, *, timeout_s: float) -> MediaReader:
-        """Returns the reader that maps the tensors of stored items."""
         folder = Path(self.settings.media_folder)
         if not self.settings.media_nodes:
             return FolderReader(folder)
@@ -203,7 +189,6 @@ class RayBus:
 
     # -- calls of workers that lease ------------------------------------------------------------------------------
     async def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
-        """Waits for a lease."""
         lease = await self._call_for_lease("lease", encode(request), timeout_s, timeout_s=timeout_s)
         assert lease is not None
         return lease
@@ -211,7 +196,6 @@ class RayBus:
     async def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[Group]:
-        """Returns columns of groups of a held lease."""
         lease = await self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
         assert lease is not None
         return lease.rows
@@ -224,7 +208,6 @@ class RayBus:
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
-        """Adds columns to a lease's groups, ends the lease and returns the next one if ``then`` asks for one."""
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
         body = encode({uid: packer.split(payloads) for uid, payloads in columns.items()})
         request = encode(then) if then else None
@@ -241,27 +224,22 @@ class RayBus:
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
-        """Records a train step and returns the next lease if ``then`` asks for one."""
         request = encode(then) if then else None
         return await self._call_for_lease(
             "ack", list(lease_ids), step, dict(dropped), request, timeout_s, timeout_s=timeout_s
         )
 
     async def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
-        """Gives leases back unused."""
         await self._call("release", list(lease_ids), timeout_s=timeout_s)
 
     async def revoke(self, task: str, *, timeout_s: float) -> None:
-        """Ends all leases and waits of a task."""
         await self._call("revoke", task, timeout_s=timeout_s)
 
     # -- calls of the controller ---------------------------------------------------------------------------------
     async def progress(self, *, timeout_s: float) -> BusProgress:
-        """Returns the counts of the run."""
         return _decode(await self._call("progress", timeout_s=timeout_s), BusProgress)
 
     async def waits(self, *, timeout_s: float) -> list[BusWait]:
-        """Returns the calls that wait in the bus."""
         return _decode(await self._call("waits", timeout_s=timeout_s), list[BusWait])
 
     async def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
@@ -270,15 +248,12 @@ class RayBus:
         return _decode(await call, BusProgress)
 
     async def snapshot(self, *, timeout_s: float) -> bytes:
-        """Returns the state for a checkpoint, as msgpack."""
         return _decode(await self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)
 
     async def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
-        """Goes back to a snapshot."""
         await self._call("restore", snapshot, timeout_s=timeout_s)
 
     async def close(self, *, reason: str, timeout_s: float) -> None:
-        """Closes the bus and brings the ledger to disk."""
         await self._call("close", reason, timeout_s, timeout_s=timeout_s)
 
     def process_id(self, *, timeout_s: float) -> int:

@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 class Window(Protocol):
     """Is what has the size of the window: the settings of a bus, or the section ``mode`` of a run's configuration."""
 
-    max_staleness: int
+    @property
+    def max_staleness(self) -> int:
+        """Returns how many versions a trained token may lag behind the step that trains it."""
 
 
 def oldest_version(step: int, window: Window) -> int:

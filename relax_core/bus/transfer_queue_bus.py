@@ -71,7 +71,6 @@ class TransferQueueBus(RayBus):
 
     # -- calls that store payloads ------------------------------------------------------------------------------
     async def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
-        """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         stored = await self._store(samples, timeout_s=timeout_s)
@@ -85,7 +84,6 @@ class TransferQueueBus(RayBus):
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
-        """Stores the payloads, then writes the columns."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(uid, group, timeout_s=timeout_s) for uid, group in columns.items()]
         stored = await self._store(samples, timeout_s=timeout_s)
