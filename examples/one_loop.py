@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,10 @@ from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.bus import Admission, Group, Lease, LeaseRequest
+from relax_core.contracts.bus import Admission, Lease, LeaseRequest
 from relax_core.contracts.columns import ADVANTAGES, ROLLOUT_COLUMNS
-from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.data import BadRow
+from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.sources import make_source
@@ -39,9 +40,11 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import CHECKS, settle
 from relax_core.registry import find_algorithm, find_env, find_reward
-from relax_core.rollout.episodes.episode_records import one_turn_episodes, score_episodes
+from relax_core.rollout.episodes.episode_records import score_episodes
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
+from relax_core.rollout.episodes.group_player import OneTurnPlayer
 from relax_core.rollout.group_advantages import advantage_extras
+from relax_core.rollout.prompt_admissions import AdmittedPrompt
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
@@ -111,8 +114,9 @@ class Loop:
         self.publish(version=0)
         with RewardPool(find_reward(self.config.reward.name), self.config.reward, workers=1) as rewards:
             pool = EnginePool(1, self.the_engine, timeout_s=self.config.engine.start_timeout_s)
+            player = OneTurnPlayer(prompts=self.prompts, pool=pool, sampling=self.sampling)
             for step in range(self.config.run.steps):
-                await self.sample(pool, rewards)
+                await self.sample(player, rewards)
                 lease, trees = self.take_rows(step)
                 metrics = self.train(step, trees)
                 self.publish(version=step + 1)
@@ -123,42 +127,35 @@ class Loop:
         return figures
 
     # -- 1 to 5: from data rows to complete groups ------------------------------------------------------------------
-    async def sample(self, pool: EnginePool, rewards: RewardPool) -> None:
+    async def sample(self, player: OneTurnPlayer, rewards: RewardPool) -> None:
         """Fills the bus for one step: prompts, responses, rewards, groups. A group that yields nothing to train is
         dropped with its reason, and the bus admits another one for it."""
         while missing := self.config.rollout.prompts_per_step - self.bus.progress().waiting:
-            admitted = self.bus.admit(missing)
-            requests = [self.request(one) for one in admitted]
-            places = [one.index for one in admitted]
-            async for place, responses in pool.generate(requests, self.sampling, places=places):
-                done = await self.complete(admitted[place], requests[place], responses, rewards)
-                if isinstance(done, DroppedGroup):
-                    self.bus.drop(done.group_uid, reason=done.reason)
-                else:
-                    self.bus.put([done])
+            prompts = [self.prompt(one) for one in self.bus.admit(missing)]
+            async with asyncio.TaskGroup() as tasks:
+                async for prompt, episodes in player.groups(prompts, tasks):
+                    assert not isinstance(episodes, BadRow), "only an env of several turns finds out this late"
+                    await score_episodes(episodes, rewards, row=prompt.row, where=prompt.where)
+                    done = complete_group(index=prompt.index, episodes=episodes, extras=self.advantages)
+                    if isinstance(done, DroppedGroup):
+                        self.bus.drop(done.group_uid, reason=done.reason)
+                    else:
+                        self.bus.put([done])
 
-    def request(self, admission: Admission) -> PromptRequest:
+    def prompt(self, admission: Admission) -> AdmittedPrompt:
         """What the engine is asked for one group. It holds the prompt until its weights are ``min_version``."""
         row, where = self.source.row(admission.index), self.source.where(self.source.number(admission.index))
-        return PromptRequest(
+        request = PromptRequest(
             rid=admission.group_uid,
             input_ids=self.prompts.tokens(row, where=where),
             sampling_seed=sampling_seed(self.config.seed, index=admission.index),
             min_version=admission.min_version,
         )
+        return AdmittedPrompt(index=admission.index, row=row, where=where, request=request)
 
-    async def complete(
-        self, admission: Admission, request: PromptRequest, responses: Sequence[Generated], rewards: RewardPool
-    ) -> Group | DroppedGroup:
-        """Scores the responses and makes the group's token tree, with its advantages, as columns of bytes."""
-        row, tokenizer = self.source.row(admission.index), self.prompts.tokenizer
-        episodes = one_turn_episodes(admission.group_uid, request, responses, tokenizer=tokenizer)
-        await score_episodes(episodes, rewards, row=row, where="")
-        return complete_group(
-            index=admission.index,
-            episodes=episodes,
-            extras=lambda tree: advantage_extras([tree], self.algorithm, self.config.algo)[0],
-        )
+    def advantages(self, tree: TokenTree) -> Mapping[str, np.ndarray]:
+        """The advantages of a complete group's tokens."""
+        return advantage_extras([tree], self.algorithm, self.config.algo)[0]
 
     # -- 6 to 8: from complete groups to an update ------------------------------------------------------------------
     def take_rows(self, step: int) -> tuple[Lease, list[TokenTree]]:

@@ -39,8 +39,8 @@ from relax_core.plan.model_dimensions import find_dimensions, layout_shape, shap
 from relax_core.plan.placement import device_files, gpu_problems
 from relax_core.registry import Kind, find, find_algorithm, find_engine, find_family, find_reward, is_builtin
 from relax_core.roles.process_placement import layout_key, worker_group_layouts
-from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
-from relax_core.rollout.evaluation.evaluator import metric_names
+from relax_core.rollout.eval_metrics import MOST_SAMPLES
+from relax_core.rollout.evaluator import metric_names
 from relax_core.rollout.trial.plugin_trial import Request, try_plugins
 from relax_core.tools.make_tiny import check_tiny_model
 from relax_core.train.hf.stored_weights import weight_problems

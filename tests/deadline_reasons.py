@@ -42,7 +42,7 @@ REASONS = {
         "serve",
     ): "the gateway's process at rest; its supervisor ends it by closing its stdin",
     (
-        "relax_core/roles/rollout/rollout_worker.py",
+        "relax_core/roles/rollout_worker.py",
         "RolloutWorker._run_loops",
     ): "the worker's own work: each of its waits has a deadline, and the task group ends all of them",
     (
@@ -73,7 +73,7 @@ REASONS = {
         "relax_core/control/engine_changes.py",
         "EngineChanges._tick_joining",
     ): "after done(): the comparison has ended",
-    ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
+    ("relax_core/roles/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
     ("relax_core/engines/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
@@ -177,9 +177,9 @@ REASONS = {
         "ItemCache.items",
     ): "each encoding ends within MediaLimits.worker_timeout_s, and the bus's call within its own",
     ("relax_core/rollout/prompt_admissions.py", "PromptAdmissions._make"): "the same",
-    ("relax_core/rollout/evaluation/evaluator.py", "prepare_with_media"): "the same",
+    ("relax_core/rollout/evaluator.py", "prepare_with_media"): "the same",
     (
-        "relax_core/rollout/evaluation/evaluator.py",
+        "relax_core/rollout/evaluator.py",
         "Evaluator.gate",
     ): "run() sets it or fails, and its task group ends this one",
     (
@@ -217,11 +217,11 @@ REASONS = {
         "RolloutLoop._play_and_stage",
     ): "the group before it ends as this one does, and the prompt batch's task group ends both",
     (
-        "relax_core/rollout/episodes/episodes.py",
+        "relax_core/rollout/episodes/episode_player.py",
         "EpisodePlayer._play",
     ): "set to env.episode_timeout_s at the first response; the engine's pool bounds the time before",
-    ("relax_core/rollout/evaluation/played_sets.py", "play_sets"): "after the task group: the tasks have ended",
-    ("relax_core/rollout/episodes/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
+    ("relax_core/rollout/evaluator.py", "play_sets"): "after the task group: the tasks have ended",
+    ("relax_core/rollout/episodes/episode_player.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
     (
         "relax_core/rollout/episodes/env_calls.py",
         "EnvCalls.close.close_later",
@@ -234,7 +234,7 @@ REASONS = {
         "relax_core/rollout/env_workers/env_worker.py",
         "EnvWorker.stop",
     ): "the process was just killed, which ends the thread's wait for it",
-    ("relax_core/rollout/evaluation/evaluator.py", "ask"): "after the task group: its tasks have ended",
+    ("relax_core/rollout/evaluator.py", "ask"): "after the task group: its tasks have ended",
     (
         "relax_core/data/media/encode_pool.py",
         "EncodePool.close",

@@ -50,11 +50,9 @@ from relax_core.observe.summary import library_versions
 from relax_core.plan.unused_keys import unread_by_evaluation
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.run_env import RunEnv
-from relax_core.rollout.evaluation.eval_metrics import Estimate, mean_reward
-from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
-from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
-from relax_core.rollout.held_items import HeldItems
-from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.eval_metrics import Estimate, mean_reward
+from relax_core.rollout.evaluator import PreparedSet, SetAnswers, answer_sets, prepared_sets
+from relax_core.rollout.item_cache import HeldItems, ItemCache
 from relax_core.rollout.media_encoding import item_work_of, open_encoders
 from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
 from relax_core.rollout.rewards.reward_pool import RewardPool

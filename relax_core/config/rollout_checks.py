@@ -16,7 +16,7 @@ from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.host_network import LOOPBACK
 from relax_core.registry import find_algorithm, find_env, find_reward
 
-EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluation/played_sets.py)
+EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluator.py)
 
 
 def turn_problems(config: RelaxConfig) -> Iterator[str]:

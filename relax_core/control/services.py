@@ -23,7 +23,7 @@ from relax_core.roles.engine_owner import EngineOwner
 from relax_core.roles.judge_engine import JudgeEngineOwner
 from relax_core.roles.process_placement import node_options, rank_options, reserve_ranks, roles_of, worker_gpus
 from relax_core.roles.role_context import BUS, ENGINE, JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
-from relax_core.roles.rollout.rollout_worker import RolloutWorker
+from relax_core.roles.rollout_worker import RolloutWorker
 from relax_core.roles.trainer.column_worker import AdvantagesWorker
 from relax_core.roles.trainer.critic_trainer import CriticTrainer
 from relax_core.roles.trainer.policy_trainer import PolicyTrainer

@@ -18,7 +18,7 @@ from relax_core.data.sources import make_source
 from relax_core.plan.data_check import keep_look, look_at_data
 from relax_core.plan.prompt_maker import positions, prompt_maker
 from relax_core.registry import PluginError, find_engine, find_env
-from relax_core.rollout.evaluation.evaluator import prepare
+from relax_core.rollout.evaluator import prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 
 ROUND_TO = 64  # tokens; a derived context is a multiple of it, as is the embedded engine's cache

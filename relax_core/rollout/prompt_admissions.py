@@ -5,23 +5,139 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from relax_core.config.modality import modality_of_row
+from relax_core.contracts.algorithm import TeacherRequirements
 from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.contracts.media import BAD_MEDIA
+from relax_core.contracts.media import BAD_MEDIA, MediaError
 from relax_core.contracts.tree import group_uid
-from relax_core.rollout.bad_rows import BadRows
+from relax_core.data.eval_sets import NAMED_ROWS, too_many_bad
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.modality_figures import ModalityFigures
 from relax_core.rollout.prompt_tokens import Prompt, PromptMaker
 from relax_core.rollout.sample_seeds import sampling_seed
-from relax_core.rollout.teacher_choice import TeacherOf
 from relax_core.rollout.weight_update_handler import GroupsInFlight
+
+TeacherOf = Callable[[DataRow, str], str]  # a data row and its name in errors → the teacher's name
+
+
+def teacher_chooser(teachers: TeacherRequirements) -> TeacherOf:
+    """Returns a function that gives the name of a data row's teacher.
+
+    That is the only teacher if no column is set, and otherwise the column's value. The function raises `BadRow` for a
+    row that names none of the teachers.
+    """
+    if not teachers.key:
+        (only,) = teachers.models
+        return lambda row, what: only
+    return lambda row, what: named_teacher(row, teachers.key, known=teachers.models, what=what)
+
+
+def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) -> str:
+    """Returns the teacher that the data row names; raises `BadRow` with the row, its value and the known teachers."""
+    if key not in row:
+        keys = ", ".join(sorted(row))
+        text = f"{what}: no key {key!r}, which algo.teacher_key names; its keys are {keys}."
+        raise BadRow.because("teacher", text)
+    name = row[key]
+    if not isinstance(name, str) or name not in known:
+        raise BadRow.because(
+            "teacher",
+            f"{what}: {key}={name!r} is none of the teachers: {', '.join(known)}. Add algo.teachers.{name}=<a Hugging "
+            "Face folder>, or correct the row.",
+        )
+    return name
+
+
+class ModalityFigures:
+    """Sums milliseconds by modality and figure, until `take` gives the means since it was called last."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._prompts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, modality: str, figure: str, milliseconds: float) -> None:
+        """Adds the time of one prompt."""
+        self._sums[modality, figure] += milliseconds
+        self._prompts[modality, figure] += 1
+
+    def take(self) -> dict[str, float]:
+        """Returns each mean as "modality/video/encode_ms", with its number of prompts, and begins anew."""
+        values: dict[str, float] = {}
+        for (modality, figure), prompts in sorted(self._prompts.items()):
+            values[f"modality/{modality}/{figure}_ms"] = self._sums[modality, figure] / prompts
+            values[f"modality/{modality}/{figure}_prompts"] = prompts
+        self._sums.clear()
+        self._prompts.clear()
+        return values
+
+
+Report = Callable[[Sequence[Mapping[str, str]]], None]
+log = logging.getLogger(__name__)
+
+
+class BadRows:
+    """Counts the drawn and the bad data rows of a rollout worker.
+
+    ``rows`` is the number of data rows, and ``most`` the share of them that may be bad (data.max_bad_rows). ``report``
+    is called with all named rows each time that one more is named. ``most_in_a_row`` is the number of rows in a row
+    whose images or videos may be bad. ``media_reasons`` counts those that were, by reason.
+    """
+
+    def __init__(self, *, rows: int, most: float, report: Report, most_in_a_row: int = 64) -> None:
+        self._rows = rows
+        self._most = most
+        self._report = report
+        self._drawn: set[int] = set()
+        self._bad: set[int] = set()
+        self._named: list[dict[str, str]] = []
+        self._most_in_a_row = most_in_a_row
+        self._media_in_a_row: list[MediaError] = []
+        self.media_reasons: Counter[str] = Counter()
+
+    def draw(self, number: int) -> None:
+        """Counts a data row that is drawn, usable or not."""
+        if len(self._drawn) < self._rows:
+            self._drawn.add(number)
+
+    def use(self) -> None:
+        """Says that the data row that was drawn last can be used."""
+        self._media_in_a_row.clear()
+
+    def leave_out(self, number: int, error: BadRow) -> None:
+        """Counts a drawn data row that cannot be used; raises ValueError if there are too many of them."""
+        if isinstance(error, MediaError):
+            self._count_media(error)
+        if number in self._bad:
+            return
+        self._bad.add(number)
+        if len(self._named) < NAMED_ROWS:
+            self._named.append({"row": str(number), "reason": error.reason, "text": str(error)})
+            log.warning("data row %d is left out (%s): %s", number, error.reason, error)
+            self._report(list(self._named))
+        if too_many_bad(len(self._bad), len(self._drawn), rows=self._rows, most=self._most):
+            first = "; ".join(one["text"] for one in self._named[:1])
+            raise ValueError(
+                f"{len(self._bad)} of the {len(self._drawn)} data rows that were drawn cannot be used, more than "
+                f"data.max_bad_rows={self._most:g}. The first: {first} Correct the data, or raise data.max_bad_rows."
+            )
+
+    def _count_media(self, error: MediaError) -> None:
+        """Counts a prompt with a bad item each time that it is drawn; raises ValueError if all in a row have one."""
+        self.media_reasons[error.word] += 1
+        self._media_in_a_row.append(error)
+        if len(self._media_in_a_row) >= self._most_in_a_row:
+            raise ValueError(
+                f"the images or videos of {len(self._media_in_a_row)} data rows in a row cannot be used, "
+                f"which is no chance. The first: "
+                f"{self._media_in_a_row[0]} Is data.media_root mounted, and is it the folder of these paths?"
+            )
+
 
 AGAIN_S = 1.0  # the timeout for the prompt that replaces a bad data row; the bus has its credit and answers at once
 log = logging.getLogger(__name__)

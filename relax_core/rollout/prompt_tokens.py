@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from relax_core.config.choices import TEXT, LastAssistant, Overlong
 from relax_core.config.modality import MODELS_THAT
@@ -16,7 +18,20 @@ from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.row_media import TEXT_ONLY, unread_media
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.off_loop import off_loop
+
+Result = TypeVar("Result")
+_THREADS = ThreadPoolExecutor(1, thread_name_prefix="large text")  # a second one would take a core from the engine
+
+
+async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
+    """Returns what ``work`` returns, and raises what it raises; it runs in a thread if it is ``large``.
+
+    ``work`` must not touch what the event loop changes meanwhile. One large piece of work runs at a time.
+    """
+    if not large:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
 
 DEFAULT_PROMPT_ITEMS = 16
 _CUT_CHARACTERS = 16  # of a text that is cut, for each token that a prompt may have, before it is tokenised

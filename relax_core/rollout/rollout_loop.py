@@ -17,7 +17,6 @@ from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.tree import TRUNCATED
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.observe.sample_log import SampleLog
-from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
     PlayedFigures,
@@ -34,11 +33,17 @@ from relax_core.rollout.episodes.group_assembly import (
 )
 from relax_core.rollout.episodes.group_player import GroupPlayer
 from relax_core.rollout.episodes.shared_requests import start_in
-from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
+from relax_core.rollout.prompt_admissions import (
+    AdmissionBus,
+    AdmittedPrompt,
+    BadRows,
+    PromptAdmissions,
+    RolloutLoopSettings,
+    TeacherOf,
+)
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_failures import FailedGroups, TruncatedGroups
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.teacher_choice import TeacherOf
 from relax_core.rollout.weight_update_handler import GroupsInFlight, WeightUpdateHandler
 
 Record = Callable[[str, int, Mapping[str, float]], None]

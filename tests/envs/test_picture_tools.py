@@ -28,7 +28,7 @@ from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
-from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.tree_builder import build_tree
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.prompt_tokens import PromptMaker

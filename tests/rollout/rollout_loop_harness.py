@@ -23,11 +23,10 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.sample_log import SampleLog
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
 from relax_core.rollout.episodes.group_player import EarlyEnds, GroupPlayer, OneTurnPlayer
-from relax_core.rollout.prompt_admissions import RolloutLoopSettings
+from relax_core.rollout.prompt_admissions import BadRows, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import RolloutLoop

@@ -12,8 +12,7 @@ import pytest
 from relax_core.bus.factory import create_bus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.media import MediaItem, MediaSource
-from relax_core.rollout.held_items import HeldItems
-from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.item_cache import HeldItems, ItemCache
 from tests.bus.blocking import BlockingBus
 from tests.bus.make_media import make_item
 from tests.bus.make_rows import make_settings

@@ -18,10 +18,10 @@ from relax_core.contracts.media import MediaError, MediaItem, MediaSource
 from relax_core.contracts.reward import RewardInput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
-from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.episodes.episode_records import reward_input, without_bytes
 from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.prompt_admissions import BadRows
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, shown_prompt
-from relax_core.rollout.rewards.reward_inputs import reward_input, without_bytes
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.media_items import IMAGE, image_item
 from tests.responses import response

@@ -21,7 +21,7 @@ from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
 from relax_core.observe.event_log import EVAL
 from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup
-from relax_core.rollout.evaluation.evaluator import eval_versions
+from relax_core.rollout.evaluator import eval_versions
 from relax_core.train.checkpoints.checkpoint_store import (
     BUS_SNAPSHOT,
     CONFIG,

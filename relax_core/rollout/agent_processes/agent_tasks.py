@@ -16,7 +16,7 @@ from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended
 from relax_core.contracts.foreign_values import clean_text, decode_json, shown
 from relax_core.contracts.plugin_results import as_number, too_large
-from relax_core.rollout.rewards.reward_inputs import without_bytes
+from relax_core.rollout.episodes.episode_records import without_bytes
 
 MOST_RESULT_BYTES = 1 << 20
 TASK_FILE, RESULT_FILE = "task.json", "result.json"

@@ -38,12 +38,10 @@ from relax_core.rollout.agents.chat_messages import (
     template_messages,
 )
 from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Place, Walk
-from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn, response_text, stopped_by
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
-from relax_core.rollout.off_loop import off_loop
-from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
-from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, off_loop
 
 _MOST_SIZES = 4  # times the longest prompt, the body of a request with its escapes and its left-out text
 

@@ -39,7 +39,7 @@ from relax_core.rollout.agents.chat_completions import ChatEvents, chat_error, c
 from relax_core.rollout.agents.chat_messages import RequestRefused, TurnAnswer, TurnRequest
 from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_responses, responses_reply
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
-from relax_core.rollout.off_loop import off_loop
+from relax_core.rollout.prompt_tokens import off_loop
 
 if TYPE_CHECKING:
     from relax_core.engines.asgi_server import Connection

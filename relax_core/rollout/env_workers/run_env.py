@@ -15,7 +15,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
-from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.group_player import EarlyEnds, GroupPlayer, OneTurnPlayer
 from relax_core.rollout.prompt_tokens import PromptMaker
 

@@ -18,7 +18,7 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.reply_checks import Natural, decoded, plain_words
 from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup
-from relax_core.rollout.off_loop import off_loop
+from relax_core.rollout.prompt_tokens import off_loop
 
 if TYPE_CHECKING:
     import aiohttp

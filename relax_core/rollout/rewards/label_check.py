@@ -14,8 +14,8 @@ from relax_core.contracts.child import LimitedLog
 from relax_core.contracts.foreign_values import shown
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.registry import plugin_words
+from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.rewards.reward_calls import score_here
-from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 

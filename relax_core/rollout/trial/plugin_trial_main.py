@@ -33,7 +33,7 @@ from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.registry import find_algorithm, find_data_source, find_env, find_reward, plugin_words
 from relax_core.rollout.env_workers.env_messages import with_sources
-from relax_core.rollout.rewards.reward_inputs import without_bytes
+from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from relax_core.contracts.bus import BusClosed
-from relax_core.roles.rollout.versions_reached import VersionsReached
+from relax_core.roles.rollout_worker import VersionsReached
 
 
 class Versions:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.tool_parsers import PARSERS
 from relax_core.rollout.agents.answer_reading import AnswerForm, StreamedReply, read_reply
-from relax_core.rollout.rewards.reward_inputs import stopped_by
+from relax_core.rollout.episodes.episode_records import stopped_by
 
 TOOLS: list[ToolSchema] = [
     {

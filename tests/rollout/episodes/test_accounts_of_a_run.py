@@ -21,7 +21,7 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_reward
-from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder

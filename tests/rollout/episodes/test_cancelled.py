@@ -36,8 +36,8 @@ from relax_core.observe.sample_log import SAMPLES_FOLDER, SampleLog
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.prompt_admissions import AdmittedPrompt
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler

@@ -19,13 +19,13 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.registry import find_reward
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
     PlayedFigures,
     played_values,
     score_episodes,
 )
-from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import complete_group
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.episodes.shared_requests import SharedRequests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.episodes.observations import shortened_observation
+from relax_core.rollout.episodes.episode_player import shortened_observation
 from tests.data.chat_templates import FAMILIES, write_folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.rewards.reward_inputs import reward_input
+from relax_core.rollout.episodes.episode_records import reward_input
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.responses import response
 

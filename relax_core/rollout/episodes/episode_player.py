@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -29,12 +29,12 @@ from relax_core.contracts.env import (
 )
 from relax_core.contracts.media import MediaError, MediaItem
 from relax_core.contracts.plugin_results import WrongResult
-from relax_core.data.tokenizer import LARGE_TEXT, TextTooLong
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
-from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn, response_text, stopped_by
 from relax_core.rollout.episodes.group_player import (
     NOT_FOLLOWED,
     STARTS_AGAIN,
@@ -44,14 +44,77 @@ from relax_core.rollout.episodes.group_player import (
     cancelled,
     end_stragglers,
 )
-from relax_core.rollout.episodes.observations import MOST_CHARACTERS_A_TOKEN, shortened_observation
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
-from relax_core.rollout.off_loop import off_loop
 from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens, text_size
-from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by
+from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens, off_loop, text_size
 from relax_core.rollout.weight_update_handler import GroupsInFlight
+
+MOST_CHARACTERS_A_TOKEN = 16  # a text that is longer than this for each token allowed is not tokenised whole
+
+
+def shortened_observation(
+    messages: Sequence[Message], tokenizer: PromptTokenizer, *, limit: int
+) -> tuple[list[Message], bool]:
+    """Returns the messages with at most about ``limit`` tokens of text, and whether a text was cut.
+
+    The longest texts are cut in their middle, where a mark says how many tokens are left out; the mark's own tokens
+    come on top. The media of content parts do not count here.
+    """
+    window = limit * MOST_CHARACTERS_A_TOKEN
+    texts = list(_texts(messages))
+    read = [text if len(text) <= 2 * window else text[:window] + text[-window:] for text in texts]
+    spans = [tokenizer.plain_spans(text) for text in read]
+    lengths = [len(own) for own in spans]
+    if sum(lengths) <= limit and all(len(text) <= 2 * window for text in texts):
+        return list(messages), False
+    most = _largest_cap(lengths, limit)
+    shown = iter([_cut(*one, most=most, window=window) for one in zip(texts, spans, strict=True)])
+    return [_with_texts(message, shown) for message in messages], True
+
+
+def _largest_cap(lengths: Sequence[int], limit: int) -> int:
+    """Returns the largest number of tokens that every text may have so that they have ``limit`` together."""
+    left, cap = limit, 0
+    for place, length in enumerate(sorted(lengths)):
+        cap = max(1, left // (len(lengths) - place))
+        if length > cap:
+            break
+        left -= length
+        cap = max(cap, length)
+    return cap
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]], *, most: int, window: int) -> str:
+    whole = len(text) <= 2 * window
+    if len(spans) <= most and whole:
+        return text
+    kept = min(most, len(spans))
+    head = (kept + 1) // 2
+    tail = kept - head
+    moved = 0 if whole else len(text) - 2 * window  # the spans are those of the text without its middle
+    end = spans[head - 1][1]
+    begin = spans[-tail][0] + moved if tail else len(text)
+    left_out = f"{len(spans) - kept} tokens" if whole else f"{begin - end} characters"
+    return f"{text[:end]}\n[... {left_out} left out ...]\n{text[begin:]}"
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _with_texts(message: Mapping[str, Any], shown: Iterator[str]) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": next(shown)}
+    parts = [{**part, "text": next(shown)} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
 
 log = logging.getLogger(__name__)
 SHOWN = 200  # the characters of an opening that an error shows

@@ -1,4 +1,11 @@
-"""The worker of the rollout role, which builds the rollout loop and the evaluator and runs them."""
+"""The worker of the rollout role, which builds the rollout loop and the evaluator and runs them.
+
+Start: the bus, the engines and the list of them; the env; the groups that a lost worker left; the processes that encode
+media and score; the evaluator, of the first worker alone; the endpoint of agents; then the loops. Three loops run side
+by side: `EngineFollower.follow` follows the list of engines, `_sample` runs the rollout loop, and `_evaluate` the
+evaluations. Shutdown: sampling and evaluations end with the bus or with the first failure, then the follower, the
+endpoint, rewards, judges, env workers, encoders and the log of samples.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +15,150 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
+
+from ray.exceptions import RayActorError
 
 from relax_core.bus.ray_bus import RayBus
 from relax_core.config.choices import Partial
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Admission, BusClosed
+from relax_core.contracts.data import PromptSource
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.reward import RewardConfig, reward_parts
 from relax_core.contracts.stop_signals import ignore_stop_signals
-from relax_core.data.eval_sets import held_out_count
+from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.observe.event_log import EventWriter, bad_rows_kind
+from relax_core.observe.event_log import EVAL, EventWriter, bad_rows_kind, read_texts
 from relax_core.registry import find_algorithm, find_reward
-from relax_core.roles.discovery import discover_bus
-from relax_core.roles.engine_directory import EngineDirectory
+from relax_core.roles.discovery import discover_bus, discover_worker
+from relax_core.roles.engine_directory import EngineDirectory, member_list
 from relax_core.roles.failure import first_cause
 from relax_core.roles.judge_engine import run_judges
-from relax_core.roles.role_context import RunContext
-from relax_core.roles.rollout.engine_follower import EngineFollower, engine_follower
-from relax_core.roles.rollout.run_evaluations import open_evaluator
-from relax_core.roles.rollout.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
-from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
+from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.sample_logs import keep_media, open_sample_log
+from relax_core.roles.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.worker import Worker
-from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.group_assembly import GroupFilter
 from relax_core.rollout.episodes.group_player import EarlyEnds
-from relax_core.rollout.evaluation.evaluator import Evaluator
+from relax_core.rollout.evaluator import Evaluator, answer_sets, eval_versions, prepared_sets, versions_left
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
-from relax_core.rollout.held_items import HeldItems
-from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.item_cache import HeldItems, ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import open_encoders
-from relax_core.rollout.prompt_admissions import RolloutLoopSettings
+from relax_core.rollout.prompt_admissions import BadRows, RolloutLoopSettings, teacher_chooser
 from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import training_sampling
-from relax_core.rollout.teacher_choice import teacher_chooser
 from relax_core.rollout.weight_update_handler import MAX_ABORTS, WeightUpdateHandler
+from relax_core.weights.engine_members import MemberList
 
 if TYPE_CHECKING:
     from relax_core.data.media.encode_pool import EncodePool
+
+FOLLOW_S = 0.25  # the longest time after which a change of the list is noticed
+
+
+async def engine_follower(context: RunContext, pool: EnginePool, directory: EngineDirectory) -> EngineFollower:
+    """Returns what tells the pool, whose clients are those of ``directory``.
+
+    The list has been read once, so the pool may get prompts.
+    """
+    follower = EngineFollower(pool, member_list(context), close_client=directory.close_client)
+    await follower.read()
+    return follower
+
+
+class EngineFollower:
+    """Tells ``pool`` which engines the run has; it belongs to the pool's event loop.
+
+    ``close_client`` closes the pool's client of an engine that has left.
+    """
+
+    def __init__(
+        self, pool: EnginePool, members: MemberList, *, close_client: Callable[[int], Awaitable[None]]
+    ) -> None:
+        self._close_client = close_client
+        self._pool = pool
+        self._members = members
+        self._told = members.at_start
+        self._loop = asyncio.get_running_loop()
+        self._reading = asyncio.Lock()  # so that no older list is told after a newer one
+
+    async def follow(self) -> None:
+        """Reads the list until it is cancelled."""
+        while True:
+            await self.read()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def read(self) -> None:
+        """Reads the list and tells the pool what has changed.
+
+        Prompts of an engine whose samples are moved are moved at each call, because a request that was on its way to
+        the engine when the state changed begins after the first abort.
+        """
+        async with self._reading:
+            members = await asyncio.to_thread(self._members.read)
+            moved = members.in_state("moving")
+            if members != self._told or moved:
+                gone = set(self._told.numbers) - set(members.numbers)
+                self._told = members
+                leaving = members.in_state("leaving", "moving")
+                await self._pool.change_engines(members.in_state("serving"), leaving=leaving, moved=moved)
+                for engine in gone:
+                    await self._close_client(engine)
+
+    async def _open_samples(self, engine: int) -> int:
+        await self.read()
+        return self._pool.open_samples(engine)
+
+    def open_samples(self, engine: int, *, timeout_s: float) -> int:
+        """Returns how many samples an engine still owes under the newest list; callable from any other thread.
+
+        Raises TimeoutError if the event loop is not free in time.
+        """
+        return asyncio.run_coroutine_threadsafe(self._open_samples(engine), self._loop).result(timeout_s)
+
+
+CLOSED_S = 0.2
+
+
+class VersionsReached:
+    """Knows the newest version that the bus has told; one call of the bus at a time asks for a newer one.
+
+    Must be used by one event loop. ``stopping`` says whether the worker ends.
+    """
+
+    def __init__(self, bus: RayBus, *, version: int, call_timeout_s: float, stopping: Callable[[], bool]) -> None:
+        self._bus = bus
+        self.version = version
+        self._call_timeout_s = call_timeout_s
+        self._stopping = stopping
+        self._asking = asyncio.Lock()
+
+    async def wait(self, version: int) -> None:
+        """Returns when the run has reached ``version``; raises `BusClosed` if it ends before."""
+        while self.version < version:
+            async with self._asking:
+                if self.version < version:
+                    await self._ask()
+
+    async def _ask(self) -> None:
+        progress = await self._bus.wait_progress(self.version, timeout_s=self._call_timeout_s)
+        if progress.version == self.version and self._stopping():
+            raise BusClosed("the run ended before this version")
+        if progress.version == self.version:
+            await asyncio.sleep(CLOSED_S)  # a closed bus answers at once, so this limits the rate
+        self.version = progress.version
+
 
 log = logging.getLogger(__name__)
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
@@ -344,3 +447,72 @@ def group_filter(spec: AlgorithmSpec, config: object, reward: RewardConfig) -> G
         return None
     parts = [part.label for part in reward_parts(reward)] if find_reward(reward.name).combine is not None else []
     return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, config), parts=parts)
+
+
+log = logging.getLogger(__name__)
+
+
+async def open_evaluator(
+    context: RunContext,
+    source: PromptSource,
+    reached: VersionsReached,
+    metrics: EventWriter,
+    *,
+    pool: EnginePool,
+    prompts: PromptMaker,
+    rewards: RewardPool,
+    run_env: RunEnv,
+) -> Evaluator:
+    """Returns the evaluator of the versions that are still to come.
+
+    If this process replaces one that ended before an evaluation was recorded, the version reached is evaluated too.
+    """
+    config = context.config
+    planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
+    recorded = reached.version
+    # With in_order the version waits for the evaluation. An evaluation for run.keep_best needs a checkpoint of its own.
+    if planned and not config.in_order and config.run.keep_best is None:
+        recorded = await asyncio.to_thread(_newest_recorded, context)
+    versions = versions_left(planned, reached=reached.version, recorded=recorded)
+    sets = eval_sets(config, source) if versions else []
+    prepared = await prepared_sets(config, sets, prompts)
+    return Evaluator(
+        versions=versions,
+        ask=lambda version: answer_sets(
+            config,
+            prepared,
+            version=version,
+            pool=pool,
+            prompts=prompts,
+            rewards=rewards,
+            env=run_env,
+            media_folder=str(context.media_folder or ""),
+        ),
+        wait_version=reached.wait,
+        # Episodes that hold places in env workers while they wait for weights could take those that training needs,
+        # and an agent would wait in vain.
+        steps_ahead=0 if run_env.env.isolated or run_env.env.agent is not None else 1,
+        in_order=config.in_order,
+        record=metrics.record,
+        record_texts=lambda version, rows: metrics.record_texts(EVAL, version, rows),
+        ends_run=None if config.run.keep_best is None else partial(_report, context),
+    )
+
+
+def _newest_recorded(context: RunContext) -> int:
+    """Returns the newest version with a recorded evaluation, or -1."""
+    return max((texts.step for texts in read_texts(context.run_dir, EVAL)), default=-1)
+
+
+async def _report(context: RunContext, version: int, values: Mapping[str, float]) -> bool:
+    """Reports an evaluation to the trainer, which keeps the best checkpoint; returns True if the run ends with it.
+
+    The controller detects a trainer that has exited.
+    """
+    trainer = await asyncio.to_thread(discover_worker, context, worker_name("actor", 0))
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            return bool(await trainer.record_evaluation.remote(version, dict(values)))
+    except (RayActorError, TimeoutError) as error:
+        log.warning("the trainer did not get the evaluation of version %d: %s", version, error)
+        return False

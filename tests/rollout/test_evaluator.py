@@ -15,16 +15,16 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.episodes.group_player import OneTurnPlayer
-from relax_core.rollout.evaluation.eval_metrics import Answer
-from relax_core.rollout.evaluation.evaluator import (
+from relax_core.rollout.eval_metrics import Answer
+from relax_core.rollout.evaluator import (
     PreparedSet,
     SetAnswers,
     eval_versions,
     evaluation_values,
+    play_sets,
     prepare,
     versions_left,
 )
-from relax_core.rollout.evaluation.played_sets import play_sets
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder

@@ -19,9 +19,8 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.evaluation.evaluator import EvalRow, PreparedSet, SetAnswers, evaluation_values
-from relax_core.rollout.evaluation.played_sets import play_sets
+from relax_core.rollout.episodes.episode_player import EpisodePlayer
+from relax_core.rollout.evaluator import EvalRow, PreparedSet, SetAnswers, evaluation_values, play_sets
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from tests.contracts.engine.harness import Engine

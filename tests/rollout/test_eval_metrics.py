@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.eval_sets import wilson
-from relax_core.rollout.evaluation.eval_metrics import (
+from relax_core.rollout.eval_metrics import (
     Answer,
     accuracy,
     ks,
