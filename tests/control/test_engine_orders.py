@@ -69,7 +69,7 @@ class Ordered:
             add_decoding=lambda step, engines: None,
         )
         for _ in range(2):  # once a train step
-            numbers.tick(self.run.health.beats, step=step)
+            numbers.record(self.run.health.beats, step=step)
         ((recorded, found),) = records
         assert recorded == step
         return found
