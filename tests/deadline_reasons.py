@@ -105,7 +105,7 @@ REASONS = {
         "end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
     # `AgentHost.played` has the deadlines of an attempt and cancels what waits here; a guard ends its agent within
-    # agent.grace_s and its own limit, and what waits for that end is in a task of its own.
+    # GRACE_S and its own limit, and what waits for that end is in a task of its own.
     (
         "relax_core/rollout/agent_processes/agent_process.py",
         "AgentProcess.wait",

@@ -384,7 +384,7 @@ END_TIMEOUT_S = 2.0
 
 
 class DataPlane:
-    """Is transferQueue's controller and its storage units, as Ray actors that end with their creator or by `close`.
+    """Is transferQueue's controller and its storage, as Ray actors that end with their creator or by `close`.
 
     Several buses may share one data plane; each has a partition of its own. All processes run on one host, and their
     sockets lie in a new folder below ``folder``. Raises ValueError on a cluster of several nodes.

@@ -81,18 +81,11 @@ def check_row(row: Mapping[str, Any], config: DeepEyesConfig) -> None:
         raise ValueError(_unreadable(str(row["answer"])))
 
 
-def check(config: DeepEyesConfig) -> None:
-    """Raises ValueError for a limit that no answer could keep to."""
-    if MAX_ANSWER_CHARS < 2:
-        raise ValueError(f"reward.max_answer_chars={MAX_ANSWER_CHARS}: use at least 2 characters.")
-
-
 SPEC = RewardSpec(
     name="deepeyes",
     summary="DeepEyes' sum: right answer, form, right answer with a tool, by the answer's words",
     config=DeepEyesConfig,
     score=score,
-    check=check,
     check_row=check_row,
     right_answers=lambda label, config: [f"<think></think><answer>{label}</answer>"],
 )

@@ -32,7 +32,7 @@ PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 
 @contextmanager
 def a_bus(tmp_path: Path, name: str) -> Iterator[BlockingBus]:
-    """A bus with processes of its own: a controller and two storage units."""
+    """A bus with processes of its own: a controller and a storage unit."""
     made = create_bus(
         BusConfig(name="transfer_queue"),
         make_settings(max_staleness=0),
@@ -194,7 +194,7 @@ def test_the_bus_process_is_light(bus: BlockingBus) -> None:
 
 def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: BlockingBus) -> None:
     servers = bus.location.plane.servers
-    assert len(servers) == 3
+    assert len(servers) == 2
     for server in servers:
         ours = {int(port) for port in server.ports.values()}
         assert {file.name for file in Path(server.folder).iterdir()} == {str(port) for port in ours}
@@ -205,7 +205,7 @@ def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: BlockingB
         assert stat.S_IMODE(above.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
     ray_session: str, tmp_path: Path, victim: int
 ) -> None:

@@ -84,10 +84,7 @@ def test_a_run_is_told_in_the_words_that_were_typed(tmp_path: Path) -> None:
         (["hydra.job.chdir=true"], "hydra.job.chdir is not used"),
         (["+experiment=math_file"], "it takes no plus: experiment=math_file."),
         (["+algo=ppo"], "it takes no plus: algo=ppo."),
-        (
-            ["experiment=/mine/experiment/x.yaml"],
-            "by its name, not by its path: --config-dir /mine experiment=x, where the file is /mine/experiment/x.yaml.",
-        ),
+        (["experiment=/mine/experiment/x.yaml"], "by its name, not by its path: --config-dir /mine experiment=x,"),
         (["experiment=~/x.yaml"], "--config-dir FOLDER experiment=x, where the file is FOLDER/experiment/x.yaml."),
         (["experiment=math_file.yaml"], "an option is named without its suffix: experiment=math_file."),
         (["algo=/mine/algo.py"], "a file of your own is algo.name=/mine/algo.py."),

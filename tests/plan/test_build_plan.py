@@ -53,7 +53,6 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
     assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
     assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
-    assert not any("placement.name" in problem for problem in problems), "it starts where the GPUs are there"
     told = " ".join(problems)
     assert "What exists" not in told, "every option that a preset names exists"
     assert ("mode=colocate" in told) == ("colocate" in name)
@@ -186,10 +185,7 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
         (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
         (["~placement.roles.reference"], "placement.roles.reference is not set"),
         (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
-        (
-            ["parallel.forward.tp=2"],
-            "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
-        ),
+        (["parallel.forward.tp=2"], "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2."),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
         (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
         (["placement.gpu_memory_gib=24"], "actor: backward needs"),

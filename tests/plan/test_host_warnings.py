@@ -7,10 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relax_core.config.compose import compose, typed_config
 from relax_core.contracts.host_network import missing_interface
+from relax_core.observe.process_usage import available_bytes
 from relax_core.plan import build_plan
 from relax_core.plan.build_plan import make_plan
 
@@ -30,6 +32,10 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_available_memory_is_within_the_machine() -> None:
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
 def test_shared_memory_that_is_too_small(small_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
