@@ -79,10 +79,6 @@ REASONS = {
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
     (
-        "relax_core/control/serve_deployments.py",
-        "ServeDeployments.close",
-    ): "after exception(timeout): the pool's only task has ended",
-    (
         "relax_core/roles/trainer/critic_trainer.py",
         "CriticTrainer.write_copy",
     ): "after copy_state, which had the back end already",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -85,13 +86,21 @@ class ServeDeployments:
     def close(self, *, timeout_s: float) -> None:
         """Deletes the run's apps in a joined cluster; Serve in the run's own Ray ends with Ray a moment later.
 
-        Raises TimeoutError if a deployment does not end within ``timeout_s`` seconds.
+        A deployment that does not end within ``timeout_s`` seconds is reported, and the run ends without it.
         """
-        started = self._deployed is not None and self._deployed.exception(timeout=timeout_s) is None
-        if started and self._context.config.launcher.ray_address is not None:
+        self._pool.shutdown(wait=False)
+        if self._deployed is None:
+            return
+        try:
+            failed = self._deployed.exception(timeout=timeout_s)
+        except TimeoutError:
+            print(
+                f"relax: Ray Serve has not deployed the roles within run.stop_timeout_s={timeout_s:g}", file=sys.stderr
+            )
+            return
+        if failed is None and self._context.config.launcher.ray_address is not None:
             for role in self._roles:
                 serve.delete(self._app(role))
-        self._pool.shutdown(wait=True)
 
     def _deploy(self, namespace: str) -> None:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)

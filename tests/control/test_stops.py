@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_core.control.controller_process import AGAIN_S
+from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.control.controller_process import AGAIN_S, StopSignals
 from tests.control import supervised
 from tests.control.supervised import DEADLINE_S, controller_of, start, wait_for
 
@@ -90,3 +91,33 @@ def test_a_controller_that_dies_of_the_stop_is_not_repeated(tmp_path: Path) -> N
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "killed by SIGKILL, while the run was being stopped" in err
+
+
+# -- The states of workers, and what ends an attempt ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_first_signal_asks_and_a_later_one_ends(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    monkeypatch.setattr("relax_core.control.controller_process.AGAIN_S", 3600.0)
+    with StopSignals() as signals:
+        assert signals.received is None
+        signal.raise_signal(number)
+        assert signals.received == number and signals.exit_code == 128 + number
+        signal.raise_signal(signal.SIGTERM)  # the same stop
+        assert not signals.again
+        monkeypatch.setattr("relax_core.control.controller_process.AGAIN_S", -1.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.again and signals.received == number
+    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
+
+
+def test_another_signal_is_left_alone() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert seen == [signal.SIGUSR1] and signals.received is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)

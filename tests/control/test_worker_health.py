@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from relax_core.contracts.monitor import LONGEST_GAP_S
 from relax_core.contracts.process_trees import EXITED, kill, process_state
-from relax_core.control.recoveries import Recoveries, RunFailed, ServicesLost
-from relax_core.control.worker_health import WorkerHealth
-from relax_core.roles.worker import WorkerStatus, process_host
+from relax_core.control.recoveries import Recoveries, RunFailed, ServicesLost, run_failed
+from relax_core.control.worker_health import Beat, Heartbeats, RoleWatch, WorkerHealth, verdict
+from relax_core.roles.failure import Lost
+from relax_core.roles.worker import State, WorkerStatus, process_host
 
 DEADLINE_S = 120.0
 HEARTBEAT_S = 1.0
@@ -200,3 +202,205 @@ def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, heal
 def test_a_lost_bus_is_reported_at_once(services: Services, health: WorkerHealth) -> None:
     with pytest.raises(ServicesLost, match=r"^the bus died$"):
         health.check(bus_lost="died", step=5)
+
+
+# -- The states of workers, and what ends an attempt ------------------------------------------------------------------
+
+
+def status(name: str, state: State = "running", *, since: float = 0.0, **more: Any) -> WorkerStatus:
+    reported: dict[str, Any] = {"pid": 1, "error": None} | more
+    return WorkerStatus(name=name, state=state, since=since, detail=f"{name}'s words", **reported)
+
+
+def alive(name: str, state: State = "running", *, silent_s: float = 0.0, **more: Any) -> Beat:
+    return Beat(name=name, life="alive", status=status(name, state, **more), silent_s=silent_s)
+
+
+def dead(name: str) -> Beat:
+    return Beat(name=name, life="dead", status=status(name), cause="The actor died\nclass_name: X")
+
+
+def beats(*given: Beat) -> dict[str, Beat]:
+    return {beat.name: beat for beat in given}
+
+
+def judge(*given: Beat, bus: str | None = None, killed: dict[str, str] | None = None, sure: bool = True) -> Any:
+    return verdict(beats(*given), bus=bus, killed=killed or {}, sure=sure)
+
+
+def test_states_as_the_panel_shows_them() -> None:
+    now = time.time()
+    actor, engine = RoleWatch().roles(
+        beats(alive("actor-0", since=now - 5), alive("engine-0", "waiting", restarts=2, silent_s=7.0))
+    )
+    assert (actor.name, actor.state, actor.detail, actor.restarts) == ("actor-0", "running", "actor-0's words", 0)
+    assert actor.since_s >= 5
+    assert (engine.state, engine.restarts) == ("waiting", 2)
+    assert engine.detail == "silent for 7 s; engine-0's words"
+
+
+def test_a_new_process_is_a_restart_and_adds_to_those_it_owns() -> None:
+    watch = RoleWatch()
+    counts = [
+        watch.roles(beats(alive("engine-0", pid=pid, restarts=own)))[0].restarts
+        for pid, own in [(1, 0), (1, 1), (2, 0), (2, 0), (3, 4)]
+    ]
+    assert counts == [0, 1, 1, 1, 6]
+
+
+def test_a_worker_that_restarts_keeps_its_count() -> None:
+    watch = RoleWatch()
+    watch.roles(beats(alive("rollout-0", pid=1)))
+    watch.roles(beats(alive("rollout-0", pid=2)))
+    (restarting,) = watch.roles(beats(Beat(name="rollout-0", life="restarting", status=status("rollout-0"))))
+    assert (restarting.state, restarting.restarts) == ("restarting", 1)
+    (exited,) = watch.roles(beats(dead("rollout-0")))
+    assert (exited.state, exited.detail) == ("failed", "its process has exited")
+
+
+def test_what_a_roles_own_code_raised_ends_the_run_once_that_is_sure() -> None:
+    given = (
+        alive("actor-0", "failed", since=20.0, error="late"),
+        alive("rollout-0", "failed", since=10.0, error="Traceback\n  early"),
+    )
+    assert judge(*given, sure=False) is None
+    failure = judge(*given)
+    assert type(failure) is RunFailed
+    assert (str(failure), failure.worker) == ("rollout-0 failed: rollout-0's words", "rollout-0")
+    assert failure.log == "Traceback\n  early"
+
+
+@pytest.mark.parametrize("lost", ["rank", "engine", "process", "time"])
+def test_a_worker_that_failed_of_another_is_a_loss_and_no_failure(lost: Lost) -> None:
+    failure = judge(alive("actor-0", "failed", lost=lost, error="trace"), sure=False)
+    assert type(failure) is ServicesLost
+    assert str(failure) == "actor-0 failed: actor-0's words"
+
+
+def test_of_a_dead_bus_the_bus_is_the_cause_whoever_noticed_first() -> None:
+    victim = alive("rollout-0", "failed", lost="bus", error="trace")
+    assert str(judge(victim)) == "the bus died"
+    assert str(judge(victim, bus="froze: no answer")) == "the bus froze: no answer"
+    assert type(judge(victim)) is ServicesLost
+
+
+def test_a_death_is_the_cause_of_the_failures_beside_it() -> None:
+    failure = judge(alive("actor-0", "failed", since=1.0, error="gloo: connection closed"), dead("actor-1"))
+    assert type(failure) is ServicesLost
+    assert str(failure) == "actor-1 died"
+    assert "class_name: X" in failure.log
+
+
+def test_of_several_deaths_the_one_that_was_brought_about_is_the_cause() -> None:
+    failure = judge(dead("actor-0"), dead("actor-1"), killed={"actor-1": "froze and was killed"})
+    assert str(failure) == "actor-1 froze and was killed (and with it actor-0)"
+
+
+def test_all_is_well() -> None:
+    starting = Beat(name="engine-0", life="starting", status=None)
+    restarting = Beat(name="rollout-0", life="restarting", status=status("rollout-0", "failed"))
+    assert judge(alive("actor-0"), alive("advantages-0", "done"), starting, restarting) is None
+
+
+def test_an_error_outside_of_any_worker_keeps_its_traceback_for_the_logs() -> None:
+    try:
+        int("x")
+    except ValueError as error:
+        failure = run_failed("the run did not start", error)
+    assert str(failure) == "the run did not start: ValueError: invalid literal for int() with base 10: 'x'"
+    assert "Traceback" in failure.log and "Traceback" not in str(failure)
+
+
+# -- Heartbeats of real Ray actors that are stopped, killed and restarted ---------------------------------------------
+
+
+class StatusOnly:
+    """A worker that only answers its status. Its start waits for the file ``gate``."""
+
+    def __init__(self, gate: Path | None) -> None:
+        while gate is not None and not gate.exists():
+            time.sleep(0.01)
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(name="status-0", state="running", since=0.0, pid=os.getpid(), detail="", error=None)
+
+
+@pytest.fixture
+def start(ray_session: str) -> Iterator[Callable[..., Any]]:
+    import ray
+
+    started: list[Any] = []
+
+    def start(max_restarts: int, *, gate: Path | None = None) -> Any:
+        started.append(ray.remote(StatusOnly).options(num_cpus=0, max_restarts=max_restarts).remote(gate))
+        return started[-1]
+
+    yield start
+    for actor in started:
+        ray.kill(actor)
+
+
+def until(heartbeats: Heartbeats, actor: Any, condition: Callable[[Beat], bool]) -> Beat:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition(beat := heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"]):
+        assert time.monotonic() < deadline, beat
+    return beat
+
+
+def is_alive(beat: Beat) -> bool:
+    return beat.life == "alive" and beat.silent_s == 0.0
+
+
+def stop(heartbeats: Heartbeats, actor: Any, pid: int) -> None:
+    """Stops the process while a call to it waits for an answer."""
+    os.kill(pid, signal.SIGSTOP)
+    until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "status-0" in heartbeats._asked)
+
+
+def beat_pid(beat: Beat) -> int:
+    assert beat.status is not None
+    return beat.status.pid
+
+
+def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any]) -> None:
+    clock = Clock()
+    heartbeats, actor = Heartbeats(clock=clock), start(0)
+    pid = beat_pid(until(heartbeats, actor, is_alive))
+    try:
+        stop(heartbeats, actor, pid)
+        for _ in range(3):
+            clock.now += 1.0
+            silent = heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"]
+        assert (silent.life, silent.silent_s) == ("alive", 3.0)
+        clock.now += 3600.0  # this process itself was paused, which does not count as silence
+        assert heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"].silent_s == 3.0 + LONGEST_GAP_S
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert beat_pid(until(heartbeats, actor, is_alive)) == pid
+
+
+def test_a_killed_process_is_dead_or_restarts(start: Callable[..., Any]) -> None:
+    heartbeats, actor = Heartbeats(), start(1)
+    first = beat_pid(until(heartbeats, actor, is_alive))
+    stop(heartbeats, actor, first)  # a call is then open, whose failure reports the restart
+    os.kill(first, signal.SIGKILL)
+    restarting = until(heartbeats, actor, lambda beat: beat.life == "restarting")
+    assert beat_pid(restarting) == first
+    second = beat_pid(until(heartbeats, actor, is_alive))
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    dead = until(heartbeats, actor, lambda beat: beat.life == "dead")
+    assert dead.cause and beat_pid(dead) == second
+
+
+def test_a_process_that_has_not_answered_yet_is_starting_and_never_silent(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    clock, gate = Clock(), tmp_path / "gate"
+    heartbeats, actor = Heartbeats(clock=clock), start(0, gate=gate)
+    for _ in range(2):
+        beat = heartbeats.poll({"status-0": actor}, timeout_s=0.0)["status-0"]
+        assert (beat.life, beat.silent_s) == ("starting", 0.0)
+        clock.now += 100.0
+    gate.touch()
+    until(heartbeats, actor, is_alive)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,15 @@ from relax_core.contracts.engine import EngineError
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.preflight import settle
 from relax_core.roles import attached_engine
-from relax_core.roles.attached_engine import AttachedEngineOwner, engine_needs, fit_problem, held_server
+from relax_core.roles.attached_engine import (
+    AttachedEngineOwner,
+    EngineNeeds,
+    engine_needs,
+    fit_problem,
+    held_server,
+    marks_folder,
+)
+from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.engine_members import EngineMember, write_members
 from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports import DiskTransport
@@ -103,3 +115,93 @@ def test_a_server_joins_by_its_address_and_is_lost_when_it_is_silent(
     with held_server(leaves.process.url, run_dir=tmp_path / "another", wait_s=0.0):
         pass
     publisher.close()
+
+
+# -- A server that cannot do what the run asks of its engines is refused in words, by what it says of itself ----------
+
+NEEDS = EngineNeeds(vocabulary=64, sample_tokens=96, slots=8)
+FITS: dict[str, Any] = {"max_running_requests": 8, "context_length": 96, "max_total_num_tokens": 96, "model_path": "x"}
+
+
+def test_what_fits_and_what_is_not_told_is_taken() -> None:
+    assert fit_problem(FITS, NEEDS) is None
+    assert fit_problem({}, NEEDS) is None
+    assert fit_problem({"context_length": None, "max_running_requests": None}, NEEDS) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("max_running_requests", 7, "7 samples of one group at once, and the run needs 8"),
+        ("max_running_samples", 1, "1 samples of one group at once"),
+        ("context_length", 95, "95 tokens of one sample in its context, and the run needs 96"),
+        ("max_total_num_tokens", 10, "10 tokens of one sample in its cache"),
+        ("max_total_tokens", 10, "10 tokens of one sample in its cache"),
+    ],
+)
+def test_what_is_too_small_is_named_with_what_is_needed(setting: str, value: int, words: str) -> None:
+    assert words in str(fit_problem({**FITS, setting: value}, NEEDS))
+
+
+def test_another_vocabulary_is_named_where_the_model_can_be_seen(tmp_path: Path) -> None:
+    needs = engine_needs(context_of(load_config(settle=settle), tmp_path))
+    own = tiny_model_folder("tiny_qwen3", task="reverse_digits")
+    assert fit_problem({"model_path": str(own)}, needs) is None
+    values = json.loads((own / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"vocab_size": needs.vocabulary + 16}))
+    found = fit_problem({"model_path": str(tmp_path)}, needs)
+    assert f"has {needs.vocabulary + 16} tokens in its vocabulary, and the run's has {needs.vocabulary}" in str(found)
+
+
+# -- A server is held by one run at a time: another one is refused with the first one's name, also after a kill -------
+
+URL = "http://127.0.0.1:30000"
+HOLD = f"""
+from pathlib import Path
+from relax_core.roles.attached_engine import held_server
+with held_server({URL!r}, run_dir=Path("runs/of_another_process")):
+    print("held", flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_second_run_is_refused_until_the_first_has_left() -> None:
+    with held_server(URL, run_dir=Path("runs/first")):
+        with (
+            pytest.raises(EngineError, match="the run in runs/first holds this server"),
+            held_server(URL, run_dir=Path("runs/second"), wait_s=0.0),
+        ):
+            pass
+        with held_server("http://127.0.0.1:30001", run_dir=Path("runs/second"), wait_s=0.0):
+            pass
+    with (
+        held_server(URL, run_dir=Path("runs/second"), wait_s=0.0),
+        pytest.raises(EngineError, match="the run in runs/second holds this server"),
+        held_server(URL, run_dir=Path("runs/first"), wait_s=0.0),
+    ):
+        pass
+    assert not list(marks_folder().iterdir()), "what is held no more leaves no file"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_process_that_was_killed_holds_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == b"held\n"
+            with (
+                pytest.raises(EngineError, match="the run in runs/of_another_process holds"),
+                held_server(URL, run_dir=Path("runs/second"), wait_s=0.0),
+            ):
+                pass
+        finally:
+            holder.kill()
+            holder.wait(60.0)
+    with held_server(URL, run_dir=Path("runs/second"), wait_s=60.0):
+        pass

@@ -1,19 +1,24 @@
-"""Teachers are found, and those that do not fit the student are refused before anything starts."""
+"""Model folders of teachers and judges: their checks, and the time in which built-in models are made."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.control.model_folders import teacher_folders
+from relax_core.config.schema import RelaxConfig
+from relax_core.control.model_folders import judge_folders, judge_problems, made_in_time, teacher_folders
 from relax_core.families.hf_config import read_hf_config
+from relax_core.plan.build_plan import as_text, make_plan
 from relax_core.plan.data_check import look_at_data
+from relax_core.plan.memory_plan import judge_holders
 from relax_core.preflight import CHECKS
+from relax_core.roles.process_placement import roles_of
 from relax_core.tools.make_tiny import tiny_model_folder
 
 
@@ -151,3 +156,104 @@ def test_a_teacher_of_pictures_must_cut_them_as_the_student_does(student: Path, 
     found = " ".join(problems(*keys[:3], f"{keys[3]}{student}"))
     assert f"algo.teachers.default={student}: it reads text only, and prompts may have images or video." in found
     load_config(["algo=distill", *keys[:3], f"{keys[3]}{sees}"], checks=CHECKS)
+
+
+# -- Judges that cannot work are refused before anything starts, with key, value and fix ------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return tiny_model_folder("tiny_qwen3", task="reverse_digits")
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    file = tmp_path / "prompt.jinja"
+    file.write_text("{{ response }}")
+    return file
+
+
+def config_of(prompt: Path, *overrides: str) -> RelaxConfig:
+    return load_config(["reward=genrm", f"reward.judges.main.prompt={prompt}", *overrides])
+
+
+def test_judges_have_engines_and_memory_of_their_own(model: Path, prompt: Path) -> None:
+    config = config_of(prompt, "reward.judges.main.model=tiny_qwen3", "reward.judges.main.count=2")
+    assert list(judge_problems(config)) == []
+    assert judge_folders(config) == {"main": model}
+    assert roles_of(config)["judge_engine"] == 2
+    (holder,) = judge_holders(config)
+    assert (holder.name, holder.count) == ("judge main", 2)
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert holder.peak.terms["weights"] == pytest.approx(weights, rel=0.05)
+    plan = make_plan(config)
+    assert plan.roles["judge_engine"] == 2 and holder in plan.memory and "judge main" in as_text(plan)
+    remote = config_of(prompt, "reward.judges.main.model=m", "reward.judges.main.url=http://127.0.0.1:1/v1")
+    assert "judge_engine" not in roles_of(remote) and judge_holders(remote) == []
+    assert "judge_engine" not in roles_of(load_config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("reward.judges.main.model=/nowhere",), "reward.judges.main.model=/nowhere: no such folder"),
+        (("reward.judges.main.model={model}", "reward.judges.main.engine=x"), "reward.judges.main.engine: engine"),
+        (("reward.judges.main.model={model}", "reward.judges.main.prompt=/no.jinja"), "reward.judges.main.prompt: /no"),
+        (("reward.judges.main.model={model}", "reward.judges.main.parse=x"), "reward.judges.main.parse: 'x' has no"),
+        (("reward.judges.main.model={model}", "reward.route=kind"), "reward.route=kind: data=reverse_digits has only"),
+        (("reward.judges.main.model={model}", "reward.check.path=/no"), "reward.check.path=/no cannot be read"),
+        (
+            ("reward.judges.main.model={model}", "reward.judges.main.max_new_tokens=100000"),
+            "its prompt template alone has",
+        ),
+        (
+            ("reward.judges.main.model=m", "reward.judges.main.url=http://h/v1", "reward.judges.main.token_file=/no"),
+            "reward.judges.main.token_file=/no: no such file",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told(model: Path, prompt: Path, overrides: tuple[str, ...], words: str) -> None:
+    found = list(judge_problems(config_of(prompt, *(one.format(model=model) for one in overrides))))
+    assert len(found) == 1 and words in found[0], found
+
+
+def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "1", "answer": "1", "judge": judge} for judge in ("main", "mian")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(
+        prompt,
+        f"reward.judges.main.model={model}",
+        "reward.route=judge",
+        "data=file",
+        f"data.path={file}",
+        "data.eval_size=0",
+        "eval.every=0",
+        "model.task=arithmetic",
+    )
+    refused = look_at_data(config).refused
+    assert refused is not None and f"{file}, line 2: " in refused
+    assert "judge='mian' is none of the judges: main" in refused
+
+
+# -- A start waits for the builtin model as long as it waits for its services, and then says what it waited for -------
+
+CONFIG = load_config(["run.start_timeout_s=0.05"])
+
+
+def test_what_is_made_is_returned(tmp_path: Path) -> None:
+    made: Future[Path] = Future()
+    made.set_result(tmp_path)
+    assert made_in_time(made, CONFIG, what="the model") == tmp_path
+
+
+def test_a_model_that_is_still_being_made_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"run.start_timeout_s=0.05: the model tiny is still being made"):
+        made_in_time(Future(), CONFIG, what="the model tiny")
+
+
+def test_a_deadline_within_the_making_keeps_its_words() -> None:
+    made: Future[Path] = Future()
+    made.set_exception(TimeoutError("the lock of the tiny model"))
+    with pytest.raises(TimeoutError, match="the lock of the tiny model"):
+        made_in_time(made, CONFIG, what="the model")
