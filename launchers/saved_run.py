@@ -52,6 +52,7 @@ def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
         name=LauncherKind.local,
         ray_address=ray_address,
         nodes=submitted.nodes if ray_address is not None else 1,
+        object_store_mb=submitted.object_store_mb,
     )
     return replace(config, launcher=here, run=replace(config.run, panel=False))
 

@@ -13,7 +13,7 @@ from launchers.ray_job.entrypoint import entrypoint, job_text, launcher_of, vari
 from launchers.submitted import CONFIG_FILE
 from relax_core.config.launcher_checks import VOLUME_PATH
 from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
-from relax_core.control.host.ray_session import OBJECT_STORE_BYTES, RAY_CPUS
+from relax_core.control.host.ray_session import RAY_CPUS
 
 CONFIG_FOLDER = "/etc/relax"
 SHARED_MEMORY = "/dev/shm"
@@ -51,7 +51,7 @@ def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
 
 
 def _cluster(config: RelaxConfig, launcher: RayJobLauncherConfig, name: str) -> dict[str, Any]:
-    start = {"num-cpus": str(RAY_CPUS), "object-store-memory": str(OBJECT_STORE_BYTES)}
+    start = {"num-cpus": str(RAY_CPUS), "object-store-memory": str(launcher.object_store_mb << 20)}
     cluster: dict[str, Any] = {
         "rayVersion": ray.__version__,
         "authOptions": {"mode": "token"},

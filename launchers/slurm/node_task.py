@@ -34,7 +34,6 @@ from relax_core.contracts.private_folder import set_private_files
 from relax_core.contracts.process_trees import become_subreaper, end_children
 from relax_core.control.host.ray_session import (
     LOOPBACK_SWITCH,
-    OBJECT_STORE_BYTES,
     ONE_THREAD,
     QUIET,
     RAY_CPUS,
@@ -252,7 +251,7 @@ class _Task:
         """Starts `ray start --block`, whose log is in the attempt's folder."""
         command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={RAY_CPUS}"]
-        command += [f"--num-gpus={self._gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += [f"--num-gpus={self._gpus}", f"--object-store-memory={self._launcher.object_store_mb << 20}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]
         if arguments[0] == "--head":
             command.append(f"--temp-dir={self._folder / 'ray'}")

@@ -81,6 +81,7 @@ RANGES: dict[str, Range] = {
     "data.eval_size": _FROM_ZERO,
     "data.max_bad_rows": Range(0, 1, below=True, why="a share of all rows; 0 ends the run with the first bad one"),
     "launcher.nodes": _COUNT,
+    "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
     "optimizer.lr": _POSITIVE,
     "optimizer.min_lr_ratio": Range(0, 1),
     "optimizer.beta2": Range(0, 1, below=True),

@@ -451,6 +451,7 @@ class LauncherConfig:
     name: LauncherKind = MISSING
     ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
     nodes: int = MISSING
+    object_store_mb: int = MISSING
 
 
 @dataclass

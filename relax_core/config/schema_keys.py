@@ -57,7 +57,6 @@ REMOVED = {
     "tracker.jsonl": "metrics.jsonl is always written",
     "optimizer.beta1": f"{_FIXED}, at 0.9",
     "launcher.ray_logical_cpus": f"{_FIXED}, at 16",
-    "launcher.object_store_mb": f"{_FIXED}, at 200 MiB",
     "launcher.array_parallelism": f"{_FIXED}, at 16",
     "engine.autoscaler.min_count": "It is engine.count",
     "engine.elastic.drain_timeout_s": f"{_FIXED}, at 30 s; an order may give another time",

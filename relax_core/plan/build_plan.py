@@ -13,7 +13,6 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.host_network import GLOO_INTERFACES, missing_interface, network_interfaces
-from relax_core.control.host.ray_session import OBJECT_STORE_BYTES
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.data.sources import are_rows_named
 from relax_core.observe.process_usage import available_bytes
@@ -237,7 +236,7 @@ def _gpu_faults(memory: Sequence[Holder]) -> Iterator[str]:
 
 def _cpu_faults(config: RelaxConfig, memory: Sequence[Holder], free: int | None) -> Iterator[str]:
     """Returns one sentence with the largest sums if the run does not fit into this machine."""
-    store = OBJECT_STORE_BYTES
+    store = config.launcher.object_store_mb << 20
     need = sum(holder.count * holder.peak.bytes for holder in memory) + store
     if free is None or need <= free:
         return

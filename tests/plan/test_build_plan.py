@@ -220,6 +220,11 @@ def test_a_model_without_dimensions_is_refused() -> None:
         make_plan(planned("model=qwen3"))
 
 
+def test_rays_store_is_memory_too() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory"):
+        plan_run(planned("launcher.object_store_mb=99999999"))
+
+
 def test_too_little_memory_is_refused_with_the_largest_sums() -> None:
     with pytest.raises(ConfigError, match=r"too little memory: the run needs about .* GiB \(1 x engine"):
         plan_run(planned("engine.max_running_samples=1000000000"))

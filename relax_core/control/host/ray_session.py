@@ -39,7 +39,6 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that requests no GPU sees none
 }
 RAY_CPUS = 16  # Ray's bookkeeping only: services are not bound to cores by it
-OBJECT_STORE_BYTES = 200 << 20  # of each node
 NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
 DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # programs of the daemons that a run needs → names in messages
 OWN_NODE_RAY = "2.60.0"  # the Ray whose private classes own_ray_node.py knows
@@ -131,7 +130,7 @@ class RaySession:
             "address": "local",  # RAY_ADDRESS has no effect
             "num_cpus": RAY_CPUS,
             "num_gpus": 0 if self._placement is None else self._placement.gpus_per_node,
-            "object_store_memory": OBJECT_STORE_BYTES,
+            "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
         }
         before = set(psutil.Process().children())
