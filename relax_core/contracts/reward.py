@@ -25,7 +25,7 @@ class RewardInput:
     ``response`` is the text of the sampled tokens without the stop token. ``stop_string`` is the string of rollout.stop
     that ended it and stands in it, empty if none did. ``stopped`` is False if the response was cut at the token limit.
     ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's uid and
-    ``where`` the data row's file and line; both are empty outside of training.
+    ``where`` the data row's file and line, or its number in an evaluation set.
 
     In an env with turns, ``response`` and ``stopped`` are those of the last turn. ``turns`` has the texts of all
     responses, in order. ``turn_rewards`` has the env's reward for each, None if it gave none. ``messages`` is the whole

@@ -14,11 +14,11 @@ import pytest
 from relax_core.config.choices import Overlong
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.engine import EngineError, PromptRequest
-from relax_core.contracts.media import MediaError, MediaItem, MediaSource
+from relax_core.contracts.media import Media, MediaError, MediaItem, MediaSource
 from relax_core.contracts.reward import RewardInput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
-from relax_core.rollout.episodes.episode_records import reward_input, without_bytes
+from relax_core.rollout.episodes.episode_records import one_turn_episodes, without_bytes
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.prompt_admissions import BadRows
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, shown_prompt
@@ -180,13 +180,9 @@ def test_a_reward_gets_pixels_by_the_items_file_and_no_bytes(tokenizer: PromptTo
             {"role": "user", "content": [{"type": "image", "image": MediaSource(kind="image", data=b"x" * 9999)}]}
         ]
     }
-    given = reward_input(
-        {**inline, "answer": "red"},
-        response([1], versions=0),
-        tokenizer=tokenizer,
-        media=[item],
-        media_folder=str(tmp_path),
-    )
+    request = PromptRequest(rid="r", input_ids=[1], sampling_seed=0, media=[Media(start=0, end=1, item=item)])
+    (episode,) = one_turn_episodes("g0", request, [response([1], versions=0)], tokenizer=tokenizer)
+    given = episode.reward_input({**inline, "answer": "red"}, "row 1", media_folder=str(tmp_path))
     sent = msgspec.msgpack.encode([given])  # as it goes to a worker process
     (come,) = msgspec.msgpack.decode(sent, type=list[RewardInput])
     pixels = come.frames(0)

@@ -15,42 +15,13 @@ from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.foreign_values import clean_text
-from relax_core.contracts.media import Media, MediaError, MediaItem, MediaSource
+from relax_core.contracts.media import Media, MediaError, MediaSource
 from relax_core.contracts.plugin_results import as_number, too_large
 from relax_core.contracts.reward import MOST_REASON, RewardInput, RewardOutput
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.contracts.tree import sample_uid
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.rewards.reward_pool import RewardPool
-
-
-def reward_input(
-    row: DataRow,
-    response: Generated,
-    *,
-    tokenizer: PromptTokenizer,
-    stop: Sequence[str] = (),
-    uid: str = "",
-    where: str = "",
-    media: Sequence[MediaItem] = (),
-    media_folder: str = "",
-) -> RewardInput:
-    """Returns the input with the text of the response's sampled tokens, in which one of ``stop`` may be the last.
-
-    `RewardInput` explains ``uid``, ``where``, ``media`` and ``media_folder``. The row comes without bytes of media.
-    """
-    text = response_text(response, tokenizer=tokenizer)
-    return RewardInput(
-        response=text,
-        stopped=response.finish_reason == "stop",
-        answer=str(row["answer"]),
-        row=without_bytes(row) if media else row,
-        uid=uid,
-        where=where,
-        media=media,
-        media_folder=media_folder,
-        stop_string=(stopped_by(text, stop) or "") if response.finish_reason == "stop" else "",
-    )
 
 
 def without_bytes(value: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Literal
 import pytest
 from tokenizers import Tokenizer
 
+from relax_core.contracts.engine import PromptRequest
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.episodes.episode_records import reward_input
+from relax_core.rollout.episodes.episode_records import one_turn_episodes
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.responses import response
 
@@ -36,8 +37,8 @@ def test_the_stop_token_is_no_part_of_the_answer_and_the_stop_string_is(
 ) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     one = response(ids, versions=0, finish_reason=finish)
-    found = reward_input(
-        {"prompt": "?", "answer": "54321"}, one, tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"]
-    )
+    request = PromptRequest(rid="r", input_ids=[1], sampling_seed=0)
+    (episode,) = one_turn_episodes("g0", request, [one], tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"])
+    found = episode.reward_input({"prompt": "?", "answer": "54321"}, "row 1")
     assert (found.response, found.stopped, found.stop_string) == (seen, finish == "stop", stop_string)
     assert found.before_stop == seen.partition(stop_string or "<none>")[0]
