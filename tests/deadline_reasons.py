@@ -202,15 +202,15 @@ REASONS = {
     ("rewards/genrm.py", "_rubric"): "the same",
     (
         "relax_core/rollout/rollout_loop.py",
-        "RolloutLoop._prompt_batch",
-    ): "its groups wait for rewards and the bus, which have deadlines",
-    (
-        "relax_core/rollout/rollout_loop.py",
-        "RolloutLoop._play_batch",
+        "RolloutLoop._sample",
     ): "its groups wait for engines, envs, rewards and the bus, which have deadlines",
     (
+        "relax_core/rollout/episodes/group_player.py",
+        "GroupPlayer._together",
+    ): "its groups wait for engines and envs, which have deadlines",
+    (
         "relax_core/rollout/rollout_loop.py",
-        "RolloutLoop._play_and_stage",
+        "RolloutLoop._finish",
     ): "the group before it ends as this one does, and the prompt batch's task group ends both",
     (
         "relax_core/rollout/episodes/episode_player.py",
@@ -230,7 +230,6 @@ REASONS = {
         "relax_core/rollout/env_workers/env_worker.py",
         "EnvWorker.stop",
     ): "the process was just killed, which ends the thread's wait for it",
-    ("relax_core/rollout/evaluator.py", "ask"): "after the task group: its tasks have ended",
     (
         "relax_core/data/media/encode_pool.py",
         "EncodePool.close",
