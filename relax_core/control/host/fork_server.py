@@ -67,6 +67,7 @@ def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | Non
         except OSError:  # the other side waits no longer and starts a worker itself
             os.kill(pid, signal.SIGKILL)
         return None
+    os.setpgid(0, 0)  # Ray kills the process group of a worker that has exited, which must not have the others
     listener.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
