@@ -1,0 +1,59 @@
+"""Records in every process of a run which forms a sample takes and which files meet them.
+
+Python imports this module at the start of each process whose PYTHONPATH names this folder. A form is a class of Relax
+whose instances hold a sample's tokens: their ids, the loss mask over them, or the columns of bytes that carry them. A
+file meets a form if one of its functions takes or returns one, alone, in a list, or as a field of another object.
+Each process appends lines `CLASS FILE` to its own file in the folder RELAX_FORM_TRACE.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+OURS = ("relax_core", "algorithms", "rewards", "envs", "data_sources")
+HOLDING = {"token_ids", "input_ids", "output_ids", "loss_mask", "columns"}
+NO_SAMPLE = {"LeaseRequest"}  # its columns are names
+DEEPEST = 3
+ROOT = f"{os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}/"
+FOLDER = os.environ.get("RELAX_FORM_TRACE", "")
+MET: set[tuple[str, str]] = set()
+
+
+def look(value: Any, file: str, *, depth: int = 0) -> None:
+    """Records the forms that ``value`` is or holds."""
+    if isinstance(value, list | tuple) and value and depth < DEEPEST:
+        look(value[0], file, depth=depth + 1)
+    kind = type(value)
+    if kind.__module__.split(".")[0] not in OURS:
+        return
+    names = getattr(kind, "__dataclass_fields__", None) or getattr(kind, "__struct_fields__", ())
+    if HOLDING.intersection(names) and kind.__name__ not in NO_SAMPLE:
+        if (kind.__name__, file) not in MET:
+            MET.add((kind.__name__, file))
+            with open(os.path.join(FOLDER, str(os.getpid())), "a", encoding="utf-8") as lines:
+                lines.write(f"{kind.__name__} {file}\n")
+    elif depth < DEEPEST:
+        for name in names:
+            look(getattr(value, name, None), file, depth=depth + 1)
+
+
+def meet(frame: FrameType, event: str, argument: Any) -> None:
+    """Is the profile function of every thread."""
+    code = frame.f_code
+    file = code.co_filename.removeprefix(ROOT)
+    if event not in ("call", "return") or file.split("/")[0] not in OURS:
+        return
+    if event == "return":
+        look(argument, file)
+        return
+    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        look(frame.f_locals.get(name), file)
+
+
+if FOLDER:
+    threading.setprofile(meet)
+    sys.setprofile(meet)
