@@ -28,9 +28,9 @@ from benchmarks.bus_transport import (
     measure_round_trips,
     measure_small_rows,
 )
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.columns import EPISODES, PERSISTED_COLUMNS
 from relax_core.contracts.tree import Episode, Turn, sample_uid

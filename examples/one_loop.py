@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.ledger import Ledger
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.bus.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig

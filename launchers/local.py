@@ -44,7 +44,7 @@ def run_in_folder(
     from relax_core.control.local_run import run_local
     from relax_core.control.resume import find_resume_point
     from relax_core.control.supervisor import supervise
-    from relax_core.data.tokenizer import reads_clock, utc_date
+    from relax_core.data.chat_template import reads_clock, utc_date
     from relax_core.plan.plan_command import plan_run, save_plan
 
     with ExitStack() as held:

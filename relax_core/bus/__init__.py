@@ -1,5 +1,5 @@
 """The data bus: rollout and trainer exchange prompt groups here, and the ledger records how every sample ends.
 
-Start reading in `bus_state.py`, the state machine. `staleness.py` has the rule of the window, `ledger.py` the ends of
-all samples, and `factory.py` starts the bus process that the config names.
+Start reading in `replay_buffer.py`, the state machine of the groups. `staleness.py` has the rule of the window,
+`ledger.py` the ends of all samples, and `factory.py` starts the bus process that the configuration names.
 """

@@ -17,7 +17,6 @@ from typing import Any, cast
 import msgspec
 import ray
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.media_storage import LocalFolder, MediaFiles, MediaNodes
@@ -30,6 +29,7 @@ from relax_core.bus.ray_bus import (
     WriteMessage,
     encode,
 )
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.waiting_calls import (
     ROLLOUT,

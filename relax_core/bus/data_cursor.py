@@ -24,7 +24,7 @@ from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import LeaseRequest
 
 if TYPE_CHECKING:
-    from relax_core.bus.bus_state import BusCore
+    from relax_core.bus.replay_buffer import BusCore
 
 
 @dataclass(frozen=True, slots=True)

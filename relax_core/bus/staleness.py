@@ -25,7 +25,7 @@ from relax_core.contracts.bus import LeaseRequest
 from relax_core.contracts.columns import EPISODES, decode_episodes
 
 if TYPE_CHECKING:
-    from relax_core.bus.bus_state import BusCore
+    from relax_core.bus.replay_buffer import BusCore
 
 STALE = "stale"
 OVER_SAMPLED = "over_sampled"

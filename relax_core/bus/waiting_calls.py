@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.call_checks import ACTOR
 from relax_core.bus.open_groups import HeldLease, OpenGroup
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import BusTimeout, BusWait, LeaseRequest
 

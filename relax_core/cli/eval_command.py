@@ -36,9 +36,10 @@ from relax_core.contracts.engine import REQUEST_TIMEOUT_S, EngineError
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.output_path import new_private_folder
 from relax_core.control.host.run_paths import run_paths
+from relax_core.data.chat_template import utc_date
 from relax_core.data.eval_sets import NAMED_ROWS, asks_held_out, eval_sets
 from relax_core.data.sources import make_source
-from relax_core.data.tokenizer import PromptTokenizer, utc_date
+from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess

@@ -133,7 +133,7 @@ def _declared_in(holder: Any, leaf: str) -> str:
     """Returns the settings class that declares a key, with its file; the code that reads the key takes that class."""
     if not dataclasses.is_dataclass(holder):
         return "a mapping of the user"
-    declared = next(one for one in type(holder).__mro__ if leaf in inspect.get_annotations(one))
+    declared = next(one for one in inspect.getmro(type(holder)) if leaf in inspect.get_annotations(one))
     file = Path(inspect.getfile(declared))
     return f"{declared.__name__} in {file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from relax_core.config.learning_rate import jump_words
+from relax_core.config.learning_rate_schedule import jump_words
 from relax_core.config.saved import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes, plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.data_identity import data_digest

@@ -1,8 +1,8 @@
-"""The model's tokenizer and chat template, read from the files in its folder.
+"""The tokenizer of a model folder, which renders conversations with its chat template (`chat_template.py`).
 
-The module reads tokenizer.json with the library tokenizers and renders the chat template with jinja2, with the settings
-that transformers uses. So the rollout imports neither transformers nor torch, which would take seconds and hundreds of
-megabytes. A test checks that the result equals transformers' `apply_chat_template`.
+The module reads tokenizer.json with the library tokenizers and renders the chat template with jinja2. So the rollout
+imports neither transformers nor torch, which would take seconds and hundreds of megabytes. A test checks that the
+result equals transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.foreign_files import open_regular, read_regular
+from relax_core.contracts.foreign_files import open_regular
 from relax_core.contracts.foreign_values import clean_text, clean_value
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
+from relax_core.data.chat_template import (
+    OWN_VARIABLES,
+    SETTINGS,
+    chat_templates,
+    check_template_arguments,
+    compile_template,
+    read_json,
+    special_tokens,
+    utc_date,
+)
 from relax_core.families.hf_config import (
     end_token_ids,
     has_hf_config,
     inner_config,
     language_values,
     read_hf_config,
-    read_object,
 )
 
 if TYPE_CHECKING:
-    import jinja2
     from tokenizers import Encoding, Tokenizer
 
-_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
 _MOST_TOKENIZER_BYTES = 256 << 20
-_MOST_TEMPLATE_BYTES = 1 << 20
-_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
-_SETTINGS = "tokenizer_config.json"
-TEMPLATE_FILES = (_SETTINGS, "chat_template.jinja", "chat_template.json", _TOOL_TEMPLATE)
 _GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # behind the last text of a message that the model continues
 LARGE_TEXT = 1 << 16  # characters; tokenising a longer text takes so long that other threads run meanwhile
 _CHARACTERS_A_TOKEN = 16  # at least, because an unknown word may be one token, and a normaliser may drop characters
@@ -73,15 +75,15 @@ class PromptTokenizer:
         self._tokenizer = load_tokenizer(model_folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _read_json(model_folder / _SETTINGS)
-        self._special_tokens = _special_tokens(settings)
-        template, self._tool_text = _chat_templates(model_folder, settings)
+        settings = read_json(model_folder / SETTINGS)
+        self.special_tokens = special_tokens(settings)
+        template, self._tool_text = chat_templates(model_folder, settings)
         clock, what = datetime.fromisoformat(date or utc_date()), f"model folder {model_folder}"
-        self._template = self._tool_template = _compile(template, what=what, clock=clock)
+        self._template = self._tool_template = compile_template(template, what=what, clock=clock)
         if self._tool_text != template:
-            self._tool_template = _compile(self._tool_text, what=what, clock=clock)
+            self._tool_template = compile_template(self._tool_text, what=what, clock=clock)
         self._arguments = dict(template_arguments or {})
-        _check_arguments(self._arguments, template + self._tool_text, model_folder)
+        check_template_arguments(self._arguments, template + self._tool_text, model_folder)
         self.stop_token_ids = self._stop_token_ids(model_folder)
         self.media_ids = self._media_ids(model_folder)
 
@@ -194,10 +196,10 @@ class PromptTokenizer:
         for as_text in (False, True) if any(one.get("tool_calls") for one in messages) else (False,):
             of_form = [_with_arguments(one, as_text=as_text) for one in shown_messages]
             of_form = [self._hidden(one) for one in of_form] if hides else of_form
-            own = dict(zip(_OWN_VARIABLES, (of_form, tools, None, opens_answer), strict=True))
+            own = dict(zip(OWN_VARIABLES, (of_form, tools, None, opens_answer), strict=True))
             try:
                 template = self._tool_template if tools else self._template
-                return template.render(**(self._special_tokens | self._arguments | own))
+                return template.render(**(self.special_tokens | self._arguments | own))
             except Exception as error:  # A template is the model author's code and may raise any error.
                 cause = error
                 problem = problem or ValueError(f"the chat template does not take it: {type(error).__name__}: {error}")
@@ -327,7 +329,7 @@ class PromptTokenizer:
     def _stop_token_ids(self, model_folder: Path) -> list[int]:
         """Returns the tokenizer's end token and those in the model's generation settings, sorted."""
         found: set[int] = set()
-        end = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        end = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         if end is not None:
             found.add(end)
         found.update(end_token_ids(model_folder))
@@ -500,16 +502,6 @@ def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [*content[:-1], {**last, "text": last["text"] + _GOES_ON}]}
 
 
-def reads_clock(model_folder: Path) -> bool:
-    """Returns whether a chat template of the folder reads the clock. Raises ValueError for a folder without any."""
-    return any("strftime_now" in one for one in _chat_templates(model_folder, _read_json(model_folder / _SETTINGS)))
-
-
-def utc_date() -> str:
-    """Returns the current day in UTC, such as 2026-11-28."""
-    return datetime.now(UTC).date().isoformat()
-
-
 def token_difference(one: Path, other: Path) -> str | None:
     """Returns why token ids of two model folders do not mean the same; None if they do."""
     vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (one, other)]
@@ -519,111 +511,3 @@ def token_difference(one: Path, other: Path) -> str | None:
     ids = [vocabulary.get(odd[0], "not there") for vocabulary in vocabularies]
     sizes = [len(vocabulary) for vocabulary in vocabularies]
     return f"{odd[0]!r} is {ids[0]} in the one ({sizes[0]} tokens) and {ids[1]} in the other ({sizes[1]})"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file, or nothing if there is no file: only tokenizer.json must exist."""
-    return read_object(path) if path.exists() else {}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that a template may name. Older folders write a token as an object."""
-    tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
-    return {
-        key: clean_text(text)
-        for key, token in tokens.items()
-        if isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
-    }
-
-
-def _chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the chat template, and the one for conversations with tools, which most folders do not have apart.
-
-    They are chat_template.jinja and `_TOOL_TEMPLATE`, else in the entry of tokenizer_config.json or chat_template.json.
-    """
-    file, tool_file = model_folder / "chat_template.jinja", model_folder / _TOOL_TEMPLATE
-    template: Any = None
-    if file.exists():
-        template = read_regular(file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
-    else:
-        template = settings.get("chat_template") or _read_json(model_folder / "chat_template.json").get("chat_template")
-    for_tools: Any = None
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template, for_tools = named.get("default"), named.get("tool_use")
-    if tool_file.exists():
-        for_tools = read_regular(tool_file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
-    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_BYTES:
-        raise ValueError(
-            f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
-            "A base model has none; use its instruction-tuned sibling."
-        )
-    for_tools = template if for_tools is None else for_tools
-    if not isinstance(for_tools, str) or len(for_tools) > _MOST_TEMPLATE_BYTES:
-        raise ValueError(f"model folder {model_folder}: its chat template tool_use is not text. Remove it.")
-    return template, for_tools
-
-
-def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: Path) -> None:
-    """Raises ValueError for an argument that the template does not read: it would be ignored silently."""
-    if not arguments:
-        return
-    from jinja2 import meta
-
-    environment = _environment(datetime.min)
-    known = {*_OWN_VARIABLES, *_SPECIAL_TOKEN_KEYS, *environment.globals}
-    read = meta.find_undeclared_variables(environment.parse(template)) - known
-    for name in arguments:
-        if name not in read:
-            what = f"it reads {', '.join(sorted(read))}" if read else "it reads no variable of a user's"
-            problem = f"its chat template does not read data.chat_template_kwargs.{name}; {what}."
-            raise ValueError(f"model folder {model_folder}: {problem}")
-
-
-def _compile(template: str, *, what: str, clock: datetime) -> jinja2.Template:
-    """Compiles a template. Raises ValueError, which begins with ``what``, if it does not parse."""
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        return _environment(clock).from_string(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"{what}: its chat template does not parse: line {error.lineno}: {error.message}.") from error
-
-
-def _environment(clock: datetime) -> jinja2.Environment:
-    """Returns a jinja2 environment with the sandbox, filters and globals that transformers gives a chat template.
-
-    ``clock`` is the time that a template reads.
-    """
-    from jinja2 import TemplateError, ext, nodes
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationBlock(ext.Extension):
-        """``{% generation %}`` marks assistant text for training masks; rendering only passes it through."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    extensions: Iterable[Any] = (GenerationBlock, ext.loopcontrols)
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = clock.strftime
-    return environment

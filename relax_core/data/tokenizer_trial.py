@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.child import ChildLost, WorkerProcess
-from relax_core.data.tokenizer import TEMPLATE_FILES
+from relax_core.data.chat_template import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 
 MEMORY_GIB = 2.0

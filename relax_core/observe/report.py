@@ -165,7 +165,9 @@ def _train_on(
     saved: Mapping[str, Any], overrides: Sequence[str], here: Sequence[str], *, steps: int
 ) -> tuple[str, str]:
     """Returns the command that doubles a finished run, and its purpose with the jump of the learning rate."""
-    from relax_core.config.learning_rate import jump_words  # OmegaConf, which a tracker's process does not need
+    from relax_core.config.learning_rate_schedule import (
+        jump_words,  # OmegaConf, which a tracker's process does not need
+    )
 
     changes = [*here, f"run.steps={2 * steps}"]
     if not saved:

@@ -12,7 +12,7 @@ from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplu
 from relax_core.config.model_checks import frozen_parts, textless_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
-from relax_core.data.tokenizer import reads_clock, utc_date
+from relax_core.data.chat_template import reads_clock, utc_date
 from relax_core.plan.memory_terms import MIB, patches_of_micro_batch
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload

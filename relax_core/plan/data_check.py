@@ -18,6 +18,7 @@ from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
 from relax_core.contracts.media import BAD_MEDIA, MEDIA_KINDS, MediaKind, MediaSource
+from relax_core.data.chat_template import TEMPLATE_FILES
 from relax_core.data.eval_sets import NAMED_ROWS, eval_sets, held_out_count, too_many_bad
 from relax_core.data.generated import LONGEST_PROMPT, example
 from relax_core.data.paths import data_files, data_parts
@@ -25,7 +26,6 @@ from relax_core.data.plugin_source import names_plugin
 from relax_core.data.row_forms import MessagesOfText
 from relax_core.data.row_media import MediaColumns, unread_media
 from relax_core.data.sources import are_rows_named, file_rows, make_source
-from relax_core.data.tokenizer import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
 from relax_core.registry import find_algorithm, find_env, find_reward, is_file_plugin

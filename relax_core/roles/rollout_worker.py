@@ -45,20 +45,20 @@ from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.sample_logs import keep_media, open_sample_log
 from relax_core.roles.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.worker import Worker
+from relax_core.rollout.dynamic_sampling import GroupFilter
 from relax_core.rollout.env_workers.run_env import RunEnv
-from relax_core.rollout.episodes.group_assembly import GroupFilter
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.evaluator import Evaluator, answer_sets, eval_versions, prepared_sets, versions_left
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
 from relax_core.rollout.item_cache import HeldItems, ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import open_encoders
+from relax_core.rollout.partial_rollout import MAX_ABORTS, WeightUpdateHandler
 from relax_core.rollout.prompt_admissions import BadRows, RolloutLoopSettings, teacher_chooser
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import training_sampling
-from relax_core.rollout.weight_update_handler import MAX_ABORTS, WeightUpdateHandler
 from relax_core.weights.engine_members import MemberList
 
 if TYPE_CHECKING:

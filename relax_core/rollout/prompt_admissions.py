@@ -19,9 +19,9 @@ from relax_core.contracts.media import BAD_MEDIA, MediaError
 from relax_core.contracts.tree import group_uid
 from relax_core.data.eval_sets import NAMED_ROWS, too_many_bad
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.partial_rollout import GroupsInFlight
 from relax_core.rollout.prompt_tokens import Prompt, PromptMaker
 from relax_core.rollout.sample_seeds import sampling_seed
-from relax_core.rollout.weight_update_handler import GroupsInFlight
 
 TeacherOf = Callable[[DataRow, str], str]  # a data row and its name in errors → the teacher's name
 

@@ -17,6 +17,7 @@ from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.tree import TRUNCATED
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.observe.sample_log import SampleLog
+from relax_core.rollout.dynamic_sampling import GroupFilter, TruncatedGroups
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
     PlayedFigures,
@@ -25,7 +26,6 @@ from relax_core.rollout.episodes.episode_records import (
 )
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
-    GroupFilter,
     MakeExtras,
     complete_group,
     tell_lost,
@@ -33,6 +33,7 @@ from relax_core.rollout.episodes.group_assembly import (
 )
 from relax_core.rollout.episodes.group_player import GroupPlayer
 from relax_core.rollout.episodes.shared_requests import start_in
+from relax_core.rollout.partial_rollout import GroupsInFlight, WeightUpdateHandler
 from relax_core.rollout.prompt_admissions import (
     AdmissionBus,
     AdmittedPrompt,
@@ -42,9 +43,8 @@ from relax_core.rollout.prompt_admissions import (
     TeacherOf,
 )
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.rollout.rewards.reward_failures import FailedGroups, TruncatedGroups
+from relax_core.rollout.rewards.reward_failures import FailedGroups
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.weight_update_handler import GroupsInFlight, WeightUpdateHandler
 
 Record = Callable[[str, int, Mapping[str, float]], None]
 

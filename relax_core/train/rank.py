@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from relax_core.config.learning_rate import learning_rate
+from relax_core.config.learning_rate_schedule import learning_rate
 from relax_core.config.model_checks import frozen_parts
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec, StepTotals

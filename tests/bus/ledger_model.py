@@ -10,10 +10,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.ledger_reader import LedgerFile
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts.bus import Admission, Group, Lease
 from tests.bus.make_rows import Clock, make_settings
 from tests.bus.media_model import MediaModel

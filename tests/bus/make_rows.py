@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.ledger import Ledger
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import Admission, Group, LeaseRequest
 from relax_core.contracts.tree import sample_uid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from relax_core.bus.bus_state import BusCore
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts.bus import Group, Lease
 
 DIGESTS = [f"{number:032x}" for number in range(6)]

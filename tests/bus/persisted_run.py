@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.ledger_reader import LedgerFile
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.columns import encode_tree
 from tests.bus.make_rows import Clock, for_actor, make_settings, uids_of

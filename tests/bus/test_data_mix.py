@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.bus.bus_state import BusCore
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import Admission, LedgerCounts
 from tests.bus.make_rows import for_actor, make_core, make_row

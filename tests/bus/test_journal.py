@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.journal import Journal, LedgerUnwritable
 from relax_core.bus.ledger import Ledger
+from relax_core.bus.replay_buffer import BusCore
 from tests.bus.make_rows import Clock, for_actor, make_row, make_settings, uids_of
 
 T = 120.0

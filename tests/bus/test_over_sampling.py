@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from relax_core.bus.bus_state import BusCore
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.bus.staleness import plan_admissions
 from relax_core.contracts.bus import Admission
 from relax_core.contracts.columns import EPISODES

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from relax_core.data.chat_template import check_template_shows_tools
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_templates import check_template_shows_tools
 from relax_core.data.turn_tokens import TurnTokens
 from tests.data.chat_templates import Family, write_folder
 from tests.data.test_turn_templates import ODD, OPENING, TOOL, calling, results

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from relax_core.config.model_checks import media_token_ids
-from relax_core.data.tokenizer import PromptTokenizer, reads_clock
+from relax_core.data.chat_template import reads_clock
+from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens, unstopped_end
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.data.chat_templates import FAMILIES, write_folder

@@ -11,12 +11,12 @@ from envs.calculator import SPEC, CalculatorConfig
 from relax_core.contracts.checked import checked_env
 from relax_core.contracts.env import Action
 from relax_core.contracts.tool_calls import tool_schema
-from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_templates import (
+from relax_core.data.chat_template import (
     check_template_shows_tools,
     with_results_as_text,
     with_tools_as_text,
 )
+from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
 from tests.data.chat_templates import FAMILIES, Family, write_folder
 

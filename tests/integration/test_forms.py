@@ -1,4 +1,4 @@
-"""The page docs/datum.md lists the forms of a sample and counts their files as a real run of several processes shows."""
+"""docs/datum.md lists the forms of a sample and counts their files as a real run of several processes shows."""
 
 from __future__ import annotations
 

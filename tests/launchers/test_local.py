@@ -13,7 +13,7 @@ from launchers.local import launch, make_run_folder, save_config
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import ResumePoint
-from relax_core.data.tokenizer import utc_date
+from relax_core.data.chat_template import utc_date
 
 BY_TIME = "${now:%Y}"
 

@@ -9,7 +9,7 @@ import pytest
 
 from relax_core.contracts.bus import Admission, BusClosed, VersionChange
 from relax_core.contracts.tree import group_uid
-from relax_core.rollout.weight_update_handler import WeightUpdateHandler
+from relax_core.rollout.partial_rollout import WeightUpdateHandler
 
 
 class Versions:

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from relax_core.contracts.tool_calls import tool_schema
+from relax_core.data.chat_template import check_template_shows_tools
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_parsers import AUTO, read_action, tool_parser
-from relax_core.data.tool_templates import check_template_shows_tools
 from relax_core.tools.tiny_text import CALLED, guess, played_games, tiny_prompt_tokenizer
 
 GAMES = 400

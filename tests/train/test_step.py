@@ -14,7 +14,7 @@ from tiny_models import VOCABULARY, make_model
 from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, parallel_config, train_step
 
 from relax_core.config.choices import Schedule
-from relax_core.config.learning_rate import learning_rate
+from relax_core.config.learning_rate_schedule import learning_rate
 from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 from tests.train.rank_server import run_dp_ranks

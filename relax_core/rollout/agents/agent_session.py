@@ -22,9 +22,9 @@ import msgspec
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import Ended, EpisodeLimits
 from relax_core.contracts.foreign_values import shown
+from relax_core.data.chat_template import check_template_shows_tools
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.data.tool_parsers import AUTO, tool_parser
-from relax_core.data.tool_templates import check_template_shows_tools
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.agents.answer_reading import THINK, AnswerForm, read_reply, thinks
 from relax_core.rollout.agents.chat_messages import (

@@ -11,7 +11,8 @@ import numpy as np
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import TEACHER, encode_tree
 from relax_core.contracts.env import CUT_ENDS
-from relax_core.contracts.tree import TRUNCATED, Episode, TokenTree, group_uid
+from relax_core.contracts.tree import TRUNCATED, TokenTree, group_uid
+from relax_core.rollout.dynamic_sampling import GroupFilter, compared_numbers
 from relax_core.rollout.episodes.episode_records import REWARD_FAILED, EpisodeRecord
 from relax_core.rollout.episodes.tree_builder import build_tree
 
@@ -32,25 +33,6 @@ class DroppedGroup:
 
     group_uid: str
     reason: str
-
-
-class GroupFilter:
-    """Is an algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept.
-
-    ``parts`` names the parts of a reward that is a sum. Its filter compares the first part that all samples have, which
-    says whether an answer is exact, because further parts would make wrong answers differ.
-    """
-
-    def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:
-        self._drop_group = drop_group
-        self.parts = parts
-        self._dropped_in_a_row = 0
-
-    def __call__(self, rewards: Sequence[float]) -> str | None:
-        """Returns why a group with these rewards is dropped, or None to keep it."""
-        reason = self._drop_group(rewards, self._dropped_in_a_row)
-        self._dropped_in_a_row = 0 if reason is None else self._dropped_in_a_row + 1
-        return reason
 
 
 def complete_group(
@@ -92,7 +74,7 @@ def complete_group(
     if not trained.any():
         refused = TRUNCATED
     elif refuse is not None:
-        refused = refuse(_compared(tree.episodes, refuse.parts if isinstance(refuse, GroupFilter) else ()))
+        refused = refuse(compared_numbers(tree.episodes, refuse.parts if isinstance(refuse, GroupFilter) else ()))
     account(token_accounts(episodes, tree if refused is None else None))
     if refused is not None:
         if lost is not None:
@@ -170,11 +152,3 @@ def token_accounts(
     whole = sum(len(turn.response.output_ids) for one in episodes for turn in one.turns)
     assert counts["sampled"] == whole + counts["not_chosen"] + counts["orphan"], "a sampled token is in no account"
     return counts
-
-
-def _compared(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
-    """Returns the number of each episode that a filter compares, as `GroupFilter` says."""
-    for label in parts:
-        if all(label in one.parts for one in episodes):
-            return [one.parts[label] for one in episodes]
-    return [one.reward for one in episodes if one.reward is not None]

@@ -9,13 +9,13 @@ from typing import Any
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Action, EnvSpec, InteractionConfig, Message
 from relax_core.contracts.tool_calls import ToolSchema
-from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_parsers import AUTO, read_action, tool_parser
-from relax_core.data.tool_templates import (
+from relax_core.data.chat_template import (
     check_template_shows_tools,
     with_results_as_text,
     with_tools_as_text,
 )
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tool_parsers import AUTO, read_action, tool_parser
 
 
 @dataclass(frozen=True, kw_only=True)

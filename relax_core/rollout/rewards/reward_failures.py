@@ -1,4 +1,4 @@
-"""Counts answers and groups without a reward, and cut ones, and ends the run if there are too many."""
+"""Counts answers and groups without a reward, and ends the run if there are too many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 
 WINDOW_ROWS = 64  # the newest data rows whose answers count
 FEWEST_ROWS = 8  # a single bad data row, all of whose answers fail, must not end the run
-MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, with rollout.mask_truncated
 LOGGED = 20  # the failures that are logged
 log = logging.getLogger(__name__)
 
@@ -87,25 +86,4 @@ class FailedGroups:
             raise RewardsFailed(
                 f"rollout.max_failed_groups={self._most}: no answer of {self._in_a_row} groups in a row has a reward, "
                 f"so there is nothing to train on. The first: {self._first}. Correct the env, its tools or the reward."
-            )
-
-
-class TruncatedGroups:
-    """Counts groups in a row whose responses were all cut at ``max_new_tokens``, with rollout.mask_truncated."""
-
-    def __init__(self, max_new_tokens: int) -> None:
-        self._max_new_tokens = max_new_tokens
-        self._in_a_row = 0
-
-    def record(self, truncated: bool) -> None:
-        """Records whether all responses of a group were cut.
-
-        Raises ValueError if no response ends before its limit any more, because the run would sample for ever.
-        """
-        self._in_a_row = self._in_a_row + 1 if truncated else 0
-        if self._in_a_row >= MAX_TRUNCATED_IN_A_ROW:
-            raise ValueError(
-                f"rollout.mask_truncated=true: every response of {MAX_TRUNCATED_IN_A_ROW} groups in a row was cut at "
-                f"rollout.max_new_tokens={self._max_new_tokens}, so there is nothing to train on. "
-                "Raise rollout.max_new_tokens, or use rollout.mask_truncated=false."
             )

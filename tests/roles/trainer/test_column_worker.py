@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from relax_core.bus.bus_state import BusCore
 from relax_core.bus.factory import create_bus
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements, TeacherRequirements
 from relax_core.contracts.bus import BusClosed, BusProgress, BusTimeout, Group, Lease, LeaseRequest

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_core.bus.bus_state import BusCore
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree

@@ -11,15 +11,16 @@ import pytest
 
 from algorithms.grpo import SPEC as GRPO
 from algorithms.grpo import GrpoConfig
-from relax_core.bus.bus_state import BusCore
+from relax_core.bus.replay_buffer import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, LeaseRequest
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree
+from relax_core.rollout.dynamic_sampling import GroupFilter
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
-from relax_core.rollout.episodes.group_assembly import DroppedGroup, GroupFilter, complete_group
+from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
 from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.train.micro_batches import decode_train_tree
 from relax_core.train.step_sums import micro_batch_totals

@@ -1,0 +1,60 @@
+"""Dynamic sampling: an algorithm drops groups that teach nothing, and each dropped group is replaced by a new one.
+
+Source: DAPO (arXiv 2503.14476, section 3.2). `complete_group` applies the filter to a group with all of its rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from relax_core.contracts.tree import Episode
+
+MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, with rollout.mask_truncated
+
+
+class GroupFilter:
+    """Is an algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept.
+
+    ``parts`` names the parts of a reward that is a sum. Its filter compares the first part that all samples have, which
+    says whether an answer is exact, because further parts would make wrong answers differ.
+    """
+
+    def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:
+        self._drop_group = drop_group
+        self.parts = parts
+        self._dropped_in_a_row = 0
+
+    def __call__(self, rewards: Sequence[float]) -> str | None:
+        """Returns why a group with these rewards is dropped, or None to keep it."""
+        reason = self._drop_group(rewards, self._dropped_in_a_row)
+        self._dropped_in_a_row = 0 if reason is None else self._dropped_in_a_row + 1
+        return reason
+
+
+def compared_numbers(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
+    """Returns the number of each episode that a filter compares, as `GroupFilter` says."""
+    for label in parts:
+        if all(label in one.parts for one in episodes):
+            return [one.parts[label] for one in episodes]
+    return [one.reward for one in episodes if one.reward is not None]
+
+
+class TruncatedGroups:
+    """Counts groups in a row whose responses were all cut at ``max_new_tokens``, with rollout.mask_truncated."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self._max_new_tokens = max_new_tokens
+        self._in_a_row = 0
+
+    def record(self, truncated: bool) -> None:
+        """Records whether all responses of a group were cut.
+
+        Raises ValueError if no response ends before its limit any more, because the run would sample for ever.
+        """
+        self._in_a_row = self._in_a_row + 1 if truncated else 0
+        if self._in_a_row >= MAX_TRUNCATED_IN_A_ROW:
+            raise ValueError(
+                f"rollout.mask_truncated=true: every response of {MAX_TRUNCATED_IN_A_ROW} groups in a row was cut at "
+                f"rollout.max_new_tokens={self._max_new_tokens}, so there is nothing to train on. "
+                "Raise rollout.max_new_tokens, or use rollout.mask_truncated=false."
+            )
