@@ -41,9 +41,8 @@ def is_stored(bus: BlockingBus, item: MediaItem) -> bool:
 
 
 def media_bus(make_bus: MakeBus, folder: Path, place: str, **changes: object) -> BlockingBus:
-    return make_bus(
-        media_folder=folder / "media" if place == "nodes" else folder, media_nodes=place == "nodes", **changes
-    )
+    own = folder / "media" if place == "nodes" else folder
+    return make_bus(media_folder=str(own), media_nodes=place == "nodes", **changes)
 
 
 @pytest.mark.parametrize("place", PLACES)
