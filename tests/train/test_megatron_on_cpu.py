@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_core.train.megatron_on_cpu import CodeCache, compile_for_cpu
+from relax_core.train.megatron_on_cpu import NAMESPACE, CodeCache, compile_for_cpu, cpu_namespace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the loader does nothing")
 
@@ -83,9 +83,6 @@ x = torch.empty(2, device="cuda", pin_memory=True).cuda(non_blocking=True)
 kind = x.is_cuda
 message = "cuda stays in longer texts"
 """
-    from relax_core.train import megatron_on_cpu as cpu_namespace
-    from relax_core.train.megatron_on_cpu import NAMESPACE
-
     scope = {NAMESPACE: cpu_namespace()}
     exec(compile_for_cpu(source, "x.py"), scope)
     assert scope["device"] == torch.device("cpu")
