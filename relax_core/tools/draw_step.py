@@ -37,7 +37,7 @@ class Stop(NamedTuple):
 
 WAY = (
     Stop("rollout", "rollout/rollout_loop.py", "samples, scores,\nbuilds the tree"),
-    Stop("bus", "bus/bus_state.py", "keeps complete groups,\nrecords every episode"),
+    Stop("bus", "bus/replay_buffer.py", "keeps complete groups,\nrecords every episode"),
     Stop("trainer", "train/policy_backend.py", "packs trees, loss,\ngradient, update"),
     Stop("weights", "weights/version_file.py", "one file with digests\nfor each version"),
 )
