@@ -35,6 +35,7 @@ report = {
     "loaded": "fractions" in sys.modules, "drawn": [random.random(), float(np.random.rand())],
     "oom_score_adj": open("/proc/self/oom_score_adj").read(),
     "read": sys.stdin.read(), "descriptors": len(os.listdir("/proc/self/fd")),
+    "own group": os.getpgrp() == os.getpid(),
 }
 print(json.dumps(report), flush=True)
 print("an error", file=sys.stderr, flush=True)
@@ -96,6 +97,8 @@ def test_a_forked_worker_is_like_an_executed_one(tmp_path: Path) -> None:
     assert "does not answer" in errors and errors.endswith("an error\n")
     executed.pop("parent")
     assert forked.pop("loaded") and not executed.pop("loaded")
+    assert forked.pop("own group"), "Ray kills the process group of a worker that has ended"
+    executed.pop("own group")
     for report in (forked, executed):
         assert report.pop("pid") and report.pop("drawn")
     assert forked == executed
