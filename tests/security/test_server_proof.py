@@ -286,7 +286,7 @@ def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
             died = process.pid
             os.kill(died, signal.SIGKILL)
             deadline = time.monotonic() + LONG_S
-            while process._process.poll() is None:
+            while process._child.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert set(ways_to_take(port)) == {str(errno.EADDRINUSE)}
