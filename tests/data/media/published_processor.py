@@ -25,9 +25,9 @@ MESSAGES = [
 
 def main(root: str, given: str, answer: str) -> None:
     sys.path.insert(0, root)
-    from relax_core.engines.sglang.server_changes import install
+    from relax_core.engines.sglang.server_changes import install_on_cpu
 
-    install()
+    install_on_cpu()
     import torch
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 

@@ -17,9 +17,9 @@ from typing import Any
 def main(root: str, folder: Path) -> None:
     """Prints for each case whether patches, ids and positions are equal."""
     sys.path.insert(0, root)
-    from relax_core.engines.sglang.server_changes import install
+    from relax_core.engines.sglang.server_changes import install_on_cpu
 
-    install()
+    install_on_cpu()
     import torch
     from transformers import AutoProcessor, Qwen3VLConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
