@@ -1,6 +1,6 @@
-"""Runs transformers' Qwen3-VL processor: ``python published_processor.py ROOT INPUT.npz OUTPUT.npz``.
+"""Runs transformers' Qwen3-VL processor: ``python published_processor.py ROOT FOLDER INPUT.npz OUTPUT.npz``.
 
-SGLang's environment runs it, because the processor needs torchvision. The input has a picture, frames, their numbers
+SGLang's environment runs it, because the processor needs torchvision. FOLDER has the tokenizer. The input has a picture, frames, their numbers
 and the frames per second; the output has token ids, grids and patches.
 """
 
@@ -23,19 +23,18 @@ MESSAGES = [
 ]
 
 
-def main(root: str, given: str, answer: str) -> None:
+def main(root: str, folder: str, given: str, answer: str) -> None:
     sys.path.insert(0, root)
     from relax_core.engines.sglang.server_changes import install_on_cpu
 
     install_on_cpu()
     import torch
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     from relax_core.families.tiny_configs import processor_files
-    from relax_core.tools.tiny_text import build_tokenizer
 
     image, video = processor_files().values()
-    tokenizer = build_tokenizer(vision=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**image),
         tokenizer=tokenizer,

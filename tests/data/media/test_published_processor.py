@@ -13,7 +13,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import PatchSettings
 from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.tower_passes import patches_of
-from relax_core.tools.tiny_text import write_prompt_tokenizer
+from relax_core.tools.tiny_text import build_tokenizer
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 from tests.data.media import published_processor
 
@@ -53,12 +53,12 @@ def test_ids_and_patches_are_those_of_the_processor(tmp_path: Path) -> None:
     frames = random.integers(0, 256, (len(NUMBERS), side, 2 * side, 3), dtype=np.uint8)
     given, answer = tmp_path / "given.npz", tmp_path / "answer.npz"
     np.savez(given, picture=picture, frames=frames, numbers=NUMBERS, fps=FPS)
-    command = [SGLANG_PYTHON, published_processor.__file__, ROOT, given, answer]
+    build_tokenizer(vision=True).save_pretrained(tmp_path)
+    command = [SGLANG_PYTHON, published_processor.__file__, ROOT, tmp_path, given, answer]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = np.load(answer)
 
-    write_prompt_tokenizer(tmp_path, vision=True)
     tokenizer = PromptTokenizer(tmp_path)
     video = video_item(settings, frames, NUMBERS, fps=FPS, height=side, width=2 * side, tokenize=tokenizer.encode_plain)
     image = image_item(settings, picture, height=2 * side, width=3 * side)
