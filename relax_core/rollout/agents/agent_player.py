@@ -26,6 +26,7 @@ from relax_core.rollout.episodes.group_player import (
     GroupPlayer,
     cancelled,
     end_stragglers,
+    forget,
 )
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.partial_rollout import GroupsInFlight
@@ -75,7 +76,7 @@ class AgentPlayer(GroupPlayer):
         tasks: asyncio.TaskGroup,
         *,
         flight: GroupsInFlight = NOT_FOLLOWED,
-        given_up: GivenUp = lambda prompt, episodes: None,
+        given_up: GivenUp = forget,
         lockstep: Lockstep | None = None,
     ) -> list[EpisodeRecord]:
         """Returns the ended episodes of a group in order; `GroupPlayer.groups` explains the parameters."""

@@ -27,7 +27,8 @@ NOT_FOLLOWED = GroupsInFlight()
 STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
-def _forget(prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None: ...
+def forget(prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
+    """Does nothing with the episodes of a group that is given up."""
 
 
 def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
@@ -82,7 +83,7 @@ class GroupPlayer:
         tasks: asyncio.TaskGroup,
         *,
         flight: GroupsInFlight = NOT_FOLLOWED,
-        given_up: GivenUp = _forget,
+        given_up: GivenUp = forget,
         lockstep: Lockstep | None = None,
     ) -> list[EpisodeRecord]:
         """Returns the ended episodes of a group in order; `groups` explains the parameters."""
@@ -94,7 +95,7 @@ class GroupPlayer:
         tasks: asyncio.TaskGroup,
         *,
         flight: GroupsInFlight = NOT_FOLLOWED,
-        given_up: GivenUp = _forget,
+        given_up: GivenUp = forget,
         on_end: OnEnd | None = None,
         at_once: int | None = None,
     ) -> AsyncIterator[Played]:
@@ -197,7 +198,7 @@ class OneTurnPlayer(GroupPlayer):
         tasks: asyncio.TaskGroup,
         *,
         flight: GroupsInFlight = NOT_FOLLOWED,
-        given_up: GivenUp = _forget,
+        given_up: GivenUp = forget,
         on_end: OnEnd | None = None,
         at_once: int | None = None,
     ) -> AsyncIterator[Played]:
