@@ -90,22 +90,32 @@ class AnsweringPool:
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, places: Sequence[int], on_tokens: Any = None
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
         self.requests += prompts
-        for number, prompt in enumerate(prompts):
-            asked = self._tokenizer.decode(prompt.input_ids)
-            while self._holds(asked):
-                await asyncio.sleep(0.01)
-            text = self._answer(asked)
-            if text == "HANG":
-                await self._given_up.wait()
-                continue
-            ids = [*self._tokenizer.encode_text(text), self._tokenizer.stop_token_ids[0]]
-            finish = "stop"
-            if prompt.max_new_tokens is not None and len(ids) > prompt.max_new_tokens:
-                ids, finish = ids[: prompt.max_new_tokens], "length"
-            self.sampled += len(ids)
-            version = len(self.requests) if self._ages else 0
-            one = response(ids, versions=version, rid=prompt.rid, prompt=number, finish_reason=finish)  # type: ignore[arg-type]
-            yield number, [msgspec.structs.replace(one, prompt_tokens=len(prompt.input_ids))]
+        answers = [asyncio.create_task(self._answered(number, prompt)) for number, prompt in enumerate(prompts)]
+        try:
+            for answer in asyncio.as_completed(answers):  # a prompt that hangs delays no other prompt of its batch
+                number, found = await answer
+                if found is not None:
+                    yield number, [found]
+        finally:
+            for task in answers:
+                task.cancel()
+
+    async def _answered(self, number: int, prompt: PromptRequest) -> tuple[int, Generated | None]:
+        asked = self._tokenizer.decode(prompt.input_ids)
+        while self._holds(asked):
+            await asyncio.sleep(0.01)
+        text = self._answer(asked)
+        if text == "HANG":
+            await self._given_up.wait()
+            return number, None
+        ids = [*self._tokenizer.encode_text(text), self._tokenizer.stop_token_ids[0]]
+        finish = "stop"
+        if prompt.max_new_tokens is not None and len(ids) > prompt.max_new_tokens:
+            ids, finish = ids[: prompt.max_new_tokens], "length"
+        self.sampled += len(ids)
+        version = len(self.requests) if self._ages else 0
+        found = response(ids, versions=version, rid=prompt.rid, prompt=number, finish_reason=finish)  # type: ignore[arg-type]
+        return number, msgspec.structs.replace(found, prompt_tokens=len(prompt.input_ids))
 
     async def cancel(self, rids: Sequence[str]) -> None:
         self.cancelled += rids
