@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -39,6 +38,7 @@ from typing import Any
 import psutil
 
 from relax_core.control.controller_process import CONTROLLER
+from relax_core.observe.event_log import ACTOR, each_metric
 from tests.integration.elastic_run import JOINING, OVERRIDES, OWNER, TRAINER, ElasticRun
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun, run_to_end
 
@@ -84,9 +84,7 @@ def said(steps: Sequence[float]) -> str:
 # -- adding under load ------------------------------------------------------------------------------------------------
 def step_ms(folder: Path) -> list[tuple[float, float]]:
     """Returns when each train step was recorded, as a Unix time in seconds, and how long it took in milliseconds."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [(one["time_s"], one["values"]["step_ms"]) for one in records if one["source"] == "actor"]
+    return [(one.time_s, one.values["step_ms"]) for one in each_metric(folder) if one.source == ACTOR]
 
 
 def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:

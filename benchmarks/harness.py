@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from relax_core.observe.event_log import ACTOR, MetricRecord, by_step, read_metrics
+from relax_core.observe.event_log import ACTOR, EVENTS_FOLDER, MetricRecord, by_step, read_metrics
+from relax_core.observe.trackers.file_sinks import METRICS_FILE
 
 if TYPE_CHECKING:
     from relax_core.config.schema import EngineConfig
@@ -89,7 +91,20 @@ def run_relax(folder: Path, *words: str, checkout: Path = HERE, deadline_s: floa
     ledger = summary["ledger"]
     if ledger["lost"] or ledger["trained_twice"]:
         sys.exit(f"{' '.join(words)}: the ledger has lost samples or trained some twice: {ledger}")
-    return FinishedRun(summary=summary, records=read_metrics(folder))
+    return FinishedRun(summary=summary, records=run_records(folder))
+
+
+def run_records(folder: Path) -> list[MetricRecord]:
+    """Returns the metrics of a run, also of a checkout from before the event log, which has them in metrics.jsonl."""
+    if (folder / EVENTS_FOLDER).is_dir():
+        return read_metrics(folder)
+    found = []
+    for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        values = {name: math.nan if value is None else value for name, value in record["values"].items()}
+        given = {name: record[name] for name in ("source", "step", "time_s")}
+        found.append(MetricRecord(values=values, **given))
+    return found
 
 
 # -- ways that take turns ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -22,9 +21,8 @@ from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.api.run_child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.config.errors import ConfigError
 from relax_core.contracts.child import Child, import_path, module_command
-from relax_core.observe.event_log import ACTOR
+from relax_core.observe.event_log import ACTOR, EventReader, MetricRecord
 from relax_core.observe.summary import SUMMARY_FILE
-from relax_core.observe.trackers.file_sinks import METRICS_FILE
 
 POLL_S = 0.2
 END_S = 600.0  # a stopped run writes a checkpoint; its own limits are shorter
@@ -131,22 +129,24 @@ class _RunProcess:
         return code
 
     def follow(self, on_step: OnStep | None) -> None:
-        """Waits until the run has ended, and calls ``on_step`` for each train step meanwhile."""
-        steps: _Steps | None = None
+        """Waits until the run has ended, and calls ``on_step`` for each train step, again for what a recovery undid."""
+        log: EventReader | None = None
         while True:
             ended = self._child.wait(POLL_S) is not None
             if on_step is not None:
-                if steps is None and (location := self.location()) is not None:
-                    steps = _Steps(Path(location["folder"]) / METRICS_FILE, offset=location["metrics_bytes"])
-                for step, numbers in steps.new() if steps is not None else ():
-                    if on_step(step, numbers) and not self._stopping:
+                if log is None and (location := self.location()) is not None:
+                    log = EventReader(Path(location["folder"]), cursor=location["events"], kinds=("numbers",))
+                for event in log.each() if log is not None else ():
+                    if not isinstance(event, MetricRecord) or event.source != ACTOR:
+                        continue
+                    if on_step(event.step, event.values) and not self._stopping:
                         self._stopping = True
                         self._child.send_signal(signal.SIGTERM)
             if ended:
                 return
 
     def location(self) -> Any:
-        """Returns the run's folder and the former size of its metrics file, in bytes; None before the run has one."""
+        """Returns the run's folder and the former sizes of its event files, in bytes; None before the run has one."""
         file = self._staging / LOCATION
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
@@ -174,30 +174,6 @@ class _RunProcess:
         """Waits for the rest of the output of the ended process."""
         for reader in self._readers:
             reader.join(END_S)
-
-
-class _Steps:
-    """Reads the new train steps of a run's metrics file.
-
-    A step that a recovery has undone is read again.
-    """
-
-    def __init__(self, file: Path, *, offset: int) -> None:
-        self._file, self._offset = file, offset
-
-    def new(self) -> list[tuple[int, dict[str, float]]]:
-        if not self._file.exists():
-            return []
-        with self._file.open("rb") as file:
-            file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")[0]
-        self._offset += len(whole) + 1 if whole else 0
-        records = [json.loads(line) for line in whole.splitlines()]
-        return [(one["step"], _numbers(one["values"])) for one in records if one["source"] == ACTOR]
-
-
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _reader(pipe: IO[bytes], target: TextIO, kept: deque[str]) -> threading.Thread:

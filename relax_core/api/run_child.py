@@ -21,7 +21,7 @@ from relax_core.config.override_words import without_secrets
 from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.private_folder import set_private_files
-from relax_core.observe.trackers.file_sinks import METRICS_FILE
+from relax_core.observe.event_log import event_files
 from relax_core.registry import with_file
 
 REQUEST, LOCATION, PROBLEMS = "request.json", "location.json", "problems.json"
@@ -81,8 +81,7 @@ def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
 
 
 def _write_location(file: Path, folder: Path) -> None:
-    metrics = folder / METRICS_FILE
-    location = {"folder": str(folder), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0}
+    location = {"folder": str(folder), "events": event_files(folder)}
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(location), encoding="utf-8")
     os.replace(partial, file)

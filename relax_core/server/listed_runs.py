@@ -7,23 +7,18 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import Any, NamedTuple, TypeVar
 
 from relax_core.contracts.foreign_files import decode_json, read_whole, shown_line
-from relax_core.observe.event_log import ACTOR, EVAL
-from relax_core.observe.trackers.file_sinks import TEXTS_FILE
+from relax_core.observe.event_log import ACTOR, EVAL, MetricRecord, event_files, newest_metrics
 from relax_core.server.run_folders import (
     BROKEN,
-    METRICS,
     MOST_NAME,
     MOST_SUMMARY,
     SUMMARY,
     UNREADABLE,
     Standing,
     inside,
-    open_inside,
     reason,
     run_name,
     run_standing,
@@ -32,15 +27,7 @@ from relax_core.server.run_ledger import LEDGER, connect, readable_ledger
 from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER, decode_yaml
 
 LOOK_S = 2.0  # for the files of all runs of one list
-TAIL_BYTES = 2**18  # of metrics.jsonl, in which the newest figures are looked for
-FILES = (CONFIG, METRICS, TEXTS_FILE, SUMMARY, LEDGER)
-
-
-class _Record(msgspec.Struct):
-    source: str
-    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    time_s: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
-    values: dict[str, float | None]
+FILES = (CONFIG, SUMMARY, LEDGER)
 
 
 class _Look(NamedTuple):
@@ -49,7 +36,6 @@ class _Look(NamedTuple):
 
 
 Value = TypeVar("Value")
-_record = msgspec.json.Decoder(_Record)
 NO_FIGURES = dict.fromkeys(("label", "steps_done", "steps", "reward", "exact", "samples_per_s", "newest_s"))
 
 
@@ -78,7 +64,7 @@ class ListedRuns:
         standing = run_standing(path)
         if standing.problem:
             return standing
-        seen = tuple(_seen(path / name) for name in FILES)
+        seen = (event_files(path), *(_seen(path / name) for name in FILES))
         known = self._known.get(run)
         if known is None or known[0] != seen:
             if time.monotonic() > until:  # the next list looks at it
@@ -99,7 +85,6 @@ def _look(run_dir: Path) -> _Look:
     """Returns why one of the run's files cannot be read, "" if all of them look right, and the run's figures."""
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
-    records: dict[str, _Record] = {}
     for name in FILES:
         try:
             path = inside(run_dir, name)
@@ -107,8 +92,6 @@ def _look(run_dir: Path) -> _Look:
                 config = decode_yaml(read_whole(path, most_bytes=MOST_CONFIG).decode("utf-8", "replace"))
             if name == SUMMARY:
                 summary = decode_json(read_whole(path, most_bytes=MOST_SUMMARY), SUMMARY_DECODER)
-            if name == METRICS:
-                records = _newest_records(run_dir)
             if not os.access(path, os.R_OK):
                 raise PermissionError("it may not be read")
             if name == LEDGER and readable_ledger(run_dir) is not None:
@@ -118,28 +101,12 @@ def _look(run_dir: Path) -> _Look:
             continue
         except BROKEN as error:
             return _Look(reason(name, error), NO_FIGURES)
-    return _Look("", _figures(config, summary, records))
+    return _Look("", _figures(config, summary, newest_metrics(run_dir)))
 
 
-def _newest_records(run_dir: Path) -> dict[str, _Record]:
-    """Returns the newest record of the trainer and of an evaluation that stand at the end of metrics.jsonl."""
-    with open_inside(run_dir, METRICS) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read(TAIL_BYTES).split(b"\n")
-    found: dict[str, _Record] = {}
-    for line in reversed(lines):
-        try:
-            record = decode_json(line, _record)
-        except ValueError:  # a record of another form, or a part of one
-            continue
-        if record.source in (ACTOR, EVAL):
-            found.setdefault(record.source, record)
-        if len(found) == 2:
-            break
-    return found
-
-
-def _figures(config: Mapping[str, Any], summary: Mapping[str, Any], records: Mapping[str, _Record]) -> dict[str, Any]:
+def _figures(
+    config: Mapping[str, Any], summary: Mapping[str, Any], records: Mapping[str, MetricRecord]
+) -> dict[str, Any]:
     """Returns the columns of the list; numbers of ``records`` come before those of ``summary``."""
     trained, evaluated = records.get(ACTOR), records.get(EVAL)
     last, run, evaluations = (_as(summary.get("reward"), dict), _as(config.get("run"), dict), summary.get("eval"))
@@ -148,11 +115,11 @@ def _figures(config: Mapping[str, Any], summary: Mapping[str, Any], records: Map
         "label": shown_line(_as(config.get("name"), str))[:MOST_NAME],
         "steps_done": trained.step + 1 if trained else _number(summary.get("steps")),
         "steps": _number(run.get("steps")),
-        "reward": trained.values.get("reward") if trained else _number(last.get("last")),
-        "exact": evaluated.values.get("exact") if evaluated else _number(last_eval.get("exact")),
+        "reward": _number(trained.values.get("reward")) if trained else _number(last.get("last")),
+        "exact": _number(evaluated.values.get("exact")) if evaluated else _number(last_eval.get("exact")),
         "samples_per_s": _number(summary.get("samples_per_s"))
-        or (trained.values.get("samples_per_s") if trained else None),
-        "newest_s": max((one.time_s for one in records.values()), default=None),
+        or (_number(trained.values.get("samples_per_s")) if trained else None),
+        "newest_s": max((one.time_s for one in (trained, evaluated) if one), default=None),
     }
 
 

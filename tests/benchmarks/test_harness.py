@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Comparison, Figures, take_turns, write_report
+from benchmarks.harness import Comparison, Figures, run_records, take_turns, write_report
 
 
 def test_ratios_are_taken_within_a_round_and_every_other_round_is_reversed(tmp_path: Path) -> None:
@@ -37,3 +38,13 @@ def test_a_figure_that_only_some_ways_have_leaves_a_cell_empty() -> None:
     assert lines[4].split("|")[1:-1] == [" run ", " 40 ", " 2 ", " 0.500 (0.500 to 0.500) "]
     assert lines[5].split("|")[1:-1] == [" plain ", " 80 ", "  ", " 1.000 "]
     assert found.ratio("run", "step", base="plain") == pytest.approx(0.5)
+
+
+def test_the_metrics_of_a_checkout_from_before_the_event_log_are_read(tmp_path: Path) -> None:
+    """Today's lines of metrics.jsonl have a type, and earlier ones had none."""
+    line = '{%s"source":"actor","step":3,"time_s":1.0,"values":{"samples":8.0,"loss":null}}\n'
+    for kind in ("", '"type":"numbers",'):
+        (tmp_path / "metrics.jsonl").write_text(line % kind)
+        (record,) = run_records(tmp_path)
+        assert (record.source, record.step, record.values["samples"]) == ("actor", 3, 8.0)
+        assert math.isnan(record.values["loss"])

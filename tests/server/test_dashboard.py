@@ -107,18 +107,16 @@ def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None
 def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
     """Lines of another form are left out, and evaluations count by their newest record."""
     run = make_run(tmp_path / "run")
-    record = '{"source":"%s","step":%s,"time_s":%s,"values":{"exact":%s,"reward":%s}}\n'
-    with (run / "metrics.jsonl").open("a") as file:
+    record = '{"type":"numbers","source":"%s","step":%s,"time_s":%s,"values":{"exact":%s,"reward":%s}}\n'
+    with (run / "events" / "0002.actor-0.0.jsonl").open("w") as file:
         file.write(record % ("eval", 4, 20.0, 0.25, 0.5) + record % ("actor", 7, 30.0, 0.5, "null"))
-        file.write(
-            record % ("eval", 5, 1, '"<b>"', 1) + record % ("actor", -1, 1, 1, 1) + record % ("actor", 9, 1e300, 1, 1)
-        )
+        file.write(record % ("eval", 5, 1, '"<b>"', 1) + record % ("actor", 9, 1e300, 1, 1))
         file.write('{"source":"actor","step":9')
     (run / "summary.json").write_text('{"outcome":"finished","samples_per_s":"<b>","eval":{},"reward":[1]}')
     (listed,) = ListedRuns()({"a": run})
     found = [listed[name] for name in ("steps_done", "reward", "exact", "samples_per_s", "newest_s")]
     assert found == [8, None, 0.25, None, 30.0]
-    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / "events")
     (run / "config.yaml").write_text("name: [a]\nrun: {steps: true}\n")
     (listed,) = ListedRuns()({"a": run})
     assert [listed[name] for name in ("state", "label", "steps_done", "steps", "exact")] == [
