@@ -249,7 +249,7 @@ def jobs_of(body: GenerateBody, *, context: int, vocabulary: int) -> list[Job]:
 
 def frame_of(job: Job, one: Response, reason: FinishReason) -> bytes:
     """Returns a finished response as `EngineClient` reads it."""
-    from relax_core.engines.protocol.frames import FLOAT32, INT32, Finished, VersionSpan, encode_frames
+    from relax_core.engines.protocol.generate_messages import FLOAT32, INT32, Finished, VersionSpan, encode_frames
 
     ends = [start for start, _ in one.marks[1:]] + [len(one.ids)]
     frame = Finished(

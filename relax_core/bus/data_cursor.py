@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from relax_core.bus.ledger import LedgerState
-from relax_core.bus.open_groups import OpenGroup
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.staleness import (
     admissible_versions,
@@ -24,7 +23,7 @@ from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import LeaseRequest
 
 if TYPE_CHECKING:
-    from relax_core.bus.replay_buffer import BusCore
+    from relax_core.bus.replay_buffer import BusCore, OpenGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,22 @@
-"""The bus as a synchronous state machine without Ray, asyncio and waiting; a backend adds transport and waits.
+"""The replay buffer: the bus as a synchronous state machine without Ray, asyncio and waiting.
 
-A method that cannot proceed yet returns an empty list or None. The backend calls it again after the next change.
+A method that cannot proceed yet returns an empty list or None. The backend calls it again after the next change. Each
+check of a call raises ValueError with the key, the value and the fix.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from relax_core.bus import call_checks as checks
 from relax_core.bus.data_cursor import DataCursor, Draw, MixedCursor, Snapshot
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.named_media import NamedMedia
-from relax_core.bus.open_groups import HeldLease, LeaseTable, OpenGroup, RetiredGroups
-from relax_core.bus.settings import BusSettings
+from relax_core.bus.settings import ACTOR, BusSettings
 from relax_core.bus.staleness import OVER_SAMPLED, STALE, choose, is_stale, is_surplus, newest_version
 from relax_core.contracts.bus import (
     Admission,
@@ -29,7 +29,8 @@ from relax_core.contracts.bus import (
     LedgerCounts,
     VersionChange,
 )
-from relax_core.contracts.columns import persisted_payloads
+from relax_core.contracts.columns import payload_bytes, persisted_payloads
+from relax_core.contracts.media_file import is_digest
 from relax_core.contracts.tree import group_uid, sample_uid
 
 
@@ -61,7 +62,7 @@ class BusCore:
         The staleness window limits the groups, and each of several workers has a limit of its own.
         """
         self._require_running()
-        checks.check_admit(max_groups)
+        check_admit(max_groups)
         draws = self._cursor.admit(self, min(max_groups, self.room_of(worker)))
         return [self._issue(draw, worker) for draw in draws]
 
@@ -84,7 +85,7 @@ class BusCore:
     def name_modalities(self, modalities: Mapping[int, str]) -> None:
         """Says which modality the prompts of these groups have, by index; a group keeps its first name."""
         for index, modality in modalities.items():
-            checks.check_issued(group_uid(index), index, issued=self._cursor.next_index)
+            check_issued(group_uid(index), index, issued=self._cursor.next_index)
             self.ledger.name_modality(index, modality)
             if (group := self.groups.get(group_uid(index))) is not None:
                 group.modality = group.modality or modality
@@ -116,13 +117,13 @@ class BusCore:
     def check_groups(self, groups: Sequence[Group]) -> None:
         """Raises ValueError for the first group that contradicts its admission or is too large."""
         for given in groups:
-            checks.check_issued(given.group_uid, given.index, issued=self._cursor.next_index)
-            checks.check_size(given.group_uid, given.columns, given.media, max_row_bytes=self.settings.max_row_bytes)
+            check_issued(given.group_uid, given.index, issued=self._cursor.next_index)
+            check_size(given.group_uid, given.columns, given.media, max_row_bytes=self.settings.max_row_bytes)
             group = self.groups.get(given.group_uid)
             if group is not None:
-                checks.check_samples(given, group.uids, version=self.version)
+                check_samples(given, group.uids, version=self.version)
                 if group.in_flight:
-                    checks.check_media(given, self.media)
+                    check_media(given, self.media)
 
     def put(self, groups: Sequence[Group]) -> None:
         """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
@@ -147,7 +148,7 @@ class BusCore:
         self._require_open()
         group = self.groups.get(uid)
         if group is None:
-            checks.check_issued(uid, None, issued=self._cursor.next_index)
+            check_issued(uid, None, issued=self._cursor.next_index)
         elif group.in_flight:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
@@ -161,7 +162,7 @@ class BusCore:
     def hold(self, items: Mapping[str, int], *, worker: int = 0) -> None:
         """Names media items (digest → bytes) for a rollout worker."""
         self._require_open()
-        checks.check_digests(items)
+        check_digests(items)
         self.media.hold(worker, items)
 
     def let_go(self, digests: Sequence[str], *, worker: int = 0) -> None:
@@ -173,9 +174,9 @@ class BusCore:
     def lease(self, request: LeaseRequest) -> Lease | None:
         """Leases groups, or returns None while fewer than ``min_groups`` are ready."""
         self._require_running()
-        checks.check_lease_request(request, version=self.version, groups_per_step=self.settings.groups_per_step)
+        check_lease_request(request, version=self.version, groups_per_step=self.settings.groups_per_step)
         self.expire()
-        if request.task == checks.ACTOR and request.step != self.version:
+        if request.task == ACTOR and request.step != self.version:
             return None
         chosen = self._mixed.choose(self, request) if self._mixed else choose(self, request)
         if len(chosen) < request.min_groups:
@@ -190,7 +191,7 @@ class BusCore:
             complete = group.complete
             assert complete is not None
             group.leases[request.task] = lease.lease_id
-            if request.task == checks.ACTOR:
+            if request.task == ACTOR:
                 group.actor_step = self.version
                 group.deliveries += 1
                 self.ledger.lease(complete.group_uid, complete.uids, step=self.version, delivery=group.deliveries)
@@ -203,7 +204,7 @@ class BusCore:
         self._require_running()
         self.expire()
         lease = self.leases.held(lease_id)
-        checks.check_read(lease.lease_id, group_uids, held=lease.group_uids)
+        check_read(lease.lease_id, group_uids, held=lease.group_uids)
         if ended := [uid for uid in group_uids if uid not in self.groups]:
             raise LeaseLost(f"group {ended[0]} of lease {lease_id} has ended: it was trained or dropped")
         leased = [self.groups[uid].leased_group(columns) for uid in group_uids]
@@ -214,13 +215,13 @@ class BusCore:
         self._require_open()
         self.expire()
         lease = self.leases.held(lease_id)
-        checks.check_write(lease_id, columns, task=lease.task, held=lease.group_uids)
+        check_write(lease_id, columns, task=lease.task, held=lease.group_uids)
         written = [(group, columns[uid]) for uid in lease.group_uids if (group := self.groups.get(uid)) is not None]
         for group, payloads in written:
             complete = group.complete
             assert complete is not None
             together = {**complete.columns, **payloads}
-            checks.check_size(complete.group_uid, together, complete.media, max_row_bytes=self.settings.max_row_bytes)
+            check_size(complete.group_uid, together, complete.media, max_row_bytes=self.settings.max_row_bytes)
         for group, payloads in written:
             assert group.complete is not None
             group.complete.columns.update(payloads)
@@ -231,11 +232,11 @@ class BusCore:
     def ack(self, lease_ids: Sequence[int], *, step: int, dropped: Mapping[str, str]) -> None:
         """Records the leases' samples as trained at ``step`` or as ``dropped``. The version becomes ``step + 1``."""
         self._require_open()
-        checks.check_ack_step(step, version=self.version)
+        check_ack_step(step, version=self.version)
         self.expire()
         leases = self.leases.of_step(lease_ids, step)
         groups = [self.groups[uid] for lease in leases for uid in lease.group_uids]
-        checks.check_dropped(dropped, [group.complete.uids for group in groups if group.complete is not None])
+        check_dropped(dropped, [group.complete.uids for group in groups if group.complete is not None])
         for group in groups:
             self._end_as_trained(group, step=step, masked=dropped)
         for lease in leases:
@@ -400,3 +401,284 @@ def run_progress(core: BusCore, *, admitted: int, staleness: Mapping[int, int], 
         media_items=len(core.media),
         media_bytes=core.media.nbytes,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenGroup:
+    """Is an admitted group that has no end yet.
+
+    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
+    admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
+    ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts how often the actor leased it.
+    ``newest_version`` is the version of its newest token, if its columns contain the episodes. ``modality`` is that of
+    its prompt, empty in a run on text and before the prompt's data row is read.
+    """
+
+    admission: Admission
+    uids: tuple[str, ...]
+    admitted_at: float
+    worker: int
+    complete: Group | None = None
+    done: set[str] = field(default_factory=set)
+    leases: dict[str, int] = field(default_factory=dict)
+    actor_step: int | None = None
+    deliveries: int = 0
+    newest_version: int | None = None
+    modality: str = ""
+
+    @property
+    def in_flight(self) -> bool:
+        """Is True until the rollout puts the complete group."""
+        return self.complete is None
+
+    def ready_from(self, version: int) -> int:
+        """Returns the weight version from which on the group can be trained; ``version`` is in force."""
+        return self.admission.min_version if self.in_flight else version
+
+    @property
+    def oldest_version(self) -> int:
+        """Returns the version of the oldest trained token; in flight, the oldest that it may have."""
+        return self.admission.min_version if self.complete is None else min(self.complete.versions)
+
+    def has_columns(self, columns: Iterable[str]) -> bool:
+        """Returns whether the group is complete and has all these columns."""
+        return self.complete is not None and all(column in self.complete.columns for column in columns)
+
+    def leased_group(self, columns: Iterable[str]) -> Group:
+        """Returns the group with these columns for a lease. Raises ValueError for a column that it lacks."""
+        group = self.complete
+        assert group is not None, "only complete groups are leased"
+        try:
+            asked = {column: group.columns[column] for column in columns}
+        except KeyError as lacking:
+            there = ", ".join(group.columns)
+            raise ValueError(
+                f"bus: group {group.group_uid} has no column {lacking}: ask for one of {there}"
+            ) from lacking
+        return msgspec.structs.replace(group, columns=asked, dropped={}, media={}, modality=self.modality)
+
+
+class RetiredGroups:
+    """Holds the groups that ended in flight because no step needs them, until their rollout worker asks."""
+
+    def __init__(self) -> None:
+        self._retired: list[tuple[int, OpenGroup]] = []  # with the version whose begin ended the group
+
+    def add(self, version: int, group: OpenGroup) -> None:
+        """Adds a group that ended when ``version`` came into force."""
+        self._retired.append((version, group))
+
+    def since(self, version: int, *, worker: int) -> list[str]:
+        """Returns the uids of the worker's groups that ended after ``version``, and forgets the worker's older ones.
+
+        A worker that has exited gets no new groups, so what it leaves here stays small.
+        """
+        self._retired = [one for one in self._retired if one[0] > version or one[1].worker != worker]
+        return [group.admission.group_uid for _, group in self._retired if group.worker == worker]
+
+    def clear(self) -> None:
+        """Forgets all groups."""
+        self._retired.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldLease:
+    """Is a lease that is held. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
+
+    lease_id: int
+    task: str
+    step: int | None
+    group_uids: list[str]
+    leased_at: float
+    expires_at: float
+
+
+class LeaseTable:
+    """Holds all leases in the order in which they were given. A lease id is never used twice.
+
+    The caller changes the groups of a lease itself.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[int, HeldLease] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._held
+
+    def open(self, request: LeaseRequest, group_uids: Sequence[str]) -> HeldLease:
+        """Adds a new lease of these groups and returns it."""
+        now = self._clock()
+        lease = HeldLease(
+            lease_id=self._next_id,
+            task=request.task,
+            step=request.step if request.task == ACTOR else None,
+            group_uids=list(group_uids),
+            leased_at=now,
+            expires_at=now + request.lease_s,
+        )
+        self._next_id += 1
+        self._held[lease.lease_id] = lease
+        return lease
+
+    def held(self, lease_id: int) -> HeldLease:
+        """Returns a lease. Raises `LeaseLost` if it is not held."""
+        lease = self._held.get(lease_id)
+        if lease is None:
+            raise LeaseLost(
+                f"lease {lease_id} is not held: it expired, was released or revoked, or the bus was restored; "
+                "its groups went back and another worker may have them"
+            )
+        return lease
+
+    def of_step(self, lease_ids: Iterable[int], step: int) -> list[HeldLease]:
+        """Returns the actor's leases of these ids, each once. Raises ValueError for a lease of another step or task."""
+        leases = [self.held(lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        for lease in leases:
+            if lease.step != step:
+                what = f"was given for step {lease.step}" if lease.task == ACTOR else f"belongs to task {lease.task}"
+                raise ValueError(f"bus: ack of step {step} names lease {lease.lease_id}, which {what}")
+        return leases
+
+    def of_task(self, task: str) -> list[HeldLease]:
+        """Returns the leases of a task."""
+        return [lease for lease in self._held.values() if lease.task == task]
+
+    def overdue(self) -> list[HeldLease]:
+        """Returns the leases whose time is over."""
+        now = self._clock()
+        return [lease for lease in self._held.values() if lease.expires_at <= now]
+
+    def next_expiry(self) -> float | None:
+        """Returns when the next lease runs out, in seconds of the core's clock; None if no lease is held."""
+        return min((lease.expires_at for lease in self._held.values()), default=None)
+
+    def remove(self, lease_id: int) -> HeldLease:
+        """Removes a lease and returns it."""
+        return self._held.pop(lease_id)
+
+    def clear(self) -> None:
+        """Removes all leases."""
+        self._held.clear()
+
+
+def check_admit(max_groups: int) -> None:
+    """Refuses a call for less than one group."""
+    if max_groups < 1:
+        raise ValueError(f"bus: admit was asked for max_groups={max_groups}: ask for 1 or more")
+
+
+def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step: int) -> None:
+    """Refuses a request with impossible counts, or one of the actor for a step that is over."""
+    if not 1 <= request.min_groups <= request.max_groups or request.lease_s <= 0:
+        raise ValueError(
+            f"bus: a lease wants 1 <= min_groups <= max_groups and lease_s > 0, not min_groups={request.min_groups}, "
+            f"max_groups={request.max_groups}, lease_s={request.lease_s}"
+        )
+    if request.task != ACTOR:
+        return
+    if request.step is None or request.step < version:
+        raise ValueError(
+            f"bus: the actor asked for groups of step {request.step}, version {version} is in force: "
+            f"give step={version} or later"
+        )
+    if request.min_groups > groups_per_step:
+        raise ValueError(
+            f"bus: the actor asked for min_groups={request.min_groups}, a step has groups_per_step={groups_per_step}: "
+            "ask for at most those"
+        )
+
+
+def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str]) -> None:
+    """Refuses groups that are not among ``held``, the groups of the lease."""
+    unknown = sorted(set(group_uids).difference(held))
+    if unknown:
+        raise ValueError(
+            f"bus: lease {lease_id} does not hold {', '.join(unknown[:4])}: read the groups that the lease came with"
+        )
+
+
+def check_write(lease_id: int, group_uids: Iterable[str], *, task: str, held: Sequence[str]) -> None:
+    """Refuses a write to the actor's lease, or one whose groups are not exactly ``held``, the groups of the lease."""
+    if task == ACTOR:
+        raise ValueError(f"bus: lease {lease_id} is the actor's: end it with ack or release, not write")
+    if wrong := sorted(set(group_uids) ^ set(held)):
+        raise ValueError(
+            f"bus: a write must give columns for each group of lease {lease_id}; wrong: {', '.join(wrong[:4])}"
+        )
+
+
+def check_ack_step(step: int, *, version: int) -> None:
+    """Refuses an acknowledgement of another step than the current one."""
+    if step != version:
+        raise ValueError(f"bus: ack of step {step}, but version {version} is in force: ack step {version}")
+
+
+def check_dropped(dropped: Iterable[str], leased: Iterable[Sequence[str]]) -> None:
+    """Refuses dropped samples that are not among ``leased``, the sample uids of each leased group."""
+    if unknown := sorted(set(dropped).difference(*leased)):
+        raise ValueError(f"bus: ack drops samples that are not in its leases: {', '.join(unknown[:4])}")
+
+
+def check_issued(uid: str, index: int | None, *, issued: int) -> None:
+    """Refuses a group that is not among the first ``issued`` ones. If ``index`` is None, the uid gives it."""
+    if index is None:
+        index = int(uid[1:]) if uid[1:].isdecimal() else -1
+    if not (0 <= index < issued and uid == group_uid(index)):
+        raise ValueError(f"bus: group {uid!r} (index {index}) was never admitted: use the admission's uid and index")
+
+
+def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
+    """Refuses a group whose samples or versions contradict its admission.
+
+    ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the
+    next version before the trainer acknowledges its step, so ``version + 1`` is allowed.
+    """
+    named = [*group.uids, *group.dropped]
+    if len(named) != len(issued) or set(named) != set(issued):
+        wrong = sorted(set(named) ^ set(issued)) or sorted({uid for uid in named if named.count(uid) > 1})
+        raise ValueError(
+            f"bus: group {group.group_uid} must name each of its {len(issued)} samples once, as kept or as dropped; "
+            f"wrong: {', '.join(wrong[:4])}"
+        )
+    if len(group.versions) != len(group.uids):
+        raise ValueError(
+            f"bus: group {group.group_uid} has {len(group.uids)} samples and {len(group.versions)} versions: give one "
+            "version for each sample"
+        )
+    if max(group.versions, default=0) > version + 1:
+        raise ValueError(
+            f"bus: group {group.group_uid} names weights {max(group.versions)}, but version {version} is in force: no "
+            "engine can have them. Does an engine serve another run's weights?"
+        )
+
+
+def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str, int], *, max_row_bytes: int) -> None:
+    """Refuses a group whose payloads and media items (digest → bytes) have more than ``max_row_bytes`` bytes."""
+    media_bytes = sum(media.values())
+    nbytes = payload_bytes(columns) + media_bytes
+    if nbytes > max_row_bytes:
+        of_media = f", {media_bytes} of them in media items" if media else ""
+        raise ValueError(
+            f"bus: group {group_uid} has {nbytes} bytes{of_media}, the largest group has {max_row_bytes}: "
+            "raise it or make the group smaller"
+        )
+
+
+def check_media(group: Group, named: Container[str]) -> None:
+    """Refuses a group that places a media item that is not ``named`` by anybody."""
+    if lost := [digest for digest in group.media if digest not in named]:
+        raise ValueError(
+            f"bus: group {group.group_uid} places media item {lost[0]}, which nobody holds, so that its tensors may be "
+            "gone: hold an item until the groups that place it were put"
+        )
+
+
+def check_digests(digests: Iterable[str]) -> None:
+    """Refuses names that are no digests, because the name of a file is made from each."""
+    if wrong := [digest for digest in digests if not is_digest(digest)]:
+        raise ValueError(f"bus: {wrong[0]!r} is no digest of a media item: give 32 hexadecimal digits")

@@ -11,6 +11,7 @@ import msgspec
 if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig
 
+ACTOR = "actor"  # the task that trains groups and ends them; any other task adds columns
 INLINE_BYTES = 1 << 16
 MAX_ROW_BYTES = 1 << 28
 

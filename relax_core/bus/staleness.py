@@ -18,14 +18,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from relax_core.bus.call_checks import ACTOR
-from relax_core.bus.open_groups import OpenGroup
-from relax_core.bus.settings import BusSettings
+from relax_core.bus.settings import ACTOR, BusSettings
 from relax_core.contracts.bus import LeaseRequest
 from relax_core.contracts.columns import EPISODES, decode_episodes
 
 if TYPE_CHECKING:
-    from relax_core.bus.replay_buffer import BusCore
+    from relax_core.bus.replay_buffer import BusCore, OpenGroup
 
 STALE = "stale"
 OVER_SAMPLED = "over_sampled"

@@ -37,8 +37,7 @@ from relax_core.contracts.media import MediaItem
 from relax_core.engines.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.prompt_routing import OpenPrompt, Router, owed_rids, prompt_cost
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.frames import StreamEnd
-from relax_core.engines.protocol.request_body import OnTokens, response_limit
+from relax_core.engines.protocol.generate_messages import OnTokens, StreamEnd, response_limit
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
 from relax_core.train.hf.stored_weights import passed_bytes
+from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS
 from relax_core.train.parallel_layout import Layout, one_rank
-from relax_core.train.tree_packing import MASKLESS_SAVES_PAIRS
 from relax_core.weights.transport_choice import choose_transport
 
 MIB, GIB = 1 << 20, 1 << 30

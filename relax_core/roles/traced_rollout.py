@@ -14,7 +14,7 @@ from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed, RequestTimes
 from relax_core.engines.engine_watch import ClientFor
-from relax_core.engines.protocol.request_body import OnTokens
+from relax_core.engines.protocol.generate_messages import OnTokens
 from relax_core.observe.event_log import EventWriter
 from relax_core.roles.discovery import Waiting
 from relax_core.roles.engine_directory import EngineDirectory, engine_media

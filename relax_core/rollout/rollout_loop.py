@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.tree import TRUNCATED
-from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.generate_messages import StreamEnd
 from relax_core.observe.sample_log import SampleLog
 from relax_core.rollout.dynamic_sampling import GroupFilter, TruncatedGroups
 from relax_core.rollout.episodes.episode_records import (

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from relax_core.engines.protocol.reply_checks import plain_words, reply_object
+from relax_core.engines.protocol.generate_messages import plain_words, reply_object
 from relax_core.engines.protocol.server_proof import ProvenConnection
 from relax_core.server.orders import TYPE, Limits
 

@@ -12,8 +12,7 @@ from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.model.tree_attention import TreeBatch
-from relax_core.train.rank import MegatronRank, RankSetup
-from relax_core.train.step_sums import micro_batch_sums
+from relax_core.train.rank import MegatronRank, RankSetup, micro_batch_sums
 from relax_core.train.updates import moment_sums
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.generate_messages import StreamEnd
 from tests.contracts.engine.harness import TOKEN, Engine
 
 SHORT = SamplingParams(n=3, max_new_tokens=4)

@@ -29,7 +29,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.episodes.episode_player import EpisodePlayer
-from relax_core.rollout.episodes.tree_builder import build_tree
+from relax_core.rollout.episodes.group_assembly import build_tree
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_text import write_tiny_tokenizer

@@ -204,7 +204,7 @@ def test_families_import_nothing_heavy() -> None:
     script = (
         "import sys; import relax_core.families.folder, relax_core.train.hf.stored_weights;"
         "import relax_core.train.parallel_layout;"
-        "import relax_core.train.hf.weight_rules, relax_core.train.tree_packing;"
+        "import relax_core.train.hf.weight_rules, relax_core.train.micro_batches;"
         "print([m for m in ('torch', 'megatron', 'transformers', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)

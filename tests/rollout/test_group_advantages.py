@@ -27,7 +27,7 @@ from relax_core.contracts.tree import TokenTree, reward_array
 from relax_core.registry import find_algorithm
 from relax_core.roles.process_placement import roles_of
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
-from relax_core.rollout.episodes.tree_builder import build_tree
+from relax_core.rollout.episodes.group_assembly import build_tree
 from relax_core.rollout.group_advantages import (
     advantage_extras,
     advantage_inputs,

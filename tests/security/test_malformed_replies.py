@@ -25,7 +25,7 @@ from relax_core.contracts.judge import JudgeConfig
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient, TokensToScore
-from relax_core.engines.protocol.frames import (
+from relax_core.engines.protocol.generate_messages import (
     FLOAT32,
     INT32,
     Experts,

@@ -23,7 +23,7 @@ from relax_core.config.choices import Recompute
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
-from relax_core.train.tree_packing import pack_tree
+from relax_core.train.micro_batches import pack_tree
 
 SEQUENCE = {"sequence_parallel": True}
 SHARED = {"distributed_optimizer": True}  # whole gradients are then not compared, and the weights stand for them

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny_trainer import make_groups
 
 from relax_core.train.context_parallel import RowSharding, TokenSharding
+from relax_core.train.micro_batches import pack_tree
 from relax_core.train.model.tree_attention import MaskedGrid, TreeBatch
-from relax_core.train.tree_packing import pack_tree
 
 # Numbers of context-parallel ranks and of tensor-parallel ranks with sequence parallelism.
 CUTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4]))

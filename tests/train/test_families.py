@@ -37,8 +37,7 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
 @pytest.mark.parametrize(("variant", "cut_tensors"), [("qwen3", 9), ("qwen2", 12)])
 def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors: int) -> None:
     """Megatron marks parameters only when it initializes them; our marks must be the same."""
-    from relax_core.train.model.gpt import TreeGPTModel, transformer_config
-    from relax_core.train.model.layer_specs import block_spec
+    from relax_core.train.model.gpt import TreeGPTModel, block_spec, transformer_config
 
     make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=variant)
@@ -76,7 +75,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 def test_names_of_a_build_with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerEngine's linear layers hold the norm before them, but routers do not; one module has all experts."""
-    from relax_core.train.model import layer_specs as specs
+    from relax_core.train.model import gpt as specs
 
     norm, mlp = "decoder.layers.3.input_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight"
     expert = "decoder.layers.3.mlp.experts.local_experts.11.linear_fc2.weight"

@@ -61,8 +61,8 @@ def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> Non
 @pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
 def test_logits_match(tmp_path: Path, variant: str) -> None:
     """A prompt with a one-token response is a plain sequence, whose hidden states give the model's logits."""
+    from relax_core.train.micro_batches import pack_tree
     from relax_core.train.model.tree_attention import TreeBatch
-    from relax_core.train.tree_packing import pack_tree
 
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0])

@@ -24,9 +24,16 @@ from relax_core.families.towers import Towers
 from relax_core.families.vision_tower import image_rows
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.hf.hf_weights import HfWeights
-from relax_core.train.micro_batches import NO_TOWER, MicroBatcher, TowerWork, split_over_ranks
+from relax_core.train.micro_batches import (
+    NO_TOWER,
+    MicroBatcher,
+    TowerWork,
+    TreeLayout,
+    pack_tree,
+    split_over_ranks,
+    tree_starts,
+)
 from relax_core.train.model.tree_attention import TreeBatch
-from relax_core.train.tree_packing import TreeLayout, pack_tree, tree_starts
 from tests import media_items
 from tests.trees import answers_tree, path_of, random_tree
 

@@ -22,7 +22,7 @@ from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler import Call, Prompt
 from relax_core.engines.embedded.slots import PromptRoutes
 from relax_core.engines.embedded.token_sampler import SamplingSettings
-from relax_core.engines.protocol.request_body import unknown_token
+from relax_core.engines.protocol.generate_messages import unknown_token
 from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS, StopStrings, StopTable
 from relax_core.families.towers import Towers
 

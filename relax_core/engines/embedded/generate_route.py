@@ -30,7 +30,7 @@ from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.prefill import like_lengths
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Call, Progress, Scheduler
 from relax_core.engines.embedded.token_sampler import NonFiniteLogits
-from relax_core.engines.protocol.frames import (
+from relax_core.engines.protocol.generate_messages import (
     EVENT_STREAM,
     FLOAT32,
     INT32,

@@ -26,7 +26,7 @@ from relax_core.engines.embedded.prefill import SequenceMedia
 from relax_core.engines.embedded.slots import Prefix, PromptRoutes
 from relax_core.engines.embedded.token_sampler import NonFiniteLogits, SamplingSettings, keys_behind, sample_keys
 from relax_core.engines.embedded.tower_features import MediaFeatures
-from relax_core.engines.protocol.frames import VersionSpan
+from relax_core.engines.protocol.generate_messages import VersionSpan
 from relax_core.engines.protocol.stop_strings import StopStrings
 
 EXACT_SIZES = 16  # decode steps with more samples are counted together with those of nearly as many

@@ -30,34 +30,30 @@ from relax_core.contracts.engine import (
 )
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.engines.protocol.frames import (
+from relax_core.engines.protocol.generate_messages import (
     EVENT_STREAM,
     INT32,
+    MOST_LOGPROB,
     MSGPACK,
     Finished,
     FrameReader,
     Grown,
-    StreamEnd,
-    StreamFailure,
-)
-from relax_core.engines.protocol.reply_checks import (
-    MOST_LOGPROB,
     Loads,
     ModelInfo,
+    OnTokens,
+    OtherPrompt,
     ResponseCheck,
+    StreamEnd,
+    StreamFailure,
     Updated,
     check_times,
+    checked_prompt_tokens,
     decoded,
+    generate_body,
+    media_fields,
     plain_words,
     reply_object,
     version_number,
-)
-from relax_core.engines.protocol.request_body import (
-    OnTokens,
-    OtherPrompt,
-    checked_prompt_tokens,
-    generate_body,
-    media_fields,
 )
 from relax_core.engines.protocol.server_proof import ProvenConnection
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told

@@ -13,9 +13,13 @@ import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.protocol import reply_checks
-from relax_core.engines.protocol.frames import VersionSpan, token_versions
-from relax_core.engines.protocol.request_body import checked_prompt_tokens
+from relax_core.engines.protocol.generate_messages import (
+    VersionSpan,
+    checked_prompt_tokens,
+    decoded,
+    token_versions,
+    version_number,
+)
 
 
 def read_routed_experts(text: str, *, prompt_tokens: int, response_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +163,7 @@ class EventReader:
             self.parts += 1
             payload = event.strip().removeprefix(b"data:").strip()
             if payload and payload != b"[DONE]":
-                yield from self._take(reply_checks.decoded(payload, _Event))
+                yield from self._take(decoded(payload, _Event))
 
     def _take(self, event: _Event) -> Iterator[Generated | Told | str]:
         if event.error is not None:
@@ -174,7 +178,7 @@ class EventReader:
         if growing is None or len(event.output_ids) == meta.completion_tokens:
             growing = self._growing[event.index] = (array("i"), array("f"), [])
         ids, logprobs, kept = growing
-        known = meta.weight_version is None or version_number(meta.weight_version) != UNKNOWN_VERSION
+        known = meta.weight_version is None or sglang_version(meta.weight_version) != UNKNOWN_VERSION
         if self._tells_tokens and event.output_ids and known:
             yield Told(*self._samples[event.index], len(ids), event.output_ids)
         ids.fromlist(event.output_ids)
@@ -227,11 +231,11 @@ class EventReader:
 
 def _spans(meta: _Meta, length: int) -> list[VersionSpan]:
     if meta.weight_versions:
-        return [VersionSpan(span.start, span.end, version_number(span.version)) for span in meta.weight_versions]
-    return [VersionSpan(0, length, version_number(meta.weight_version or ""))] if length else []
+        return [VersionSpan(span.start, span.end, sglang_version(span.version)) for span in meta.weight_versions]
+    return [VersionSpan(0, length, sglang_version(meta.weight_version or ""))] if length else []
 
 
-def version_number(version: str) -> int:
+def sglang_version(version: str) -> int:
     """Returns the version as an integer, or UNKNOWN_VERSION for text such as SGLang's "default"."""
-    number = reply_checks.version_number(version)
+    number = version_number(version)
     return UNKNOWN_VERSION if number is None else number

@@ -35,10 +35,16 @@ from relax_core.contracts.media import Media, short_form
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.prompt_routing import cut
 from relax_core.engines.protocol.engine_client import TokenScores, TokensToScore, error_words
-from relax_core.engines.protocol.frames import StreamEnd, VersionSpan
-from relax_core.engines.protocol.reply_checks import ResponseCheck, decoded
-from relax_core.engines.protocol.request_body import OnTokens, response_limit, unknown_token
-from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, version_number
+from relax_core.engines.protocol.generate_messages import (
+    OnTokens,
+    ResponseCheck,
+    StreamEnd,
+    VersionSpan,
+    decoded,
+    response_limit,
+    unknown_token,
+)
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, sglang_version
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.engines.sglang.media.placed_items import placed_name
 from relax_core.engines.sglang.sglang_weight_calls import SenderLock, SglangWeightCalls
@@ -346,7 +352,7 @@ class SglangClient(SglangWeightCalls):
                 if response.status != 200:
                     raise self._refusal("/model_info", response.status, data)
                 with self._replying("/model_info"):
-                    return version_number(decoded(data, _Info).weight_version)
+                    return sglang_version(decoded(data, _Info).weight_version)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnreachable(f"engine {self.url} /model_info: {error_words(error)}") from error
 
@@ -359,7 +365,7 @@ class SglangClient(SglangWeightCalls):
         return status == 200
 
     def _version_of(self, version: str | int) -> int:
-        return version_number(str(version))
+        return sglang_version(str(version))
 
     def loads(self) -> dict[str, Any]:
         """Returns the load under SGLang's names, and under those of the embedded engine."""

@@ -15,8 +15,8 @@ import msgspec
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
 from relax_core.contracts.private_folder import file_locked
 from relax_core.engines.protocol.engine_client import EngineClient, group_body, tensors_body
-from relax_core.engines.protocol.reply_checks import ModelInfo
-from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
+from relax_core.engines.protocol.generate_messages import ModelInfo
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, sglang_version
 from relax_core.engines.sglang.weight_orders import (
     Attest,
     Confirm,
@@ -354,7 +354,7 @@ class SglangWeightCalls(EngineClient):
             ) from error
 
     def _version_in_force(self) -> int:
-        return version_number(str(self._call("GET", "/model_info", needs=ModelInfo)["weight_version"]))
+        return sglang_version(str(self._call("GET", "/model_info", needs=ModelInfo)["weight_version"]))
 
     @property
     def _where(self) -> str:

@@ -31,7 +31,7 @@ from relax_core.engines.asgi_server import (
     start_response,
 )
 from relax_core.engines.held_port import BACKLOG, listening_socket
-from relax_core.engines.protocol.frames import EVENT_STREAM
+from relax_core.engines.protocol.generate_messages import EVENT_STREAM
 from relax_core.rollout.agents.agent_session import AgentSession, OpenTurn, SessionTable
 from relax_core.rollout.agents.answer_reading import GrowingText, Piece, StreamedReply
 from relax_core.rollout.agents.anthropic_messages import MessagesEvents, messages_error, messages_reply, read_messages

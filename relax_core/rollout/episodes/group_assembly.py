@@ -1,20 +1,30 @@
-"""Makes a complete group for the bus from its scored episodes, and accounts for every token that they sampled."""
+"""Builds the token tree of a group from its scored episodes, and the complete group for the bus.
+
+Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded; the
+rows of an image or a video are shared whole, if it is the same item. A response always has new rows: sampled rows are
+shared only by episodes that continue the same draw, and the tree forks after them. A history that differs from the
+previous one continues after their last common row. If they have no common row, the group is a forest. Every sampled
+token is accounted for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts.bus import Group
-from relax_core.contracts.columns import TEACHER, encode_tree
+from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
+from relax_core.contracts.engine import Generated
 from relax_core.contracts.env import CUT_ENDS
-from relax_core.contracts.tree import TRUNCATED, TokenTree, group_uid
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
+from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid
 from relax_core.rollout.dynamic_sampling import GroupFilter, compared_numbers
 from relax_core.rollout.episodes.episode_records import REWARD_FAILED, EpisodeRecord
-from relax_core.rollout.episodes.tree_builder import build_tree
 
 Lost = Callable[[TokenTree, Mapping[str, str]], None]  # gets the tree of dropped samples, and each one's reason
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
@@ -152,3 +162,321 @@ def token_accounts(
     whole = sum(len(turn.response.output_ids) for one in episodes for turn in one.turns)
     assert counts["sampled"] == whole + counts["not_chosen"] + counts["orphan"], "a sampled token is in no account"
     return counts
+
+
+LONGEST_KEY = 64  # characters of a state's key; of longer ones the tree has a digest
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Chain:
+    """Holds adjacent rows of one path, each the only child of the row before: a part of a prompt or of a response.
+
+    ``token_ids`` is int32 ``[rows]``. ``response`` is the response that sampled these rows, and ``offset`` the index of
+    the first of them in it. ``experts`` ``[known rows, layers, experts per token]`` covers the first rows only: an
+    engine does not run the model on the last token of a response, so only a later turn knows that token's experts.
+    ``media`` places items, which are whole, in these rows. ``first`` is the number of the chain's first row once the
+    tree is laid out.
+    """
+
+    token_ids: np.ndarray
+    parent: Chain | None
+    response: Generated | None = None
+    offset: int = 0
+    experts: np.ndarray | None = None
+    media: list[Media] = field(default_factory=list)
+    children: list[Chain] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """Returns the number of the row after the chain's last row."""
+        return self.first + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Holds rows that follow a position and were not sampled there; ``experts`` has one entry for each, if any."""
+
+    ids: np.ndarray
+    experts: np.ndarray | None
+    media: Sequence[Media]
+
+    def after(self, rows: int) -> _Rows:
+        """Returns what is left after the first ``rows`` rows."""
+        experts = None if self.experts is None else self.experts[rows:]
+        return _Rows(self.ids[rows:], experts, _after(self.media, rows))
+
+
+class TreeBuilder:
+    """Grows the token tree of one group; ``root`` is an empty chain before all rows.
+
+    Every method takes and returns positions in the tree; a position is the end of a `Chain`.
+    """
+
+    def __init__(self) -> None:
+        self.root = Chain(token_ids=np.empty(0, dtype=np.int32), parent=None)
+
+    def observe(
+        self,
+        at: Chain,
+        ids: Sequence[int] | np.ndarray,
+        experts: np.ndarray | None = None,
+        media: Sequence[Media] = (),
+    ) -> Chain:
+        """Returns the position after ``ids``, which follow ``at`` and were not sampled there.
+
+        Rows of other paths with the same ids, the same ``experts`` ``[ids, layers, experts per token]`` and the same
+        items are shared.
+        """
+        return self._observe(at, _Rows(np.asarray(ids, dtype=np.int32), experts, media))
+
+    def _observe(self, at: Chain, rest: _Rows) -> Chain:
+        while len(rest.ids):
+            shared, common = None, 0
+            for child in at.children:
+                if child.response is None and (common := _common(child, rest)):
+                    shared = child
+                    break
+            if shared is None:
+                chain = Chain(token_ids=rest.ids, parent=at, experts=rest.experts, media=list(rest.media))
+                at.children.append(chain)
+                return chain
+            at = _ended_at(shared, common)
+            rest = rest.after(common)
+        return at
+
+    def sample(self, at: Chain, response: Generated) -> Chain:
+        """Returns the position after a response that was sampled at ``at``, whose rows are always new."""
+        chain = Chain(token_ids=response.output_ids, parent=at, response=response, experts=response.response_experts)
+        at.children.append(chain)
+        return chain
+
+    def follow(
+        self,
+        own: Chain,
+        ids: Sequence[int] | np.ndarray,
+        experts: np.ndarray | None = None,
+        media: Sequence[Media] = (),
+    ) -> Chain:
+        """Returns the position after ``ids``, which start at the root, for an episode whose path ends at ``own``.
+
+        The rows of that path, sampled ones included, are shared as far as ids, ``experts`` and ``media`` agree. The
+        rest is observed.
+        """
+        path = [own]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        at, rest = self.root, _Rows(np.asarray(ids, dtype=np.int32), experts, media)
+        for chain in reversed(path[:-1]):
+            common = _common(chain, rest)
+            if common:
+                _learn_last(chain, rest.experts, common)
+                at = _ended_at(chain, common)
+                rest = rest.after(common)
+            if at is not chain:
+                break
+        return self._observe(at, rest)
+
+    def add(self, episode: EpisodeRecord) -> list[Chain]:
+        """Adds an episode's rows and returns the position after each of its turns."""
+        ends: list[Chain] = []
+        for turn in episode.turns:
+            _check_kept(turn.response, episode.uid)
+            before = ends[-1] if ends else self.root
+            own = before if turn.after is None else ends[turn.after]
+            at = self.follow(own, turn.prompt_ids, turn.response.prompt_experts, turn.media)
+            ends.append(self.sample(at, turn.response))
+        return ends
+
+    def chains(self) -> list[Chain]:
+        """Returns all chains depth-first and sets their ``first`` rows."""
+        found: list[Chain] = []
+        rows, open_chains = 0, list(reversed(self.root.children))
+        while open_chains:
+            chain = open_chains.pop()
+            chain.first = rows
+            rows += len(chain.token_ids)
+            found.append(chain)
+            open_chains += reversed(chain.children)
+        return found
+
+
+def build_tree(group_uid: str, episodes: Sequence[EpisodeRecord]) -> TokenTree:
+    """Returns the tree of these episodes, in which every sampled row is trained.
+
+    Raises ValueError if a token is not in the kept set that it was sampled from.
+    """
+    builder = TreeBuilder()
+    ends = [builder.add(episode) for episode in episodes]
+    chains = builder.chains()
+    rows = chains[-1].end
+    end = np.empty(rows, dtype=np.int32)
+    logprobs, versions = np.zeros(rows, dtype=np.float32), np.full(rows, NOT_SAMPLED, dtype=np.int32)
+    subtree_ends = {id(chain): chain.end for chain in chains}
+    for chain in reversed(chains):
+        if chain.children:
+            subtree_ends[id(chain)] = subtree_ends[id(chain.children[-1])]
+        end[chain.first : chain.end] = subtree_ends[id(chain)]
+        if chain.response is not None:
+            own = slice(chain.offset, chain.offset + len(chain.token_ids))
+            logprobs[chain.first : chain.end] = chain.response.logprobs[own]
+            versions[chain.first : chain.end] = chain.response.versions[own]
+    experts = _experts(chains)
+    return TokenTree(
+        group_uid=group_uid,
+        token_ids=np.concatenate([chain.token_ids for chain in chains]),
+        end=end,
+        loss_mask=versions >= 0,
+        logprobs=logprobs,
+        versions=versions,
+        episodes=[_episode(*one) for one in zip(episodes, ends, strict=True)],
+        media=[moved_media(one, chain.first) for chain in chains for one in chain.media],
+        kept=_kept(chains),
+        extras={} if experts is None else {ROUTED_EXPERTS: experts},
+    )
+
+
+def version_spans(versions: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (version, tokens) of each span of adjacent tokens with one weight version."""
+    if not len(versions):
+        return []
+    first = int(versions[0])
+    if (versions == first).all():  # this is the usual case, and the general code is ten times as slow
+        return [(first, len(versions))]
+    starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
+    sizes = np.diff(starts, append=len(versions))
+    return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
+
+
+def _episode(played: EpisodeRecord, ends: Sequence[Chain]) -> Episode:
+    inner: set[int] = set()  # chains that a later turn of the episode continues
+    for chain in ends:
+        above = chain.parent
+        while above is not None:
+            inner.add(id(above))
+            above = above.parent
+    turns = [
+        Turn(
+            chain.end - len(turn.response.output_ids),
+            chain.end,
+            turn.response.engine,
+            version_spans(turn.response.versions),
+            turn.response.finish_reason,
+            turn.reward,
+            turn.began_s,
+            turn.ended_s,
+            None if turn.state_key is None else _short_key(turn.state_key),
+            list(turn.tools),
+            turn.env_ms,
+        )
+        for turn, chain in zip(played.turns, ends, strict=True)
+    ]
+    leaves = [chain.end - 1 for chain in ends if id(chain) not in inner]
+    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended or "", played.output.why)
+
+
+def _short_key(key: str) -> str:
+    """Returns a state's key, or its digest if it is long: every reader of the bus and the ledger gets the keys."""
+    return key if len(key) <= LONGEST_KEY else blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def moved_media(one: Media, rows: int) -> Media:
+    """Returns the place of an item, ``rows`` rows later."""
+    return msgspec.structs.replace(one, start=one.start + rows, end=one.end + rows)
+
+
+def _after(media: Sequence[Media], rows: int) -> list[Media]:
+    """Returns the items that begin at or after row number ``rows``, counted from that row."""
+    return [moved_media(one, -rows) for one in media if one.start >= rows]
+
+
+def _common(chain: Chain, rest: _Rows) -> int:
+    """Returns how many of the chain's first rows equal ``rest``, with equal experts where both are known.
+
+    The rows end before the first item that only one of them has, and never inside an item.
+    """
+    length = min(len(chain.token_ids), len(rest.ids))
+    same = chain.token_ids[:length] == rest.ids[:length]
+    if rest.experts is not None and chain.experts is not None:
+        known = min(length, len(chain.experts))
+        same[:known] &= (chain.experts[:known] == rest.experts[:known]).all((1, 2))
+    common = length if same.all() else int(same.argmin())
+    if chain.media or rest.media:
+        mine, theirs = ({(one.start, one.item.digest): one.end for one in media} for media in (chain.media, rest.media))
+        for (start, digest), end in (*mine.items(), *theirs.items()):
+            if start < common and (end > common or (start, digest) not in mine.keys() & theirs.keys()):
+                common = start
+    return common
+
+
+def _learn_last(chain: Chain, experts: np.ndarray | None, common: int) -> None:
+    """Adds the experts of a response's last token, which a later turn knows."""
+    if experts is not None and chain.experts is not None and len(chain.experts) < common:
+        chain.experts = np.concatenate([chain.experts, experts[len(chain.experts) : common]])
+
+
+def _ended_at(chain: Chain, rows: int) -> Chain:
+    """Returns a chain that ends after the first ``rows`` rows of ``chain``, which is split there if it is longer.
+
+    The later part stays the same object, so that positions that callers hold stay valid. It becomes the first child, so
+    that a response's rows stay adjacent.
+    """
+    if rows == len(chain.token_ids):
+        return chain
+    assert chain.parent is not None and rows
+    head = Chain(
+        token_ids=chain.token_ids[:rows],
+        parent=chain.parent,
+        response=chain.response,
+        offset=chain.offset,
+        experts=None if chain.experts is None else chain.experts[:rows],
+        media=[one for one in chain.media if one.start < rows],
+        children=[chain],
+    )
+    siblings = chain.parent.children
+    siblings[siblings.index(chain)] = head
+    chain.parent = head
+    chain.token_ids = chain.token_ids[rows:]
+    chain.media = _after(chain.media, rows)
+    chain.experts = None if chain.experts is None else chain.experts[rows:]
+    chain.offset += rows
+    return head
+
+
+def _experts(chains: Sequence[Chain]) -> np.ndarray | None:
+    """Returns the experts of each row, ``[rows, layers, experts per token]``, or None if they were not recorded.
+
+    Rows on which no engine ran the model have zeros.
+    """
+    if chains[0].experts is None:
+        return None
+    parts = []
+    for chain in chains:
+        known = chain.experts
+        assert known is not None, "either all prompts of a run ask for routed experts or none does"
+        parts += [known, np.zeros((len(chain.token_ids) - len(known), *known.shape[1:]), np.uint8)]
+    return np.concatenate(parts)
+
+
+def _check_kept(response: Generated, uid: str) -> None:
+    """Raises ValueError if a sampled token of episode ``uid`` is not in its kept set."""
+    if response.kept is not None and (fault := response.kept.fault(response.output_ids)) is not None:
+        raise ValueError(f"{response.engine or 'the engine'}, sample {uid}: {fault}")
+
+
+def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
+    """Returns one kept set per row, or None without kept sets; rows that were not sampled keep the whole vocabulary."""
+    responses = [chain.response for chain in chains if chain.response is not None]
+    sizes = {response.kept.vocab_size for response in responses if response.kept is not None}
+    if not sizes:
+        return None
+    (vocab_size,) = sizes
+    parts = []
+    for chain in chains:
+        if chain.response is None:
+            parts.append(KeptTokens.whole(len(chain.token_ids), vocab_size=vocab_size))
+            continue
+        kept = chain.response.kept
+        assert kept is not None, "either all prompts of a run ask for kept sets or none does"
+        parts.append(kept.take(np.arange(chain.offset, chain.offset + len(chain.token_ids))))
+    return KeptTokens.joined(parts)

@@ -14,7 +14,7 @@ import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.engines.protocol.request_body import OnTokens
+from relax_core.engines.protocol.generate_messages import OnTokens
 
 TellIds = Callable[[int, Sequence[int]], None]  # gets new tokens of a response, and the index of the first of them
 # A request, its place among equally loaded engines, its response, and what gets its tokens while they are sampled.

@@ -15,7 +15,7 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest, S
 from relax_core.contracts.judge import JudgeConfig
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.engines.protocol.reply_checks import Natural, decoded, plain_words
+from relax_core.engines.protocol.generate_messages import Natural, decoded, plain_words
 from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup
 from relax_core.rollout.prompt_tokens import off_loop

@@ -15,8 +15,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.train.checkpoints.checkpoint_shards import Block
 from relax_core.train.hf.stored_weights import WholeTensor
 from relax_core.train.hf.weight_rules import NET_PARTS, Part, Shard, WeightRule, net_widths
-from relax_core.train.model.gpt import VALUE_HEAD
-from relax_core.train.model.layer_specs import parameter_name
+from relax_core.train.model.gpt import VALUE_HEAD, parameter_name
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")

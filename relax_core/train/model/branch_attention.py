@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_core.train.context_parallel import WHOLE, RowSharding, gathered_rows, summed_rows
-from relax_core.train.tree_packing import MASKLESS_SAVES_PAIRS, tree_starts
+from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS, tree_starts
 
 _LONE_PAIRS = 2**17  # A run, or a run and its subtree, with this many pairs gets a call of its own without pads.
 _JOINED_ROWS = 2**11  # Partial softmaxes are joined for so many rows at a time, which bounds the memory.

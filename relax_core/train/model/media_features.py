@@ -39,7 +39,7 @@ from relax_core.families.tower_passes import (
 )
 from relax_core.families.towers import Towers, item_work
 from relax_core.train.context_parallel import RowSharding, gathered_rows, summed_rows
-from relax_core.train.tree_packing import TreeLayout
+from relax_core.train.micro_batches import TreeLayout
 
 if TYPE_CHECKING:
     from relax_core.train.model.tree_attention import TreeBatch

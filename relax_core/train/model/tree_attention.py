@@ -30,11 +30,11 @@ from torch import Tensor
 from relax_core.contracts.family import DeltaNet
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.context_parallel import WHOLE, RowSharding, TokenSharding
+from relax_core.train.micro_batches import TreeLayout, tree_starts
 from relax_core.train.model.branch_attention import BranchPlan
 from relax_core.train.model.delta_net import SegmentLevels
 from relax_core.train.model.media_features import MediaInputs
 from relax_core.train.model.moe import OWN_CHOICE, RouterRows
-from relax_core.train.tree_packing import TreeLayout, tree_starts
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -20,7 +20,7 @@ import torch
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams, WeightManifest
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.generate_messages import StreamEnd
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.weights.version_file import write_weights

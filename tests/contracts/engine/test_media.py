@@ -16,8 +16,7 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest, S
 from relax_core.contracts.media import Media
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol import engine_client
-from relax_core.engines.protocol.frames import StreamEnd
-from relax_core.engines.protocol.request_body import generate_body
+from relax_core.engines.protocol.generate_messages import StreamEnd, generate_body
 from relax_core.registry import find_engine
 from tests.contracts.engine.harness import Engine, embedded_only
 from tests.contracts.engine.seeing_engine import (

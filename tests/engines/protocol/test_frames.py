@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.engine import Generated, PromptRequest
-from relax_core.engines.protocol.frames import (
+from relax_core.engines.protocol.generate_messages import (
     Experts,
     Finished,
     FrameReader,

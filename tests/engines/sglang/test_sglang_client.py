@@ -13,7 +13,7 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.protocol.frames import VersionSpan
+from relax_core.engines.protocol.generate_messages import VersionSpan
 from relax_core.engines.sglang.sglang_client import SglangClient, finish_reason, prefilled_by_older
 from tests.responses import check_arrays, response
 

@@ -19,9 +19,8 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, SessionTable, tool_form
 from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.group_assembly import token_accounts
+from relax_core.rollout.episodes.group_assembly import build_tree, token_accounts
 from relax_core.rollout.episodes.shared_requests import SharedRequests
-from relax_core.rollout.episodes.tree_builder import build_tree
 from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.responses import response
 

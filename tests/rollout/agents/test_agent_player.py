@@ -14,9 +14,8 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agents.endpoint_app import SHAPES
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.group_assembly import token_accounts
+from relax_core.rollout.episodes.group_assembly import build_tree, token_accounts
 from relax_core.rollout.episodes.group_player import EarlyEnds
-from relax_core.rollout.episodes.tree_builder import build_tree
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.playing import CONTEXT, AnsweringPool, Played, agent_settings, played, python_agent
 

@@ -23,7 +23,7 @@ from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTur
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
 from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.train.micro_batches import decode_train_tree
-from relax_core.train.step_sums import micro_batch_totals
+from relax_core.train.rank import micro_batch_totals
 from tests.bus.make_rows import make_core
 from tests.responses import response as make_response
 from tests.responses import scored

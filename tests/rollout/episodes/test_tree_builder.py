@@ -16,7 +16,7 @@ from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
-from relax_core.rollout.episodes.tree_builder import TreeBuilder, build_tree
+from relax_core.rollout.episodes.group_assembly import TreeBuilder, build_tree
 from tests.media_items import image_item
 from tests.responses import response
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from relax_core.train.model.layer_specs import rms_norm
+from relax_core.train.model.gpt import rms_norm
 
 EPS = 1e-6
 

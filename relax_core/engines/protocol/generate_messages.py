@@ -1,0 +1,494 @@
+"""The messages between engine and client: the body of /generate, the frames of its stream, and checks of the replies.
+
+The embedded engine's compact stream is a sequence of 4 bytes of big-endian length and a msgpack frame: one for each
+finished response, and for new tokens of others if the call asks for them, several frames in one write. An end frame
+closes the stream.
+
+A malformed reply is a failure of the engine and never an error of the caller: the checks raise ValueError, and the
+clients turn it into `relax_core.contracts.engine.MalformedReply`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.engine import FinishReason, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
+
+_INT32 = np.dtype("<i4")
+_INT32_MAX = np.iinfo(_INT32).max
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Says that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
+
+    start: int
+    end: int
+    version: int
+
+
+def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
+    """Returns the weight version of each token, read-only int32 ``[tokens]``.
+
+    A span may be empty: SGLang sends one if a version computed the prompt and no token. Raises ValueError if the spans
+    leave a token out or name one twice.
+    """
+    end, parts = 0, []
+    for span in spans:
+        if not span.start == end <= span.end <= tokens:
+            break
+        end = span.end
+        if not -1 <= span.version <= _INT32_MAX:
+            raise ValueError(f"weight version {span.version}")
+        parts.append(span.version.to_bytes(4, "little", signed=True) * (end - span.start))
+    if end != tokens or len(parts) != len(spans):
+        found = [(span.start, span.end) for span in spans]
+        raise ValueError(f"weight_versions name the tokens {found}, but the response has {tokens} tokens")
+    return np.frombuffer(b"".join(parts), dtype=_INT32)
+
+
+MSGPACK = "application/msgpack"
+EVENT_STREAM = "text/event-stream"
+_LENGTH_BYTES = 4
+_MAX_FRAME_BYTES = 256 << 20
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+class Experts(msgspec.Struct, frozen=True, array_like=True):
+    """Holds the experts that tokens were routed to.
+
+    ``shape`` is [tokens, MoE layers, experts a token]; ``data`` is little-endian and C-ordered.
+    """
+
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[int, int, int]
+    data: bytes
+
+    @staticmethod
+    def of(experts: np.ndarray) -> Experts:
+        """Packs a uint8 or uint16 array ``[tokens, layers, per token]``."""
+        dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
+        tokens, layers, per_token = experts.shape
+        return Experts(dtype, (tokens, layers, per_token), experts.astype(dtype, copy=False).tobytes())
+
+    def array(self) -> np.ndarray:
+        """Returns the numbers as a read-only view. Raises ValueError if ``data`` does not fit ``shape``."""
+        if min(self.shape) < 0:  # numpy would choose that axis
+            raise ValueError(f"experts of shape {self.shape}")
+        return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    """Holds a finished response, as `Generated` describes it.
+
+    ``output_ids`` holds the bytes of little-endian int32, ``logprobs`` those of little-endian float32. The engine sends
+    a prompt's experts with one of its responses only. ``prompt_tokens`` is the number of input tokens that the engine
+    saw.
+    """
+
+    rid: str
+    prompt: int
+    sample: int
+    output_ids: bytes
+    logprobs: bytes
+    weight_versions: list[VersionSpan]
+    finish_reason: FinishReason
+    prompt_experts: Experts | None = None
+    response_experts: Experts | None = None
+    kept: KeptTokens | None = None
+    prompt_tokens: int = 0
+    prefill_ms: float = 0.0
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+
+    def response(self, *, prompt_tokens: int = 0, prompt_experts: np.ndarray | None = None) -> Generated:
+        """Returns the response as arrays, with the given number of prompt tokens and experts of its prompt.
+
+        Raises ValueError if its version spans do not cover its tokens.
+        """
+        ids = np.frombuffer(self.output_ids, dtype=INT32)
+        return Generated(
+            rid=self.rid,
+            prompt=self.prompt,
+            sample=self.sample,
+            output_ids=ids,
+            logprobs=np.frombuffer(self.logprobs, dtype=FLOAT32),
+            versions=token_versions(self.weight_versions, tokens=len(ids)),
+            finish_reason=self.finish_reason,
+            prompt_experts=prompt_experts,
+            response_experts=None if self.response_experts is None else self.response_experts.array(),
+            kept=self.kept,
+            prompt_tokens=prompt_tokens,
+            prefill_ms=self.prefill_ms,
+            cached_tokens=self.cached_tokens,
+            queue_ms=self.queue_ms,
+        )
+
+
+class Grown(msgspec.Struct, frozen=True, array_like=True, tag="grown"):
+    """Tells new tokens of a response that is not finished; ``output_ids`` holds the bytes of little-endian int32.
+
+    ``start`` is the index of the first of them among the tokens of this call.
+    """
+
+    prompt: int
+    sample: int
+    start: int
+    output_ids: bytes
+
+
+class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """Ends a stream with the engine's own times of the call, in milliseconds.
+
+    ``held_ms`` is the wait before the first prefill, for slots and for the weight version. ``prefill_ms`` is the time
+    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token. After the call's last
+    prefill ``tower_passes`` items have passed the engine's vision tower, and ``media_feature_bytes`` are kept of them.
+    """
+
+    held_ms: float
+    prefill_ms: float
+    decode_ms: float
+    tower_passes: int = 0
+    media_feature_bytes: int = 0
+
+
+class StreamFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """Ends a stream with a failure; ``message`` is the engine's text."""
+
+    message: str
+
+
+Frame = Finished | Grown | StreamEnd | StreamFailure
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_frames(frames: Iterable[Frame]) -> bytes:
+    """Returns the bytes of the frames, one after the other."""
+    parts: list[bytes] = []
+    for frame in frames:
+        payload = _encoder.encode(frame)
+        parts += (len(payload).to_bytes(_LENGTH_BYTES, "big"), payload)
+    return b"".join(parts)
+
+
+class FrameReader:
+    """Splits a byte stream into frames.
+
+    ``parts`` counts the whole frames, and ``pending`` says that a frame has begun and not ended.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self.parts = 0
+
+    @property
+    def pending(self) -> bool:
+        """Is True if the last bytes belong to a part that has not ended."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yields the frames that ``data`` completes. Raises ValueError for bytes that are no frame."""
+        self._buffer += data
+        if self._first_end(0) > len(self._buffer):  # no copy for each piece of a large frame
+            return
+        start = 0
+        view = memoryview(bytes(self._buffer))
+        while (end := self._first_end(start)) <= len(view):
+            frame = _frame(view[start + _LENGTH_BYTES : end])
+            self.parts += 1
+            start = end
+            yield frame
+        del self._buffer[:start]
+
+    def _first_end(self, start: int) -> int:
+        """Returns where the frame at ``start`` ends, which is beyond the buffer if its length is not known yet."""
+        head = bytes(self._buffer[start : start + _LENGTH_BYTES])
+        if len(head) < _LENGTH_BYTES:
+            return start + _LENGTH_BYTES
+        length = int.from_bytes(head, "big")
+        if not 0 < length <= _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes: this is no stream of the embedded engine")
+        return start + _LENGTH_BYTES + length
+
+
+def _frame(data: memoryview) -> Frame:
+    try:
+        return _decoder.decode(data)
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply") from None
+
+
+# Gets new tokens of a response as soon as they are sampled: index of the prompt, sample, index of the first of them in
+# the response, their ids. A response that an engine begins anew is told anew, from its first token on.
+OnTokens = Callable[[int, int, int, Sequence[int]], None]
+
+
+def response_limit(prompt: PromptRequest, params: SamplingParams) -> int:
+    """Returns the limit of sampled tokens of each response, those that were generated before included."""
+    return params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
+
+
+def generate_body(
+    prompts: Sequence[PromptRequest], params: SamplingParams, *, tells_tokens: bool = False
+) -> dict[str, Any]:
+    """Returns the JSON body of one /generate for all prompts.
+
+    ``tells_tokens``: new tokens come while they are sampled.
+    """
+    sampling: dict[str, Any] = {
+        "n": params.n,
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    if params.stop:
+        sampling["stop"] = params.stop
+    if tells_tokens:
+        sampling["stream_interval"] = 1
+    body = {
+        "rid": [prompt.rid for prompt in prompts],
+        "input_ids": [prompt.input_ids for prompt in prompts],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+        "min_version": [prompt.min_version for prompt in prompts],
+        "sampling_seed": [prompt.sampling_seed for prompt in prompts],
+        "banned_token_ids": params.banned_token_ids,
+        "return_routed_experts": params.return_routed_experts,
+        "return_sampling_mask": params.return_kept_tokens,
+    }
+    if any(prompt.samples is not None for prompt in prompts):
+        body["samples"] = [prompt.samples for prompt in prompts]
+    if any(prompt.generated for prompt in prompts):
+        body["generated"] = [prompt.generated for prompt in prompts]
+    if any(prompt.generated or prompt.max_new_tokens is not None for prompt in prompts):
+        body["sampling_params"] = [
+            sampling | {"max_new_tokens": response_limit(prompt, params) - prompt.generated} for prompt in prompts
+        ]
+    return body | media_fields([prompt.media for prompt in prompts])
+
+
+def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
+    """Returns the field ``media`` of a /generate body: the (digest, first row) of the items of each prompt.
+
+    Without any item the body has no such field, so that engines that know none take the request.
+    """
+    if not any(prompts):
+        return {}
+    return {"media": [[(one.item.digest, one.start) for one in media] for media in prompts]}
+
+
+class OtherPrompt(ValueError):
+    """Says that the engine expands the prompt's images or videos to another number of tokens, each time anew."""
+
+
+def checked_prompt_tokens(seen: int, prompt: PromptRequest) -> int:
+    """Returns how many tokens of the prompt the engine saw, without the ``generated`` ones at its end; 0 if unknown.
+
+    ``seen`` is the number of input tokens that the engine reports, 0 if it reports none. Raises ValueError if it
+    differs from the number that was sent, because the trainer would then compute another prompt; it is `OtherPrompt` if
+    the prompt has media.
+    """
+    if seen and seen != len(prompt.input_ids):
+        kind = OtherPrompt if prompt.media else ValueError
+        raise kind(
+            f"prompt {prompt.rid}: the engine saw {seen} prompt tokens and the request has {len(prompt.input_ids)}; "
+            "engine and trainer expand the prompt's images or videos differently"
+        )
+    return seen - prompt.generated if seen else 0
+
+
+def unknown_token(index: int, token_ids: Sequence[int], *, rid: str | None, vocab_size: int) -> str | None:
+    """Returns an error text for the first unknown token of the request's prompt ``index``, or None if all are known.
+
+    ``rid`` is the prompt's rid, if it has one.
+    """
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return None
+    position = next(position for position, token in enumerate(token_ids) if not 0 <= token < vocab_size)
+    name = f"input_ids[{index}]" if rid is None else f"input_ids[{index}] of rid {rid}"
+    return (
+        f"{name}: token id {token_ids[position]} at position {position} is not in the vocabulary; ids go from 0 to "
+        f"{vocab_size - 1}"
+    )
+
+
+T = TypeVar("T")
+WORDS = 500  # most characters of a server's text in an error
+MOST_NUMBER = np.iinfo(np.int32).max  # of a token id, and of a weight version
+NEWS = 16  # most events or frames for each token that a call may return
+# Log-probs are at most 0; sums in bfloat16 may be a little more.
+MOST_LOGPROB = 1e-2
+_SIGNS = 12  # most digits of a number that is read as a weight version
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+
+
+class ModelInfo(msgspec.Struct):
+    """Is what a client reads of /model_info."""
+
+    weight_version: str | int
+
+
+class Updated(msgspec.Struct):
+    """Is what a client reads of the reply to a new weight version."""
+
+    stall_ms: Seconds
+
+
+class Load(msgspec.Struct):
+    """Is what a client reads of one entry of /v1/loads."""
+
+    num_running_reqs: Natural
+    num_waiting_reqs: Natural
+    running: Natural = 0
+    queued: Natural = 0
+    held: Natural = 0
+    kv_cache_bytes: Natural = 0
+    generated_tokens: Natural | None = None
+    gen_throughput: Seconds | None = None
+    token_usage: Seconds | None = None
+    decode_times: list[tuple[Natural, Natural, Seconds, Seconds]] = []
+
+
+class Loads(msgspec.Struct):
+    """Is what a client reads of /v1/loads."""
+
+    loads: Annotated[list[Load], msgspec.Meta(min_length=1)]
+
+
+def decoded(data: bytes, kind: type[T]) -> T:
+    """Returns a JSON text as ``kind``. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, Any]:
+    """Returns the JSON object of a reply, which has the fields of ``needs``. Raises ValueError.
+
+    It is empty for no bytes, and for null, with which SGLang answers calls that return nothing.
+    """
+    reply = (decoded(data, dict[str, Any] | None) if data else None) or {}  # type: ignore[arg-type]
+    if needs is not None:
+        msgspec.convert(reply, needs)
+    return reply
+
+
+def version_number(version: str | int) -> int | None:
+    """Returns a weight version as an integer from -1, which stands for none; None for another text."""
+    text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MOST_NUMBER else ""
+    if len(text) > _SIGNS or not text.isascii() or not text.removeprefix("-").isdecimal():
+        return None
+    number = int(text)
+    return number if -1 <= number <= MOST_NUMBER else None
+
+
+def plain_words(text: str) -> str:
+    """Returns the beginning of a server's text in one line, with signs that can be printed only."""
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text[:WORDS]).split())
+
+
+class ResponseCheck:
+    """Checks the responses of one /generate, and the tokens that are told before a response is finished.
+
+    ``vocab_size`` is the model's, None if it is not known. ``lowest_version`` is -1 for an engine that may have sampled
+    without a weight version. The methods raise ValueError.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        vocab_size: int | None,
+        lowest_version: int = 0,
+    ) -> None:
+        self._prompts = prompts
+        self._limits = [response_limit(prompt, params) - prompt.generated for prompt in prompts]
+        self._vocab_size = vocab_size
+        self._end_of_ids = MOST_NUMBER if vocab_size is None else vocab_size
+        self._lowest_version = lowest_version
+        self.owed = {
+            (index, sample)
+            for index, prompt in enumerate(prompts)
+            for sample in (range(params.n) if prompt.samples is None else prompt.samples)
+        }
+        self.expected = len(self.owed)
+        limit = max(self._limits, default=0)
+        self._news_left = NEWS * self.expected * (limit + 1)
+
+    def news(self, parts: int) -> None:
+        """Counts events or frames, because a server may send them without an end."""
+        self._news_left -= parts
+        if self._news_left < 0:
+            raise ValueError("more parts than its tokens can have")
+
+    def place(self, prompt: int, sample: int) -> None:
+        """Checks that the response is one that was asked for and has not come yet."""
+        if (prompt, sample) not in self.owed:
+            raise ValueError(f"sample {sample} of prompt {prompt} was not asked for, or comes twice")
+
+    def told(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
+        """Checks new tokens of a response that is not finished; ``start`` is the index of the first of them."""
+        self.place(prompt, sample)
+        if not 0 <= start <= start + len(ids) <= self._limits[prompt]:
+            raise ValueError(f"tokens {start} to {start + len(ids)} of at most {self._limits[prompt]}")
+        self._check_ids(np.asarray(ids, dtype=np.int64))
+
+    def finished(self, one: Generated) -> None:
+        """Checks a finished response."""
+        self.place(one.prompt, one.sample)
+        prompt, tokens = self._prompts[one.prompt], len(one.output_ids)
+        if one.rid != prompt.rid:
+            raise ValueError(f"prompt {one.prompt} has another rid")
+        if tokens > self._limits[one.prompt]:
+            raise ValueError(f"{tokens} tokens, and at most {self._limits[one.prompt]} were asked for")
+        self._check_ids(one.output_ids)
+        if len(one.logprobs) != tokens:
+            raise ValueError(f"{len(one.logprobs)} log-probs came for {tokens} tokens")
+        if tokens and not (np.isfinite(one.logprobs).all() and float(one.logprobs.max()) <= MOST_LOGPROB):
+            raise ValueError("a log-prob is not finite, or is above 0")
+        if tokens and int(one.versions.min()) < self._lowest_version:
+            raise ValueError(f"weight version {int(one.versions.min())}")
+        if one.kept is not None and self._vocab_size not in (None, one.kept.vocab_size):
+            raise ValueError(f"kept sets of a vocabulary of {one.kept.vocab_size}")
+        if one.kept is not None and (fault := one.kept.fault(one.output_ids)) is not None:
+            raise ValueError(fault)
+        self._check_experts(one, prompt_tokens=len(prompt.input_ids))
+        check_times(one.prefill_ms, one.queue_ms)
+        if not 0 <= one.cached_tokens <= MOST_NUMBER:
+            raise ValueError(f"{one.cached_tokens} cached tokens")
+        self.owed.discard((one.prompt, one.sample))
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._end_of_ids:
+            raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, which the vocabulary does not have")
+
+    def _check_experts(self, one: Generated, *, prompt_tokens: int) -> None:
+        response, prompt = one.response_experts, one.prompt_experts
+        if response is None and prompt is None:
+            return
+        if response is None or prompt is None:
+            raise ValueError("experts of the prompt or of the response are missing")
+        rows = len(prompt), len(response)
+        if rows != (prompt_tokens, max(0, len(one.output_ids) - 1)) or prompt.shape[1:] != response.shape[1:]:
+            raise ValueError(f"experts {prompt.shape} and {response.shape}, which are not those of its tokens")
+
+
+def check_times(*values: float) -> None:
+    """Raises ValueError for a duration that is negative or not finite."""
+    if not all(math.isfinite(value) and value >= 0.0 for value in values):
+        raise ValueError("a duration is negative, or is no number")
