@@ -44,10 +44,8 @@ from relax_core.rollout.episodes.episode_records import score_episodes
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
 from relax_core.rollout.episodes.group_player import OneTurnPlayer
 from relax_core.rollout.group_advantages import advantage_extras
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, sampling_seed
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.micro_batches import MicroBatcher, decode_train_tree

@@ -172,7 +172,7 @@ REASONS = {
         "relax_core/rollout/item_cache.py",
         "ItemCache.items",
     ): "each encoding ends within MediaLimits.worker_timeout_s, and the bus's call within its own",
-    ("relax_core/rollout/prompt_admissions.py", "PromptAdmissions._make"): "the same",
+    ("relax_core/rollout/rollout_loop.py", "PromptAdmissions._make"): "the same",
     ("relax_core/rollout/evaluator.py", "prepare_with_media"): "the same",
     (
         "relax_core/rollout/evaluator.py",

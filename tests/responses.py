@@ -13,7 +13,7 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, one_turn_episodes
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
+from relax_core.rollout.prompt_tokens import AdmittedPrompt
 
 
 def response(

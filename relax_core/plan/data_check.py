@@ -30,9 +30,9 @@ from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
 from relax_core.registry import find_algorithm, find_env, find_reward, is_file_plugin
 from relax_core.rollout.evaluator import PreparedSet, eval_where, prepare
-from relax_core.rollout.prompt_admissions import TeacherOf, teacher_chooser
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.label_check import LabelCheck
+from relax_core.rollout.rollout_loop import TeacherOf, teacher_chooser
 
 if TYPE_CHECKING:
     from relax_core.data.media.media_headers import PlannedItem

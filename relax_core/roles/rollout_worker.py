@@ -54,10 +54,9 @@ from relax_core.rollout.item_cache import HeldItems, ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import open_encoders
 from relax_core.rollout.partial_rollout import MAX_ABORTS, WeightUpdateHandler
-from relax_core.rollout.prompt_admissions import BadRows, RolloutLoopSettings, teacher_chooser
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Record, RolloutLoop
+from relax_core.rollout.rollout_loop import BadRows, Record, RolloutLoop, RolloutLoopSettings, teacher_chooser
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.weights.engine_members import MemberList
 

@@ -30,10 +30,8 @@ from relax_core.rollout.eval_metrics import (
     pass_at_k,
     vote_of,
 )
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
+from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, sampling_seed, shown_prompt
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.sampling_params import evaluation_sampling
 
 RecordTexts = Callable[[int, list[dict[str, str | bool]]], None]

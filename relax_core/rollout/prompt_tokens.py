@@ -1,8 +1,12 @@
-"""Turns a data row into its prompt: conversation, encoded media, chat template, limit of length."""
+"""Turns a data row into its prompt: conversation, encoded media, chat template, limit of length, and seeds of samples.
+
+Seeds belong to samples and not to processes, so that a group sampled again after a crash gets the same tokens.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +19,7 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
 from relax_core.contracts.media import Media, MediaError, MediaItem, MediaKind, MediaSource
 from relax_core.contracts.tool_calls import ToolSchema
+from relax_core.contracts.tree import group_uid
 from relax_core.data.row_media import TEXT_ONLY, unread_media
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
@@ -449,3 +454,39 @@ def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Ov
     tail = kept - head
     start = text[: spans[head - 1][1]] if head else ""
     return start + (text[spans[-tail][0] :] if tail else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmittedPrompt:
+    """Is an admitted prompt that is ready for the engine.
+
+    ``number`` is the number of its data row, and ``where`` the row's file and line. ``modality`` is the prompt's. For
+    an env of several turns the request has no tokens, because the env opens its own episodes; the names of theirs begin
+    with its ``rid``. ``evaluation`` is empty for training; it names the evaluation set whose row ``index`` this is, so
+    that its seeds and uids are its own.
+    """
+
+    index: int
+    row: DataRow
+    where: str
+    request: PromptRequest
+    attempt: int = 0
+    number: int = 0
+    modality: str = ""
+    teacher: str | None = None
+    evaluation: str = ""
+
+    @property
+    def uid(self) -> str:
+        """Returns the uid of the group, which holds its media."""
+        return f"{self.evaluation}/{self.index}" if self.evaluation else group_uid(self.index)
+
+    def seed(self, of_run: int, purpose: str) -> int:
+        """Returns the seed of the group for a purpose, such as "env"."""
+        return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))
+
+
+def sampling_seed(run_seed: int, *, index: int, purpose: str = "train") -> int:
+    """Returns a 63-bit seed for the prompt at ``index`` in the order of issue; the engine adds sample and position."""
+    digest = hashlib.blake2b(f"{purpose}:{run_seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

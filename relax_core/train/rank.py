@@ -35,7 +35,7 @@ from relax_core.train.context_parallel import RowSharding
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu import has_cuda, training_device, wait_for_passes
-from relax_core.train.micro_batches import ROW, MicroBatcher, TowerWork, pack_tree, with_row_numbers
+from relax_core.train.micro_batches import ROW, MicroBatcher, RankClock, TowerWork, pack_tree, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
 from relax_core.train.model.moe import balance_metrics, clear_counts, router_rows, routers
@@ -43,7 +43,6 @@ from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import build_optimizer, freeze_parts, wrap_for_training
 from relax_core.train.parallel_layout import world_size
 from relax_core.train.pipeline_schedule import Schedule
-from relax_core.train.updates import RankClock
 from relax_core.weights.folder_stream import open_safetensors
 
 

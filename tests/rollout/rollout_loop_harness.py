@@ -27,10 +27,9 @@ from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
 from relax_core.rollout.episodes.group_player import EarlyEnds, GroupPlayer, OneTurnPlayer
 from relax_core.rollout.partial_rollout import WeightUpdateHandler
-from relax_core.rollout.prompt_admissions import BadRows, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import RolloutLoop
+from relax_core.rollout.rollout_loop import BadRows, RolloutLoop, RolloutLoopSettings
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
 

@@ -14,8 +14,8 @@ from relax_core.config.choices import Overlong
 from relax_core.contracts.bus import Group
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.prompt_admissions import BadRows
 from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rollout_loop import BadRows
 from tests.contracts.engine.harness import Engine
 from tests.rollout.rollout_loop_harness import (
     CONTEXT,

@@ -20,8 +20,8 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.episodes.episode_records import one_turn_episodes, without_bytes
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.prompt_admissions import BadRows
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, shown_prompt
+from relax_core.rollout.rollout_loop import BadRows
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.media_items import IMAGE, image_item
 from tests.responses import response

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from relax_core.rollout.sample_seeds import sampling_seed
+from relax_core.rollout.prompt_tokens import sampling_seed
 
 
 def test_a_seed_belongs_to_run_index_and_purpose() -> None:

@@ -9,7 +9,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import TeacherRequirements
 from relax_core.contracts.bus import Group
 from relax_core.rollout.episodes.group_assembly import complete_group
-from relax_core.rollout.prompt_admissions import teacher_chooser
+from relax_core.rollout.rollout_loop import teacher_chooser
 from tests.responses import response, scored
 
 MODELS = {"math": "/m", "code": "/c"}

@@ -15,7 +15,7 @@ from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.updates import explained_variance, moment_sums
+from relax_core.train.micro_batches import explained_variance, moment_sums
 from tests.train.rank_server import run_dp_ranks
 from tests.trees import answers_of, of_tokens, prompt_of
 

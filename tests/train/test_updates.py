@@ -20,7 +20,7 @@ from tiny_trainer import make_backend, make_critic, make_groups, train_step
 from relax_core.contracts.core_wait import core_wait_s
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.updates import (
+from relax_core.train.micro_batches import (
     RankClock,
     StepResult,
     StepUpdates,

@@ -48,8 +48,14 @@ from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup, assemble_ranks
 from relax_core.roles.worker import Worker
-from relax_core.train.micro_batches import decode_train_tree
-from relax_core.train.updates import MOMENTS, StepResult, StepUpdates, UpdatePlan, explained_variance
+from relax_core.train.micro_batches import (
+    MOMENTS,
+    StepResult,
+    StepUpdates,
+    UpdatePlan,
+    decode_train_tree,
+    explained_variance,
+)
 from relax_core.weights.transport_choice import build_transport, choose_transport
 
 if TYPE_CHECKING:

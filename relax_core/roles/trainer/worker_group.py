@@ -28,9 +28,8 @@ from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published, role_parallel, store_address
 from relax_core.roles.trainer.rank_worker import RankGroups, TreePart, parts_of
 from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
-from relax_core.train.micro_batches import ROW, split_over_ranks, with_row_numbers
+from relax_core.train.micro_batches import ROW, UpdateMetrics, split_over_ranks, with_row_numbers
 from relax_core.train.parallel_layout import replica_ranks, world_size
-from relax_core.train.updates import UpdateMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor

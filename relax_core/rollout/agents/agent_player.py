@@ -30,8 +30,7 @@ from relax_core.rollout.episodes.group_player import (
 )
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.partial_rollout import GroupsInFlight
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 
 # Figures of a session, by the names that metrics have.
 COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_stop")

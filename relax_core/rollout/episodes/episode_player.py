@@ -48,8 +48,14 @@ from relax_core.rollout.episodes.group_player import (
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
 from relax_core.rollout.partial_rollout import GroupsInFlight
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens, off_loop, text_size
+from relax_core.rollout.prompt_tokens import (
+    AdmittedPrompt,
+    Prompt,
+    PromptMaker,
+    check_prompt_tokens,
+    off_loop,
+    text_size,
+)
 
 MOST_CHARACTERS_A_TOKEN = 16  # a text that is longer than this for each token allowed is not tokenised whole
 

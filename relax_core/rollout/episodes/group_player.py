@@ -16,8 +16,7 @@ from relax_core.engines.engine_pool import EnginePool, OnEnd
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, one_turn_episodes
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests
 from relax_core.rollout.partial_rollout import GroupsInFlight
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
+from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, check_prompt_tokens
 
 Played = tuple[AdmittedPrompt, list[EpisodeRecord] | BadRow]
 GivenUp = Callable[[AdmittedPrompt, Sequence[EpisodeRecord]], None]

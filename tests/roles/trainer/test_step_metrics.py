@@ -16,8 +16,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import BusTimeout, Group, Lease
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.trainer.policy_trainer import StepClock, StepGroups, real_histogram, step_values
-from relax_core.train.micro_batches import decode_train_tree
-from relax_core.train.updates import StepResult, UpdateMetrics
+from relax_core.train.micro_batches import StepResult, UpdateMetrics, decode_train_tree
 from tests.observe.metrics_page import not_described
 from tests.trees import answers_tree
 

@@ -39,8 +39,7 @@ from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.partial_rollout import WeightUpdateHandler
-from relax_core.rollout.prompt_admissions import AdmittedPrompt
-from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.responses import admitted
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play

@@ -31,9 +31,9 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.prompt_admissions import BadRows
+from relax_core.rollout.prompt_tokens import sampling_seed
 from relax_core.rollout.rewards.reward_failures import FEWEST_ROWS, RewardsFailed
-from relax_core.rollout.sample_seeds import sampling_seed
+from relax_core.rollout.rollout_loop import BadRows
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
