@@ -22,6 +22,8 @@ ORDINARY := not soak and not slurm and not chaos and not sglang and not agents a
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+# Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: env test-env run run-see run-omni run-episodes test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
 .DEFAULT_GOAL := run
