@@ -1,4 +1,4 @@
-"""Two thousand requests that schemathesis makes from the schema, right and wrong ones, are answered as it says."""
+"""A thousand requests that schemathesis makes from the schema, right and wrong, are answered as it says."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 
 TOKEN = {"Authorization": "Bearer secret"}
 DEADLINE_S = 60.0
-CASES = 40  # for each route, right ones and wrong ones each
-CHAINS, CHAIN = 150, 12  # requests that follow each other by the schema's links
+CASES = 16  # for each route, right and wrong requests each
+CHAINS, CHAIN = 40, 12  # requests that follow each other by the schema's links
 LIMITS = {
     "both": Limits(start=1, most=4, hosts=["127.0.0.1", "localhost"]),
     "by_address": Limits(start=1, most=4, no_more="by address only", hosts=["127.0.0.1", "localhost"]),
@@ -155,7 +155,7 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
             case.validate_response(response, excluded_checks=excluded + no_body * (not case.operation.body))
 
     Chain.run(settings=settings(HOW, max_examples=CHAINS, stateful_step_count=CHAIN))
-    assert run.requests >= 1000
+    assert run.requests >= 400
     assert run.answers["scale_out", 202] and run.answers["scale_in", 202] and run.answers["stop", 202]
     assert run.answers["stall", 200] and not run.answers["stall", 503], run.answers
     assert run.answers["cancel", 202] + run.answers["cancel", 409], "ids of answers were used"
