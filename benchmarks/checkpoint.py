@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoint [--width 640] [--layers 16] [--repeats 5]
 
-One float32 rank, a random Qwen3. ``run.async_save=true`` makes the step wait for the copy, false for both.
+One float32 rank, a random Qwen3. The step waits for the copy; a thread writes.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def main() -> None:
         size = sum(file.stat().st_size for file in (folder / "0").iterdir())
     parameters = sum(parameter.numel() for parameter in backend.model.parameters())
     print(f"{parameters / 1e6:.0f} M parameters, {size / 1e9:.2f} GB a checkpoint; medians of {words.repeats}")
-    print(f"copy   {statistics.median(copies):8.0f} ms   run.async_save=true: the step waits for this")
-    print(f"write  {statistics.median(writes):8.0f} ms   false: and for this; digests and fsync come on top")
+    print(f"copy   {statistics.median(copies):8.0f} ms   the step waits for this")
+    print(f"write  {statistics.median(writes):8.0f} ms   beside the steps; digests and fsync come on top")
     print(f"load   {loaded:8.0f} ms")
 
 

@@ -49,7 +49,7 @@ def modalities(folder: Path, arguments: argparse.Namespace, *options: str) -> di
     command = [
         *(sys.executable, "-m", "relax_core", f"run.dir={folder}", "model=tiny_qwen3_vl", "data=see"),
         *(f"reward.name={Path(__file__).resolve()}", f"reward.text_s={arguments.text_s}"),
-        *("mode=async", "mode.max_staleness=1", "rollout.over_sampling=1.5", "rollout.reward_concurrency=1024"),
+        *("mode=async", "mode.max_staleness=1", "rollout.over_sampling=1.5"),
         *("rollout.prompts_per_step=12", "algo.group_size=4", f"run.steps={arguments.steps}", "eval.every=0"),
         *("run.save_every=0", "run.export_hf=false", "engine.start_timeout_s=600", "run.start_timeout_s=600", *options),
     ]

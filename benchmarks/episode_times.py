@@ -37,7 +37,6 @@ WAYS = {
     NO_TAIL: ("env.tail=false",),
     "quorum 1.0": (),
     "quorum 0.75": ("rollout.quorum=0.75",),
-    "quorum 0.75, 0.2 s": ("rollout.quorum=0.75", "rollout.quorum_grace_s=0.2"),
     "over-sampling 1.5": ("rollout.over_sampling=1.5",),
 }
 SKIPPED_STEPS = 6

@@ -32,7 +32,7 @@ from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
-from relax_core.train import process_group
+from relax_core.train import parallel_layout, process_group
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend
 from relax_core.train.rank import RankSetup
@@ -41,7 +41,8 @@ from tests.trees import of_tokens
 DEADLINE_S = 300.0
 Order = Callable[[int, Sequence[TokenTree]], Sequence[TokenTree]]  # the groups of a step in their order
 BALANCE = 0.1  # coefficient of the balancing loss
-ONE_RANK = one_rank_parallel(micro_batch_tokens=96, logprob_chunk_tokens=8)
+ONE_RANK = one_rank_parallel(micro_batch_tokens=96)
+CHUNK_ROWS = 8  # several chunks of logits in each micro-batch
 
 
 def make_backend(
@@ -58,6 +59,7 @@ def make_backend(
     optimizer: OptimizerConfig = OPTIMIZER,
     frozen: Sequence[str] = (),
 ) -> MegatronBackend:
+    parallel_layout.LOGPROB_CHUNK_ROWS = CHUNK_ROWS  # type: ignore[misc]
     setup = RankSetup(
         model_folder=folder / family,
         family=family,

@@ -8,7 +8,7 @@ object with ``score`` and, if you like, ``exact``, ``why``, ``reason`` and furth
 A status of 5xx, 408 or 429 and a refused connection are asked again, with growing waits inside of ``timeout_s``; then
 there is no reward. Any other 4xx says that the request is wrong for every answer, so it ends the run. The source asks
 ten times, up to two minutes each, and then ends the run. A redirect is not followed, and ends the run. At
-most ``rollout.reward_concurrency`` requests are under way.
+most 64 requests are under way.
 """
 
 from __future__ import annotations

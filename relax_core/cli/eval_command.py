@@ -56,7 +56,7 @@ from relax_core.rollout.evaluator import PreparedSet, SetAnswers, answer_sets, p
 from relax_core.rollout.item_cache import HeldItems, ItemCache
 from relax_core.rollout.media_encoding import item_work_of, open_encoders
 from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
-from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
 from relax_core.tools.export import export
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore, recover_replaced
@@ -490,7 +490,7 @@ def _ask(
             reward,
             config.reward,
             workers=config.rollout.reward_workers,
-            concurrency=config.rollout.reward_concurrency,
+            concurrency=REWARD_CALLS,
             media_folder=str(media_folder or ""),
         ) as rewards,
         RunEnv(config, log_dir=log_dir) as env,

@@ -247,9 +247,3 @@ def may_be_isolated(config: RewardConfig) -> bool:
     """Returns whether some reward of a run needs worker processes; the data may name one with ``reward.by``."""
     known = RewardChoice(find_reward(config.name), config).known()
     return config.by is not None or any(one.spec.isolated for one in known)
-
-
-def may_be_in_process(config: RewardConfig) -> bool:
-    """Returns whether some reward of a run is not isolated; the data may name one with ``reward.by``."""
-    known = RewardChoice(find_reward(config.name), config).known()
-    return config.by is not None or any(not one.spec.isolated for one in known)

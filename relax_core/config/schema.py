@@ -139,7 +139,6 @@ class ParallelConfig:
     overlap: bool = MISSING
     micro_batch_tokens: int = MISSING  # largest number of packed token rows, and the towers' work in rows
     micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
-    logprob_chunk_tokens: int = MISSING  # number of token rows whose logits exist at one time
     threads_per_rank: int = MISSING
     forward: ForwardLayout = field(default_factory=ForwardLayout)  # of actor_fwd and reference
 
@@ -288,13 +287,10 @@ class RolloutConfig:
     min_p: float = MISSING
     banned_token_ids: list[int] | None = None  # None until the configuration is composed
     reward_workers: int = MISSING
-    reward_concurrency: int = MISSING
     over_sampling: float = MISSING
     surplus: Surplus = MISSING
     partial: Partial = MISSING
-    max_failed_groups: int | None = None
     quorum: float = MISSING
-    quorum_grace_s: float = MISSING
     lockstep: bool = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
@@ -344,7 +340,6 @@ class RunSettings:
     keep_last: int = MISSING
     keep_best: str | None = None  # a metric of evaluation, such as eval/exact
     patience: int = 0
-    async_save: bool = MISSING
     export_hf: bool = MISSING
     panel: bool = MISSING
     start_timeout_s: float = MISSING
@@ -353,7 +348,6 @@ class RunSettings:
     max_restarts: int = MISSING
     max_recoveries: int = MISSING
     heartbeat_timeout_s: float = MISSING
-    show_samples: int = 0
     serve: bool = MISSING
 
 

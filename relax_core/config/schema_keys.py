@@ -73,6 +73,12 @@ REMOVED = {
     "launcher.gpus_per_node": "It is placement.gpus_per_node, with placement=gpu",
     "launcher.volume_path": f"{_FIXED}, at /data",
     "launcher.namespace": "Use kubectl apply --namespace",
+    "parallel.logprob_chunk_tokens": f"{_FIXED}, at 1024",
+    "run.async_save": "A checkpoint is always written beside the steps",
+    "run.show_samples": "The page shows the samples: relax dashboard",
+    "rollout.quorum_grace_s": f"{_FIXED}, at 0 s",
+    "rollout.reward_concurrency": f"{_FIXED}, at 64; rollout.workers multiplies it",
+    "rollout.max_failed_groups": "It is 4 * rollout.prompts_per_step; reward.max_failed=1 never ends the run",
 }
 
 

@@ -406,12 +406,6 @@ def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
         yield f"run.keep_best={run.keep_best} with eval.every=0: nothing is evaluated. Set eval.every."
     if run.patience and run.keep_best is None:
         yield f"run.patience={run.patience}: name what has to get better, e.g. run.keep_best=eval/exact."
-    if run.show_samples and (not evaluation.every or config.tracker.samples == "0"):
-        yield (
-            f"run.show_samples={run.show_samples} with eval.every={evaluation.every} and "
-            f"tracker.samples={config.tracker.samples}: samples are printed each eval.every steps, if they are kept. "
-            "Set both."
-        )
 
 
 def _check_notify(config: RelaxConfig) -> Iterator[str]:

@@ -23,7 +23,6 @@ from relax_core.observe.event_log import (
     read_texts,
 )
 from relax_core.observe.panel import Panel, PanelState, RoleState
-from relax_core.observe.sample_log import NewestSamples
 from relax_core.observe.stragglers import (
     STRAGGLER,
     StragglerWatch,
@@ -49,7 +48,7 @@ class RunView:
     ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
     ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``signal_watch`` reports
     when the run trains without a learning signal, ``stragglers`` who is slower than its equals, and ``alarms`` tells
-    somebody of the run. The lines of ``samples`` are printed, and they stand in no log.
+    somebody of the run.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class RunView:
         trackers: Trackers,
         step: int,
         signal_watch: SignalWatch,
-        samples: NewestSamples | None = None,
         stragglers: StragglerWatch | None = None,
         alarms: RunAlarms | None = None,
     ) -> None:
@@ -74,7 +72,7 @@ class RunView:
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
         self._problem = ""  # why this process cannot write events
-        self._signal_watch, self._samples = signal_watch, samples
+        self._signal_watch = signal_watch
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._alarms = alarms
         self._reported_drops = -1  # the step of the last report
@@ -99,8 +97,6 @@ class RunView:
         self.progress = progress or self.progress
         if progress is not None:
             self._report_drops(progress)
-        for line in self._samples.lines(step) if self._samples is not None else ():
-            self._panel.print_line(line)
         self._panel.update(
             PanelState(
                 step=step,
@@ -208,9 +204,6 @@ def open_view(
         trackers=trackers,
         step=context.start_step,
         signal_watch=SignalWatch(max_new_tokens=config.rollout.max_new_tokens),
-        samples=NewestSamples(
-            context.run_dir, groups=config.run.show_samples, every=config.eval.every, step=context.start_step
-        ),
         stragglers=StragglerWatch(equal_trainers(config), earlier=told),
         alarms=alarms,
     )

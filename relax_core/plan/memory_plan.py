@@ -42,6 +42,7 @@ from relax_core.roles.process_placement import worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
+from relax_core.rollout.rewards.reward_pool import REWARD_CALLS
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 CHARACTERS_A_TOKEN = 3  # a low estimate, for real vocabularies
@@ -77,7 +78,7 @@ def _holder(config: RelaxConfig, name: str, judge: JudgeConfig) -> Holder:
     model, engine, size = judge_model(judge), with_judge_engine(config, judge).engine, engine_bytes(config)
     prompt = min(engine.context_tokens, TEXTS * judge.max_response_chars // CHARACTERS_A_TOKEN + judge.max_new_tokens)
     asked = config.rollout.prompts_per_step * config.algo.group_size * judge.votes
-    at_once = min(asked, config.rollout.reward_concurrency * judge.votes, engine.max_running_samples)
+    at_once = min(asked, REWARD_CALLS * judge.votes, engine.max_running_samples)
     tokens = min(-(-at_once // judge.count) * prompt, engine.max_total_tokens)
     terms = {
         "imports": find_engine(judge.engine).memory_mib * MIB,

@@ -17,7 +17,7 @@ from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
 from relax_core.train.hf.stored_weights import passed_bytes
 from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS
-from relax_core.train.parallel_layout import Layout, one_rank
+from relax_core.train.parallel_layout import LOGPROB_CHUNK_ROWS, Layout, one_rank
 from relax_core.weights.transport_choice import choose_transport
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -147,7 +147,7 @@ def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, s
     ``split`` is the number of tp ranks. In bfloat16 a CPU also has a float32 copy of the weight, and a GPU a bfloat16
     copy of the chunk for its products.
     """
-    rows = min(work.micro_batch_tokens, config.parallel.logprob_chunk_tokens)
+    rows = min(work.micro_batch_tokens, LOGPROB_CHUNK_ROWS)
     chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit
     weight = model.vocabulary * model.hidden * FLOAT
     copy = 0

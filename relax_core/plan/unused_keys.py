@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
-from relax_core.config.reward_choice import may_be_in_process, may_be_isolated
+from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import RelaxConfig
 from relax_core.roles.process_placement import worker_group_layouts
 from relax_core.train.parallel_layout import FORWARD_ROLES, world_size
@@ -34,8 +34,6 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
         yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
     if getattr(algo, "credit", None) == "episode":
         yield "algo.gigpo_weight, algo.gigpo_gamma: algo.credit=episode compares no turns"
-    if not may_be_in_process(config.reward):
-        yield f"rollout.reward_concurrency: reward={config.reward.name} runs in rollout.reward_workers processes"
     if not may_be_isolated(config.reward):
         yield f"rollout.reward_workers: reward={config.reward.name} runs in the rollout process itself"
     if config.optimizer.schedule is Schedule.constant:

@@ -276,7 +276,6 @@ class RolloutWorker(Worker):
         config = self.context.config
         return EarlyEnds(
             quorum=config.rollout.quorum,
-            grace_s=config.rollout.quorum_grace_s,
             most_lag=config.mode.most_lag,
         )
 
@@ -325,7 +324,6 @@ class RolloutWorker(Worker):
             find_reward(config.reward.name),
             config.reward,
             workers=config.rollout.reward_workers,
-            concurrency=config.rollout.reward_concurrency,
             log_file=self.context.log_dir / REWARD_LOG,
             media_folder=str(self.context.media_folder or ""),
             on_hang=self.fail,
@@ -413,7 +411,7 @@ class RolloutWorker(Worker):
             sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=CALL_TIMEOUT_S,
-            max_failed_groups=rollout.max_failed_groups or 4 * rollout.prompts_per_step,
+            max_failed_groups=4 * rollout.prompts_per_step if config.reward.max_failed < 1 else None,
             worker=self._rank,
             alone=rollout.workers == 1,
             mask_off_policy=rollout.mask_off_policy,

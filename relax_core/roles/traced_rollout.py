@@ -22,7 +22,7 @@ from relax_core.roles.role_context import RunContext
 from relax_core.rollout.judges.judge_pool import JudgePool, check_judges
 from relax_core.rollout.media_encoding import item_work_of
 from relax_core.rollout.rewards.hang_watch import OnHang
-from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
 from relax_core.rollout.rollout_loop import Record
 
 OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
@@ -117,7 +117,6 @@ class TracedRewardPool(RewardPool):
         config: RewardConfig,
         *,
         workers: int,
-        concurrency: int,
         log_file: Path,
         media_folder: str,
         on_hang: OnHang,
@@ -129,7 +128,7 @@ class TracedRewardPool(RewardPool):
             spec,
             config,
             workers=workers,
-            concurrency=concurrency,
+            concurrency=REWARD_CALLS,
             log_file=log_file,
             media_folder=media_folder,
             on_hang=on_hang,

@@ -392,9 +392,9 @@ class RolloutLoopSettings:
 
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
     worker, and ``alone`` is True if no other worker asks for admissions. The run ends after ``max_failed_groups``
-    groups in a row without one reward. With ``in_order``, groups go to the bus in the order in which their responses
-    arrived, which is equal in every run. ``media_folder`` holds the files of encoded images and videos; it is empty for
-    a run on text.
+    groups in a row without one reward; None means no end. With ``in_order``, groups go to the bus in the order in which
+    their responses arrived, which is equal in every run. ``media_folder`` holds the files of encoded images and videos;
+    it is empty for a run on text.
     """
 
     seed: int
@@ -402,7 +402,7 @@ class RolloutLoopSettings:
     sampling: SamplingParams
     admit_timeout_s: float
     call_timeout_s: float
-    max_failed_groups: int
+    max_failed_groups: int | None
     worker: int = 0
     alone: bool = True
     mask_off_policy: bool = False

@@ -13,6 +13,7 @@ from relax_core.config.choices import Recompute
 from relax_core.config.schema import ForwardLayout, ParallelConfig
 
 FORWARD_ROLES = ("actor_fwd", "reference")  # Their layout is parallel.forward.
+LOGPROB_CHUNK_ROWS = 1024  # token rows whose logits exist at the same time
 
 
 Layout = ParallelConfig | ForwardLayout

@@ -14,6 +14,7 @@ from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
+from relax_core.train import parallel_layout
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
@@ -149,7 +150,7 @@ class MegatronBackend(MegatronRank):
     def _head_settings(self, batch: TreeBatch) -> dict[str, Any]:
         return {
             "inverse_temperature": self._inverse_temperature,
-            "chunk_rows": self._parallel.logprob_chunk_tokens,
+            "chunk_rows": parallel_layout.LOGPROB_CHUNK_ROWS,
             "group": parallel_state.get_tensor_model_parallel_group() if self._parallel.tp > 1 else None,
             "vocab_size": self._vocab_size,
             "truncation": Truncation.of(self._kept(batch), self._setup.banned_token_ids, self._device),

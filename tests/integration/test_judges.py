@@ -35,7 +35,6 @@ def test_a_killed_judge_costs_verdicts_and_no_episode_is_lost(tmp_path: Path) ->
         f"reward.check.path={tmp_path / 'known.jsonl'}",
         "reward.check.min=0.0",
         "reward.max_failed=1.0",
-        "rollout.max_failed_groups=100000",
         f"run.steps={STEPS}",
         "eval.every=0",
         "run.save_every=0",

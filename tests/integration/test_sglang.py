@@ -89,7 +89,6 @@ def test_a_judge_on_a_server_of_its_own_gives_the_rewards(tmp_path: Path) -> Non
         f"reward.check.path={tmp_path / 'known.jsonl'}",
         "reward.check.min=0.0",
         "reward.max_failed=1.0",
-        "rollout.max_failed_groups=100000",
         "run.steps=4",
         "eval.every=0",
         "run.save_every=0",

@@ -101,7 +101,7 @@ CHECK_S = 0.5  # the time between two checks of a write that is waited for
 class RunCheckpoints:
     """Takes a snapshot after a train step was acknowledged, so that ledger and weights agree on what was trained.
 
-    With ``run.async_save`` a thread writes the snapshot while the next steps run; it counts once it is complete.
+    A thread writes the snapshot while the next steps run; it counts once it is complete.
     ``report_progress`` is called with a text for each progress of a write that is waited for.
     """
 
@@ -117,7 +117,7 @@ class RunCheckpoints:
         self._best = _best_metric(context)
         kept = self._best.kept if self._best is not None else frozenset
         self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=run.keep_last, kept=kept)
-        self._beside, self._deadline_s = run.async_save, run.stall_timeout_s
+        self._deadline_s = run.stall_timeout_s
         self._timeout_s = CALL_TIMEOUT_S
         self._bus = bus
         self._worker_group = worker_group
@@ -158,8 +158,6 @@ class RunCheckpoints:
 
         self._write = self._thread.submit(store)
         self._taken = version
-        if not self._beside:
-            self.finish()
 
     def finish(self) -> None:
         """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.

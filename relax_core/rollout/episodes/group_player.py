@@ -42,13 +42,12 @@ def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
 class EarlyEnds:
     """Says which episodes of the training end before their env says so.
 
-    A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others have ``grace_s``
-    seconds more and then end as stragglers. An episode whose oldest token is more than ``most_lag`` weight versions
+    A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others end as
+    stragglers. An episode whose oldest token is more than ``most_lag`` weight versions
     older than the newest that was seen ends at its next turn, because no train step can take it; None means never.
     """
 
     quorum: float = 1.0
-    grace_s: float = 0.0
     most_lag: int | None = None
 
     def needed(self, group_size: int) -> int:
@@ -236,7 +235,7 @@ async def end_stragglers(
     group_size: int,
     give_up: Callable[[Sequence[EpisodeRecord]], None],
 ) -> None:
-    """Waits for the quorum of a group and for the grace, then cancels the tasks of the other episodes.
+    """Waits for the quorum of a group, then cancels the tasks of the other episodes.
 
     ``give_up`` ends the requests under way of such episodes. Returns when all tasks are done or cancelled.
     """
@@ -245,7 +244,6 @@ async def end_stragglers(
         _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     if not pending:
         return
-    _, pending = await asyncio.wait(pending, timeout=ends.grace_s)
     for task in pending:
         task.cancel()
         playing[task].fail("straggler", "the group was complete without the episode (rollout.quorum)")

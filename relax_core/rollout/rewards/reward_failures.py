@@ -65,7 +65,7 @@ class FailedGroups:
     Each is replaced at once, so a tool or an env that fails for every group would keep the run sampling without a step.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self._most = most
         self._in_a_row = 0
         self._first = ""
@@ -82,8 +82,8 @@ class FailedGroups:
             reasons = [reason for reason in failures if reason] or ["the reward returned None without a reason"]
             self._first = f"{reasons[0]} ({where})"
         self._in_a_row += 1
-        if self._in_a_row >= self._most:
+        if self._most is not None and self._in_a_row >= self._most:
             raise RewardsFailed(
-                f"rollout.max_failed_groups={self._most}: no answer of {self._in_a_row} groups in a row has a reward, "
-                f"so there is nothing to train on. The first: {self._first}. Correct the env, its tools or the reward."
+                f"no answer of {self._in_a_row} groups in a row has a reward, so there is nothing to train on. "
+                f"The first: {self._first}. Correct the env, its tools or the reward."
             )

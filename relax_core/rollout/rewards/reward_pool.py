@@ -24,6 +24,7 @@ from relax_core.rollout.rewards.reward_figures import RewardFigures, WorkerTimes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
+REWARD_CALLS = 64  # concurrent calls of a reward that is not isolated, in each rollout worker
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
 ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
 _LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood

@@ -151,11 +151,6 @@ def test_what_is_saved_already_is_not_saved_again(lead: Lead, tmp_path: Path) ->
     assert saved(tmp_path) == {"step_00000003": (b"0", "0")}
 
 
-def test_without_async_save_it_is_whole_when_save_returns(lead: Lead, tmp_path: Path) -> None:
-    checkpoints(lead, tmp_path, "run.async_save=false").save(1)
-    assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
-
-
 @pytest.mark.parametrize("then", ["raise_failure", "save", "finish"])
 def test_a_failed_write_is_raised_with_its_cause(lead: Lead, tmp_path: Path, then: str) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
@@ -213,7 +208,7 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
 
 
 # -- the best one -----------------------------------------------------------------------------------------------------
-BEST = ("run.keep_best=eval/exact", "run.patience=2", "run.keep_last=1", "eval.every=2", "run.async_save=false")
+BEST = ("run.keep_best=eval/exact", "run.patience=2", "run.keep_last=1", "eval.every=2")
 
 
 def exact(value: float) -> dict[str, float]:
@@ -225,12 +220,15 @@ def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tm
     assert [version for version in range(11) if one.due(version)] == [2, 4, 6, 8, 10]
     assert not one.record_evaluation(0, exact(0.1))
     one.save(2)
+    one.finish()
     one.save(4)  # the evaluation of version 2 is still to come
+    one.finish()
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000004"]
     assert not one.record_evaluation(2, exact(0.9))
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000002"
     assert not one.record_evaluation(4, exact(0.5))
     one.save(6)
+    one.finish()
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000006"]
     run = CheckpointStore.read_meta(tmp_path / "checkpoints" / "step_00000006").run
     assert run == {"version": 6, "datum": "token tree", "data": "d1", "evaluations": {"0": 0.1, "2": 0.9, "4": 0.5}}
@@ -239,6 +237,7 @@ def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tm
     resumed = checkpoints(lead, tmp_path, *BEST, "run.steps=10", **start)
     assert resumed.record_evaluation(6, exact(0.3))  # the second in a row that is no better
     resumed.save(8)
+    resumed.finish()
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000008"]
     assert not resumed.record_evaluation(8, exact(0.95))
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000008"

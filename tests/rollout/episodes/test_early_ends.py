@@ -111,12 +111,11 @@ class SlowFirst(Echo):
         return super().step(action)
 
 
-@pytest.mark.parametrize("grace_s", [0.0, 0.2])
-def test_a_quorum_completes_a_group(engine: Engine, folder: Path, grace_s: float) -> None:
+def test_a_quorum_completes_a_group(engine: Engine, folder: Path) -> None:
     class Slow(SlowFirst):
         opened: list[SlowFirst] = []
 
-    records = play_group(engine, folder, Slow, EarlyEnds(quorum=0.75, grace_s=grace_s))
+    records = play_group(engine, folder, Slow, EarlyEnds(quorum=0.75))
     late = [record for record in records if record.ended == "straggler"]
     assert len(late) == 1 and len(late[0].turns) == 2
     assert [record.ended for record in records if record not in late] == ["env_done"] * 3
