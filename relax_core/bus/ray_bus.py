@@ -34,6 +34,7 @@ from relax_core.contracts.bus import (
 from relax_core.contracts.columns import PERSISTED_COLUMNS, media_sizes
 from relax_core.contracts.media import MediaGone, MediaReader
 from relax_core.contracts.media_file import FolderReader, NodeReader, node_folder
+from relax_core.contracts.monitor import Waiting
 
 BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased group keeps little memory allocated
 
@@ -337,3 +338,31 @@ def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
 
 def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
+
+
+TRACED_CALLS = (  # a `wait_progress` is idle time and not a wait
+    *("admit", "put", "drop", "hold", "name_modalities"),
+    *("lease", "read", "write", "ack", "release", "snapshot"),
+)
+
+
+def traced_bus(bus: RayBus, waiting: Waiting) -> RayBus:
+    """Returns the bus with its waiting calls recorded by ``waiting``."""
+    return cast(RayBus, _TracedBus(bus, waiting))
+
+
+class _TracedBus:
+    def __init__(self, bus: RayBus, waiting: Waiting) -> None:
+        self._bus = bus
+        self._waiting = waiting
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._bus, name)
+        if name not in TRACED_CALLS:
+            return method
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with self._waiting(name, on="bus"):
+                return await method(*args, **kwargs)
+
+        return call

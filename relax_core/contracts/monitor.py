@@ -11,12 +11,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 LONGEST_GAP_S = 3.0  # between two looks; a longer gap was a pause of this process and does not count as silence
+# Records, while a block runs, what a worker waits for and, as ``on``, who owes it.
+Waiting = Callable[..., AbstractContextManager[None]]
 JOIN_S = 3.0  # how long the end waits for a thread, whose last look may wait for its deadline
+
+
+def not_recorded(what: str, *, on: str) -> AbstractContextManager[None]:
+    """Is a `Waiting` that records nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.contracts.media import MediaItem
+from relax_core.contracts.monitor import Waiting, not_recorded
 from relax_core.engines.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.prompt_routing import OpenPrompt, Router, owed_rids, prompt_cost
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -194,8 +195,8 @@ class EnginePool:
     of `EngineWatch`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
     requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
     for an item in tokens; None if it has none. ``on_malformed(engine, why)`` is told of an engine whose reply does not
-    follow the protocol, so that it is started again. All methods belong to one event loop. The choice of engine never
-    changes a prompt's tokens.
+    follow the protocol, so that it is started again. ``waiting`` records each wait for responses. All methods
+    belong to one event loop. The choice of engine never changes a prompt's tokens.
     """
 
     def __init__(
@@ -211,7 +212,9 @@ class EnginePool:
         bring_media: BringMedia | None = None,
         item_work: Callable[[MediaItem], float] | None = None,
         on_malformed: OnMalformed | None = None,
+        waiting: Waiting = not_recorded,
     ) -> None:
+        self._waiting = waiting
         self._on_malformed = on_malformed
         self._item_work = item_work or (lambda item: 0.0)
         self._bring_media = bring_media
@@ -256,12 +259,14 @@ class EnginePool:
             for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
         self._open |= {prompt.request.rid: (prompt, prompt_batch) for prompt in opened}
+        what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
         try:
             if len(self._watch.engines) > 1:
                 prompt_batch.start(self._watch_engines())
             self._send(prompt_batch, opened)
             while prompt_batch.left:
-                event = await prompt_batch.events.get()
+                with self._waiting(what, on="engine"):
+                    event = await prompt_batch.events.get()
                 if isinstance(event, Exception):
                     raise event
                 prompt_batch.left -= 1

@@ -1,22 +1,18 @@
-"""An engine pool and a reward pool whose waits are recorded among the rollout worker's waits."""
+"""The engine pool and the reward pool of a rollout worker; both record their waits among its own."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S
 from relax_core.contracts.judge import JudgedInput
-from relax_core.contracts.media import MediaItem
+from relax_core.contracts.monitor import Waiting
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.engines.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed, RequestTimes
-from relax_core.engines.engine_watch import ClientFor
-from relax_core.engines.protocol.generate_messages import OnTokens
+from relax_core.engines.engine_pool import EnginePool, RequestTimes
 from relax_core.observe.event_log import EventWriter
-from relax_core.roles.discovery import Waiting
 from relax_core.roles.engine_directory import EngineDirectory, engine_media
 from relax_core.roles.role_context import RunContext
 from relax_core.rollout.judges.judge_pool import JudgePool, check_judges
@@ -30,67 +26,10 @@ JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with what
 JUDGED = "judged"  # kind of texts with what judges wrote of answers
 
 
-class TracedEnginePool(EnginePool):
-    """Is an engine pool that records the time until the next group of responses as a wait for the engine."""
-
-    def __init__(
-        self,
-        count: int,
-        client_for: ClientFor,
-        *,
-        timeout_s: float,
-        silent_s: float,
-        by_load: bool,
-        max_lag: int,
-        lag_s: float,
-        waiting: Waiting,
-        bring_media: BringMedia | None = None,
-        item_work: Callable[[MediaItem], float] | None = None,
-        on_malformed: OnMalformed | None = None,
-    ) -> None:
-        super().__init__(
-            count,
-            client_for,
-            timeout_s=timeout_s,
-            silent_s=silent_s,
-            by_load=by_load,
-            max_lag=max_lag,
-            lag_s=lag_s,
-            bring_media=bring_media,
-            item_work=item_work,
-            on_malformed=on_malformed,
-        )
-        self._waiting = waiting
-
-    async def generate(
-        self,
-        prompts: Sequence[PromptRequest],
-        params: SamplingParams,
-        *,
-        places: Sequence[int],
-        on_end: OnEnd | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> AsyncIterator[tuple[int, list[Generated]]]:
-        """Yields each prompt's number and responses, as `EnginePool.generate` does."""
-        generated = super().generate(prompts, params, places=places, on_end=on_end, on_tokens=on_tokens)
-        groups = cast(AsyncGenerator[tuple[int, list[Generated]], None], generated)  # closed together with this one
-        what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
-        try:
-            while True:
-                with self._waiting(what, on="engine"):
-                    try:
-                        group = await anext(groups)
-                    except StopAsyncIteration:
-                        return
-                yield group
-        finally:
-            await groups.aclose()
-
-
-def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> TracedEnginePool:
+def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> EnginePool:
     """Returns the pool of the engines of the configuration, whose clients are those of ``directory``."""
     config, media = context.config, engine_media(context)
-    return TracedEnginePool(
+    return EnginePool(
         config.engine.count,
         directory.client_async,
         timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
