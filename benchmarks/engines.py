@@ -146,11 +146,10 @@ def profile(batch: int, *, new_tokens: int) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    from relax_core.engines.embedded.decoder import Decoder
+    from relax_core.engines.embedded.decoder import Decoder, Prefix
     from relax_core.engines.embedded.decoder_model import LanguageModel
     from relax_core.engines.embedded.fused_weights import FusedWeights
     from relax_core.engines.embedded.model_config import read_model_config
-    from relax_core.engines.embedded.slots import Prefix
     from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
     from relax_core.weights.folder_stream import read_safetensors
 

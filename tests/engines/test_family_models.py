@@ -10,11 +10,10 @@ import torch
 
 from benchmarks.families import logprobs_of, random_ids
 from benchmarks.family_models import VARIANTS, make_family_model
-from relax_core.engines.embedded.decoder import Decoder, ScoreItem, score
+from relax_core.engines.embedded.decoder import Decoder, Prefix, ScoreItem, score
 from relax_core.engines.embedded.decoder_model import LanguageModel
 from relax_core.engines.embedded.fused_weights import FusedWeights
 from relax_core.engines.embedded.model_config import read_model_config
-from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
 from relax_core.weights.folder_stream import read_safetensors
 

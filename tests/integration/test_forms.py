@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FORMS = 13
-MOST_FILES = 33
+MOST_FILES = 28
 LONG_S = 400.0
 
 

@@ -17,14 +17,13 @@ import uvicorn
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.asgi_server import Connection, OpenConnections, connection_limit
 from relax_core.engines.embedded.application import ControlRoutes, EngineApp
-from relax_core.engines.embedded.decoder import Decoder
+from relax_core.engines.embedded.decoder import Decoder, Prefix
 from relax_core.engines.embedded.decoder_model import LanguageModel
 from relax_core.engines.embedded.fused_weights import FusedWeights
 from relax_core.engines.embedded.generate_body import RequestLimits, RequestMedia
 from relax_core.engines.embedded.generate_route import GenerateRoute
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.engines.embedded.weight_updates import WeightUpdates

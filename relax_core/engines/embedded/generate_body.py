@@ -17,10 +17,9 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaItem, MediaTensor
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.asgi_server import HttpError, clipped
-from relax_core.engines.embedded.decoder import ScoreItem
+from relax_core.engines.embedded.decoder import PromptRoutes, ScoreItem
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler import Call, Prompt
-from relax_core.engines.embedded.slots import PromptRoutes
 from relax_core.engines.embedded.token_sampler import SamplingSettings
 from relax_core.engines.protocol.generate_messages import unknown_token
 from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS, StopStrings, StopTable

@@ -16,7 +16,7 @@ from torch import Tensor
 from relax_core.contracts.media import Media
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.recurrent_states import StateTable
-from relax_core.engines.prompt_routing import prefix_blocks
+from relax_core.engines.engine_pool import prefix_blocks
 
 FIRST_COLUMNS = 64
 

@@ -21,9 +21,8 @@ from relax_core.contracts.core_wait import clock_and_core_wait_s
 from relax_core.contracts.engine import FinishReason, PauseMode
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaGone
-from relax_core.engines.embedded.decoder import Decoder, ScoreItem, Scores
+from relax_core.engines.embedded.decoder import Decoder, Prefix, PromptRoutes, ScoreItem, Scores
 from relax_core.engines.embedded.prefill import SequenceMedia
-from relax_core.engines.embedded.slots import Prefix, PromptRoutes
 from relax_core.engines.embedded.token_sampler import NonFiniteLogits, SamplingSettings, keys_behind, sample_keys
 from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.engines.protocol.generate_messages import VersionSpan

@@ -33,7 +33,7 @@ from relax_core.contracts.engine import (
 )
 from relax_core.contracts.media import Media, short_form
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.prompt_routing import cut
+from relax_core.engines.engine_pool import cut
 from relax_core.engines.protocol.engine_client import TokenScores, TokensToScore, error_words
 from relax_core.engines.protocol.generate_messages import (
     OnTokens,

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.engines.engine_pool import EnginePool
-from relax_core.engines.prompt_routing import Router
+from relax_core.engines.engine_pool import EnginePool, Router
 from tests.contracts.engine.harness import EOS, Engine, prompts_of
 from tests.engines.pool.test_prompt_routing import prompt
 from tests.engines.pool_harness import SHORT, Directory, collect_groups, decodes, generate, until

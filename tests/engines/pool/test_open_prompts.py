@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.engines.prompt_routing import OpenPrompt, cut, joined, prompt_cost
+from relax_core.engines.engine_pool import OpenPrompt, cut, joined, prompt_cost
 from tests.media_items import image_item
 from tests.responses import check_arrays, response
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.engines.prompt_routing import LONG_PREFIX, OpenPrompt, Router
+from relax_core.engines.engine_pool import LONG_PREFIX, OpenPrompt, Router
 
 
 def prompt(index: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.engine import Generated
-from relax_core.engines.embedded.slots import RouteTable
-from relax_core.engines.prompt_routing import joined
+from relax_core.engines.embedded.decoder import RouteTable
+from relax_core.engines.engine_pool import joined
 from relax_core.engines.protocol.server_sent_events import read_routed_experts
 from tests.responses import response as make_response
 

@@ -17,13 +17,12 @@ import torch
 from relax_core.contracts.media import Media, MediaGone, MediaItem
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.embedded import prefill, tower_features
-from relax_core.engines.embedded.decoder import Decoder, ScoreItem
+from relax_core.engines.embedded.decoder import Decoder, Prefix, ScoreItem
 from relax_core.engines.embedded.decoder_model import LanguageModel
 from relax_core.engines.embedded.embedded_spec import ROOT
 from relax_core.engines.embedded.fused_weights import FusedWeights
 from relax_core.engines.embedded.model_config import read_model_config
 from relax_core.engines.embedded.prefill import SequenceMedia
-from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.tower_features import ItemFeatures, MediaFeatures
 from relax_core.families.towers import Towers

@@ -17,11 +17,10 @@ from benchmarks.parity_omni import OmniItems, make_omni_model, omni_logits
 from relax_core.contracts.media import Media, MediaGone, MediaItem
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.embedded import prefill
-from relax_core.engines.embedded.decoder import Decoder, ScoreItem
+from relax_core.engines.embedded.decoder import Decoder, Prefix, ScoreItem
 from relax_core.engines.embedded.decoder_model import LanguageModel
 from relax_core.engines.embedded.fused_weights import FusedWeights
 from relax_core.engines.embedded.model_config import read_model_config
-from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.families.towers import Towers

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_core.engines.embedded.decoder import Decoder
+from relax_core.engines.embedded.decoder import Decoder, Prefix
 from relax_core.engines.embedded.decoder_model import LanguageModel
 from relax_core.engines.embedded.fused_weights import FusedWeights
 from relax_core.engines.embedded.kv_cache import KVCache
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
 from relax_core.engines.embedded.prefill import like_lengths
-from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import VOCAB, make_model, random_prompt

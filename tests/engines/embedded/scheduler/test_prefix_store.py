@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.engines.embedded.decoder import Decoder, ScoreItem
+from relax_core.engines.embedded.decoder import Decoder, PromptRoutes, ScoreItem
 from relax_core.engines.embedded.decoder_model import LanguageModel
 from relax_core.engines.embedded.fused_weights import FusedWeights
 from relax_core.engines.embedded.kv_cache import BLOCK, KeptPrefix, PrefixStore
 from relax_core.engines.embedded.model_config import read_model_config
 from relax_core.engines.embedded.scheduler import Call, Progress, Prompt, Scheduler
-from relax_core.engines.embedded.slots import PromptRoutes
 from relax_core.engines.embedded.token_sampler import SamplingSettings
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import make_model, make_moe_model, random_prompt

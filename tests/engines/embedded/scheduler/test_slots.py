@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax_core.engines.embedded.slots import STEPS_AHEAD, Prefix, SlotTable
+from relax_core.engines.embedded.decoder import STEPS_AHEAD, Prefix, SlotTable
 from relax_core.engines.embedded.token_sampler import SamplingSettings, sample_keys, uniforms
 
 VOCAB = 50
