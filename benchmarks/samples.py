@@ -49,7 +49,7 @@ def main() -> None:
         rollout.close(timeout_s=60.0)
         actor.close(timeout_s=60.0)
         cpu_s = time.process_time() - cpu
-        nbytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+        nbytes = sum(path.stat().st_size for path in Path(folder).glob("*/*"))
         assert rollout.left_out == actor.left_out == 0
     step_us = 1e3 * given.step_ms
     for what, seconds in (
@@ -63,8 +63,7 @@ def main() -> None:
 
 
 def _log(folder: Path, worker: str) -> SampleLog:
-    whole = {"attempt": "a", "start_step": 0, "first": GROUPS, "every": GROUPS, "max_bytes": 2**30}
-    return SampleLog(folder, worker=worker, **whole)  # type: ignore[arg-type]
+    return SampleLog(folder, worker=worker, first=GROUPS, every=GROUPS, max_bytes=2**30)
 
 
 def _tree(index: int, answer_tokens: int) -> TokenTree:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -87,8 +87,66 @@ class OrderChange(msgspec.Struct, frozen=True, kw_only=True, tag="order", tag_fi
     step: int = -1
 
 
-Event = Record | GapRecord | Alarm | OrderChange
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
+Version = Annotated[int, msgspec.Meta(ge=-1, le=MOST_STEP)]
+
+
+class TokensAt(msgspec.Struct, frozen=True, array_like=True):
+    """Says where the tokens of a record stand: a file in the folder of samples, an offset and a size in bytes."""
+
+    file: str
+    offset: Count
+    size: Count
+
+
+class MadeSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds the numbers of a sample that the rollout made, as `relax_core.contracts.tree.Episode` names them.
+
+    ``length`` counts its sampled tokens, ``turns`` its turns, and ``engine`` is that of the first turn. ``version`` is
+    that of the oldest trained token, None for a sample that is not put on the bus.
+    """
+
+    uid: str
+    reward: float | None
+    length: Count
+    ended: str
+    engine: str
+    version: Version | None = None
+    turns: Count = 1
+    parts: dict[str, float] = {}
+    why: str = ""
+
+
+class MadeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="made", tag_field="type"):
+    """Holds the samples of one group that the rollout made. How each of them ended is in the ledger."""
+
+    group_uid: str
+    time_s: float
+    samples: list[MadeSample]
+    tokens: TokensAt
+    step: int = -1
+
+
+class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", tag_field="type"):
+    """Holds the numbers of samples of one group that a rank of the trainer trained at train step ``step``.
+
+    ``lengths`` counts the sampled tokens of each sample, and ``trained`` those that no mask takes out. ``versions`` has
+    the version of the oldest trained token of each.
+    """
+
+    group_uid: str
+    step: int
+    time_s: float
+    uids: list[str]
+    lengths: list[Count]
+    trained: list[Count]
+    versions: list[Version]
+    tokens: TokensAt
+
+
+Event = Record | GapRecord | Alarm | OrderChange | MadeRecord | TrainedRecord
 ALARMS, ORDERS = "alarms", "orders"  # writers of files of their own, which begin no attempt
+SAMPLES = "samples-"  # begins the names of the writers of sample records; only who asks for these opens their files
 
 
 class _NumbersLine(msgspec.Struct, tag="numbers", tag_field="type"):
@@ -98,7 +156,9 @@ class _NumbersLine(msgspec.Struct, tag="numbers", tag_field="type"):
     values: dict[str, float | None]
 
 
-_decoder = msgspec.json.Decoder(_NumbersLine | TextRecord | HistogramRecord | GapRecord | Alarm | OrderChange)
+_decoder = msgspec.json.Decoder(
+    _NumbersLine | TextRecord | HistogramRecord | GapRecord | Alarm | OrderChange | MadeRecord | TrainedRecord
+)
 
 
 # -- Records ----------------------------------------------------------------------------------------------------------
@@ -306,22 +366,32 @@ class EventWriter:
 
 
 class EventFile:
-    """Appends single events to the log in the thread of the caller, for what counts only once it is in the log."""
+    """Appends events to the log in the thread of the caller, which learns whether they are there.
 
-    def __init__(self, run_dir: Path, writer: str) -> None:
-        self._run_dir, self._writer = run_dir, writer
+    Without ``attempt`` they belong to the newest one.
+    """
+
+    def __init__(self, run_dir: Path, writer: str, *, attempt: int | None = None) -> None:
+        self._run_dir, self._writer, self._attempt = run_dir, writer, attempt
         self._path: Path | None = None
 
-    def append(self, event: Event) -> None:
-        """Appends an event. If not all of it can be written, nothing is, and it raises OSError."""
+    def append(self, *events: Event) -> int:
+        """Appends events and returns how many are left out, because no reader takes so long a line.
+
+        If the others cannot all be written, none is, and it raises OSError.
+        """
         if self._path is None:
-            newest = max((int(name.partition(".")[0]) for name in event_files(self._run_dir)), default=0)
-            self._path = _new_file(self._run_dir / EVENTS_FOLDER, self._writer, newest)
+            attempt = self._attempt
+            if attempt is None:
+                attempt = max((int(name.partition(".")[0]) for name in event_files(self._run_dir)), default=0)
+            self._path = _new_file(self._run_dir / EVENTS_FOLDER, self._writer, attempt)
         file = AppendFile(self._path, lines=True)
         try:
-            file.append(msgspec.json.encode(event) + b"\n")
+            lines = [line for line in map(msgspec.json.encode, events) if len(line) < READ_BYTES]
+            file.append(b"".join(line + b"\n" for line in lines))
         finally:
             file.close()
+        return len(events) - len(lines)
 
 
 def _new_file(folder: Path, writer: str, attempt: int) -> Path:
@@ -358,8 +428,9 @@ class EventReader:
     """Follows the log of a run from a cursor on, also while it is written or after it was copied elsewhere.
 
     ``cursor`` maps each file to the bytes that were read of it, and may be stored between two readers. ``kinds`` are
-    the types of the events that are given, by default all but alarms and orders; with ``writer`` only the files of this
-    writer are read. ``count`` is the number of events that were given.
+    the types of the events that are given, by default all but alarms, orders and samples; with ``writer`` only the
+    files of this writer are read. With a type of sample records only their files and those of the controller, which has
+    the resumes, are read. ``count`` is the number of events that were given.
     ``problems`` says of each file why it, or a line of it, cannot be read. No event that was given is kept.
     """
 
@@ -375,6 +446,7 @@ class EventReader:
         self.count = 0
         self.problems: dict[str, str] = {}
         self._run_dir, self._writer = run_dir, writer
+        self._of_samples = bool({"made", "trained"} & set(kinds or ()))
         self._prefixes = None if kinds is None else tuple(f'{{"type":"{kind}"'.encode() for kind in kinds)
         self._left: set[str] = set()  # files that are not read on
         self._starts: dict[int, int] = {}  # attempt → the train steps after which it goes on
@@ -406,11 +478,14 @@ class EventReader:
         """Returns the files that have bytes that were not read, by attempt; a killed writer's last line stays there."""
         attempts: dict[int, list[str]] = {}
         for name, size in event_files(self._run_dir).items():
-            if self._writer is not None and name.split(".")[1] != self._writer:
-                continue
-            if size > self.cursor.get(name, 0) and name not in self._left:
+            if size > self.cursor.get(name, 0) and name not in self._left and self._reads(name.split(".")[1]):
                 attempts.setdefault(int(name.partition(".")[0]), []).append(name)
         return [names for _, names in sorted(attempts.items())]
+
+    def _reads(self, writer: str) -> bool:
+        if self._writer is not None:
+            return writer == self._writer
+        return writer.startswith(SAMPLES) == self._of_samples or (self._of_samples and writer == CONTROLLER)
 
     def _next_of(self, names: Sequence[str]) -> list[tuple[Event, Place]]:
         attempt = int(names[0].partition(".")[0])
@@ -512,10 +587,15 @@ def event_files(run_dir: Path) -> dict[str, int]:
         return {}
 
 
+def of_samples(name: str) -> bool:
+    """Is True for the name of a file of sample records."""
+    return name.split(".")[1].startswith(SAMPLES)
+
+
 def newest_metrics(run_dir: Path) -> dict[str, MetricRecord]:
     """Returns the newest record of each source that stands at the end of a file of the log, at little cost."""
     files = event_files(run_dir)
-    newest = sorted(files, reverse=True)[:MOST_TAILS]
+    newest = sorted((name for name in files if not of_samples(name)), reverse=True)[:MOST_TAILS]
     cursor = files | {name: max(0, files[name] - TAIL_BYTES) for name in newest}
     events = EventReader(run_dir, cursor=cursor, kinds=("numbers",)).each()
     return {event.source: event for event in events if isinstance(event, MetricRecord)}

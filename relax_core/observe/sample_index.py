@@ -6,32 +6,26 @@ at the run's files; these are opened for the tokens of single samples.
 
 from __future__ import annotations
 
-import math
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.private_folder import private_folder
-from relax_core.contracts.tree import Episode
-from relax_core.observe.sample_log import (
-    SAMPLES_FOLDER,
-    AttemptRecord,
-    Frame,
+from relax_core.observe.event_log import (
+    Event,
+    EventReader,
     MadeRecord,
-    Numbers,
     TrainedRecord,
-    decode_numbers,
-    numbers_files,
-    read_frames,
+    event_files,
+    is_resume,
+    of_samples,
 )
 
-FORMAT = 3  # part of the file's name: another format makes another index
+FORMAT = 4  # part of the file's name: another format makes another index
 MOST_ROWS = 500
 ENGINE_POINTS = 200
 # Filter → the condition that it sets; a filter of two ends has the names with _min and _max.
@@ -59,24 +53,22 @@ class SampleIndex:
         self._database.close()
 
     def refresh(self) -> int:
-        """Takes in what the run's files have gained, at most some MiB, and returns the number of records.
+        """Takes in what the event log has gained, at most some MiB, and returns the number of records.
 
-        The records of all files are taken in order of time, so that a resume follows what it undid. Once there are no
-        more, the indices for the filters are made.
+        Once there are no more, the indices for the filters are made.
         """
-        with self._lock, self._database:
+        with self._lock:
             return self._intake.refresh()
 
     def share(self) -> float:
         """Returns how much of the run's files was taken in, from 0 to 1."""
         with self._lock:
-            known = {row["name"]: row["offset"] for row in self._database.execute("SELECT name, offset FROM files")}
-        names = numbers_files(self._run_dir)
-        sizes = sum((self._run_dir / SAMPLES_FOLDER / name).stat().st_size for name in names)
-        return sum(known.get(name, 0) for name in names) / sizes if sizes else 1.0
+            cursor = self._intake.reader.cursor
+        sizes = {name: size for name, size in event_files(self._run_dir).items() if of_samples(name)}
+        return sum(cursor.get(name, 0) for name in sizes) / (sum(sizes.values()) or 1) if sizes else 1.0
 
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool = False) -> None:
-        """Marks samples that the bus dropped after they were put on it, by uid and reason.
+        """Marks samples that the bus dropped, by uid and reason.
 
         A sample that no file has yet is marked once it has come. With ``anew`` what was given before is void.
         """
@@ -95,9 +87,9 @@ class SampleIndex:
             self._database.execute("INSERT OR REPLACE INTO ledger VALUES (0, ?, ?)", (position, restores))
 
     def problems(self) -> list[str]:
-        """Returns one sentence for each file that cannot be read on."""
+        """Returns one sentence for each file that cannot be read on, or that has a line that is no event."""
         with self._lock:
-            return [row[0] for row in self._database.execute("SELECT problem FROM files WHERE problem != ''")]
+            return list(self._intake.reader.problems.values())
 
     def find(
         self,
@@ -216,11 +208,9 @@ def every_id(
         before = rows[-1]["id"]
 
 
-MOST_ATTEMPTS = 1000  # services that were started together, in the life of a run
-REFRESH_BYTES = 2**20  # of each file at most, so that the caller's lock is free again soon
+KINDS = ("made", "trained", "numbers")  # the numbers are those of the controller, which has the resumes
 _TABLES = """
-    CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, offset INTEGER, problem TEXT);
-    CREATE TABLE IF NOT EXISTS attempts (attempt TEXT PRIMARY KEY, start_step INTEGER, time REAL);
+    CREATE TABLE IF NOT EXISTS cursor (id INTEGER PRIMARY KEY CHECK (id = 0), files TEXT);
     CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
     CREATE TABLE IF NOT EXISTS waiting (uid TEXT PRIMARY KEY, fields BLOB);
     CREATE TABLE IF NOT EXISTS drops (uid TEXT PRIMARY KEY, reason TEXT);
@@ -245,34 +235,51 @@ _TRAINED = (
     "trained_file = ?, trained_offset = ?, trained_size = ?, trained_first = ? "
     "WHERE id = (SELECT MAX(id) FROM samples WHERE uid = ?)"
 )
-_DROP = (
-    "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? "
-    "AND (state IN ('put', 'masked') OR reason = 'cancelled')"  # the rollout does not know why the bus gave a group up
-)
+_DROP = "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? AND state IN ('made', 'put', 'masked')"
 
 
 class SampleIntake:
-    """Adds what the files of the run in ``run_dir`` gain to ``database``, which has no other writer.
-
-    Its methods are called inside a transaction.
-    """
+    """Adds what the event log of the run in ``run_dir`` gains to ``database``, which has no other writer."""
 
     def __init__(self, run_dir: Path, database: sqlite3.Connection) -> None:
         self._run_dir, self._database, self._indexed = run_dir, database, False
         database.executescript(_TABLES)
+        self.reader = self._reader_from_cursor()
 
     def refresh(self) -> int:
         """Takes in the next records and returns how many; makes the indices once there are no more."""
-        done = self._take_in([self._chunk(name, offset) for name, offset in self._open_files()])
-        if not done and not self._indexed:
+        try:
+            with self._database:
+                return self._take_in(self.reader.read())
+        except Exception:
+            self.reader = self._reader_from_cursor()  # what the database does not have is read again
+            raise
+
+    def _reader_from_cursor(self) -> EventReader:
+        row = self._database.execute("SELECT files FROM cursor").fetchone()
+        cursor = {} if row is None else msgspec.json.decode(row["files"], type=dict[str, int])
+        return EventReader(self._run_dir, cursor=cursor, kinds=KINDS)
+
+    def _take_in(self, events: Sequence[Event]) -> int:
+        for event in events:
+            if isinstance(event, MadeRecord):
+                self._add_made(event)
+            elif isinstance(event, TrainedRecord):
+                self._add_trained(event)
+            elif is_resume(event):
+                self._begin_attempt(event.step)
+        if events:
+            cursor = msgspec.json.encode(self.reader.cursor).decode()
+            self._database.execute("INSERT OR REPLACE INTO cursor VALUES (0, ?)", (cursor,))
+        elif not self._indexed:
             self._database.execute("ANALYZE")
             for statement in _INDICES:
                 self._database.execute(statement)
             self._indexed = True
-        return done
+        return len(events)
 
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool) -> None:
-        """Marks dropped samples, by uid and reason; `SampleIndex.take_ledger` says how."""
+        """Marks dropped samples, by uid and reason; `SampleIndex.take_ledger` says how. It is in a transaction."""
         if anew:
             self._database.execute("DELETE FROM drops")
         for uid, reason in dropped:
@@ -282,82 +289,27 @@ class SampleIntake:
             else:
                 self._database.execute(_DROP, (reason, known))
 
-    def _open_files(self) -> list[tuple[str, int]]:
-        """Returns name and offset of each file that can be read on."""
-        known = {row["name"]: row for row in self._database.execute("SELECT * FROM files")}
-        for name in numbers_files(self._run_dir):
-            if name not in known:
-                self._database.execute("INSERT INTO files VALUES (?, 0, '')", (name,))
-        return self._database.execute("SELECT name, offset FROM files WHERE problem = '' ORDER BY name").fetchall()
-
-    def _chunk(self, name: str, offset: int) -> _Chunk:
-        """Reads the next records of a file; a file that holds something else is not read on."""
-        path = self._run_dir / SAMPLES_FOLDER / name
-        entries: list[tuple[float, Numbers, _At]] = []
-        try:
-            cut = path.stat().st_size - offset > REFRESH_BYTES
-            time_s = 0.0
-            for frame in read_frames(path, offset, most_bytes=REFRESH_BYTES):
-                record = decode_numbers(frame)
-                time_s = max(time_s, record.time_s)  # a clock that was set back does not change the order of a file
-                entries.append((time_s, record, _At(name, frame)))
-        except (ValueError, OSError) as error:
-            self._database.execute("UPDATE files SET problem = ? WHERE name = ?", (f"{name}: {error}", name))
-            cut = False
-        return _Chunk(entries, entries[-1][0] if cut and entries else math.inf)
-
-    def _take_in(self, chunks: Sequence[_Chunk]) -> int:
-        """Adds the records up to the time from which on a file has further ones that were not read."""
-        until = min((chunk.until for chunk in chunks), default=math.inf)
-        entries = sorted((entry for chunk in chunks for entry in chunk.entries), key=lambda entry: entry[0])
-        offsets: dict[str, int] = {}
-        done = 0
-        for time_s, record, at in entries:
-            if time_s > until:
-                break
-            self._add(record, at)
-            offsets[at.name] = at.frame.offset + at.frame.size
-            done += 1
-        for name, offset in offsets.items():
-            self._database.execute("UPDATE files SET offset = ? WHERE name = ?", (offset, name))
-        return done
-
-    def _add(self, record: Numbers, at: _At) -> None:
-        match record:
-            case AttemptRecord():
-                self._begin_attempt(record)
-            case MadeRecord():
-                self._add_made(record, at)
-            case TrainedRecord():
-                self._add_trained(record)
-
-    def _begin_attempt(self, record: AttemptRecord) -> None:
-        """Marks what an earlier attempt did after the step from which this one goes on."""
-        known = [row["attempt"] for row in self._database.execute("SELECT attempt FROM attempts")]
-        if record.attempt in known:
-            return
-        if len(known) >= MOST_ATTEMPTS:
-            raise ValueError(f"there are more than {MOST_ATTEMPTS} attempts")
-        values = (record.attempt, record.start_step, record.time_s)
-        self._database.execute("INSERT INTO attempts VALUES (?, ?, ?)", values)
-        if not known:
-            return
-        start = record.start_step
+    def _begin_attempt(self, start: int) -> None:
+        """Marks what earlier attempts did after the step from which this one goes on."""
         cut = self._database.execute(
             "SELECT MAX(trained_time) FROM samples WHERE step = ? AND state != 'undone'", (start - 1,)
         ).fetchone()[0]
         self._database.execute("UPDATE samples SET state = 'undone' WHERE step >= ?", (start,))
         if start == 0 or cut is not None:
             self._database.execute(
-                "UPDATE samples SET state = 'undone' WHERE time > ? AND state IN ('put', 'dropped')", (cut or 0.0,)
+                "UPDATE samples SET state = 'undone' WHERE time > ? AND state IN ('made', 'put', 'dropped')",
+                (cut or 0.0,),
             )
 
-    def _add_made(self, record: MadeRecord, at: _At) -> None:
-        episodes = decode_episodes(bytes(record.episodes))
-        versions: Sequence[int | None] = record.versions or [None] * len(episodes)
+    def _add_made(self, record: MadeRecord) -> None:
+        at = record.tokens
         rows = [
-            (one.uid, *_made_values(one, record, version), number, at.name, at.frame.offset, at.frame.size)
-            for number, (one, version) in enumerate(zip(episodes, versions, strict=True))
+            (
+                *(one.uid, record.group_uid, "made" if one.version is None else "put", "", one.reward, one.length),
+                *(one.ended, one.version, one.engine, one.turns, record.time_s),
+                *(msgspec.json.encode(one.parts).decode(), one.why, number, at.file, at.offset, at.size),
+            )
+            for number, one in enumerate(record.samples)
         ]
         if any(self._database.execute("SELECT 1 FROM samples WHERE uid = ?", row[:1]).fetchone() for row in rows):
             self._database.executemany(
@@ -382,7 +334,6 @@ class SampleIntake:
                         self._database.execute(_DROP.replace("id = ?", f"id = {newest}"), (value, uid))
 
     def _add_trained(self, record: TrainedRecord) -> None:
-        assert record.tokens is not None, "every record in a file says where its tokens stand"
         first, rows = 0, []
         parts = zip(record.uids, record.lengths, record.trained, record.versions, strict=True)
         for uid, length, trained, version in parts:
@@ -401,34 +352,3 @@ class SampleIntake:
             if not self._database.execute(_TRAINED, row).rowcount:
                 fields = msgspec.msgpack.encode(row)
                 self._database.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row[-1], fields))
-
-
-@dataclass(frozen=True)
-class _At:
-    name: str
-    frame: Frame
-
-
-class _Chunk(NamedTuple):
-    """Holds records of a file by time; behind ``until`` the file has further ones."""
-
-    entries: list[tuple[float, Numbers, _At]]
-    until: float
-
-
-def _made_values(one: Episode, record: MadeRecord, version: int | None) -> tuple[Any, ...]:
-    reason = record.dropped.get(one.uid, "")
-    return (
-        record.group_uid,
-        "dropped" if reason else "put",
-        reason,
-        one.reward,
-        sum(turn.end - turn.start for turn in one.turns),
-        one.ended,
-        version,
-        one.turns[0].engine if one.turns else "",
-        len(one.turns),
-        record.time_s,
-        msgspec.json.encode(one.parts).decode(),
-        one.why,
-    )

@@ -1,107 +1,54 @@
-"""Writes the samples that a process makes or trains to files in the run's folder ``samples``, and reads them.
+"""Writes the samples that a process makes or trains to the run's event log and its folder ``samples``, and reads them.
 
 A thread writes; the caller only appends a reference to a queue. If the disk is slow or full, samples are left out and
 counted.
 
-Each process that makes or trains samples writes files of its own. ``NAME.START.msgpack`` has the numbers of its groups,
-where START counts the starts of the process. ``NAME.START.tokens-PART.msgpack`` has their tokens; the numbers say where
-the tokens of a group stand. A file is a sequence of msgpack byte strings, each of which holds one record as a msgpack
-map. A file only grows. Its last frame may be half-written if its writer was killed.
+The numbers are records of the event log (`MadeRecord`, `TrainedRecord`). Each says where the tokens stand: in a file
+``samples/WORKER.PART.tokens``, which holds msgpack maps one after the other and only grows.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
-from relax_core.contracts.columns import decode_tree, encode_column, payload_bytes
+from relax_core.contracts.columns import decode_episodes, decode_tree, encode_column, payload_bytes
 from relax_core.contracts.foreign_files import NotPlain, open_plain, read_whole
-from relax_core.contracts.tree import TokenTree
-from relax_core.observe.event_log import AppendFile
+from relax_core.contracts.tree import Episode, TokenTree
+from relax_core.observe.event_log import (
+    SAMPLES,
+    AppendFile,
+    EventFile,
+    MadeRecord,
+    MadeSample,
+    TokensAt,
+    TrainedRecord,
+)
 
 SAMPLES_FOLDER = "samples"
 TOKENIZER_FOLDER = "tokenizer"  # in the folder of samples: the files of the run's tokenizer
 PICTURES_FOLDER = "pictures"  # in the folder of samples: small pictures of items, DIGEST.jpg
 PLAYED_FOLDER = "media"  # in the folder of samples: files of sounds and videos, DIGEST
-NUMBERS_SUFFIX, TOKENS_MARK = ".msgpack", ".tokens-"
+TOKENS_SUFFIX = ".tokens"
 
 # The columns of a group that are kept. Routed experts and kept sets are larger than all else, so they are left out.
 TOKEN_COLUMNS = (
-    *(c.TOKEN_IDS, c.END, c.LOSS_MASK, c.LOGPROBS, c.VERSIONS, c.MEDIA),
+    *(c.TOKEN_IDS, c.END, c.LOSS_MASK, c.LOGPROBS, c.VERSIONS, c.EPISODES, c.MEDIA),
     *(c.ADVANTAGES, c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.VALUES),
 )
-_HEAD, _HEAD_BYTES = b"\xc6", 5  # msgpack's mark of a byte string with a length of four bytes
-
-
-class TokensAt(msgspec.Struct, frozen=True, array_like=True):
-    """Says where the tokens of a record stand: the name of a file beside it, and the frame's offset and its bytes."""
-
-    file: str
-    offset: int
-    size: int
-
-
-class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag="attempt", tag_field="kind"):
-    """Is the first record of a file.
-
-    ``attempt`` names the services that were started together; they have done ``start_step`` train steps then. What an
-    earlier attempt did after that step is undone.
-    """
-
-    worker: str
-    attempt: str
-    start_step: int
-    time_s: float
-
-
-class MadeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="made", tag_field="kind", omit_defaults=True):
-    """Holds the numbers of samples that the rollout made.
-
-    ``episodes`` is the column of the same name. ``versions`` has the version of the oldest trained token of each; it is
-    empty for samples that were dropped. ``dropped`` maps their uids to the reasons; a group that was put on the bus has
-    none.
-    """
-
-    group_uid: str
-    time_s: float
-    episodes: msgspec.Raw
-    versions: list[int] = []
-    dropped: dict[str, str] = {}
-    tokens: TokensAt | None = None
-
-
-class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", tag_field="kind", omit_defaults=True):
-    """Holds the numbers of samples of one group that a rank of the trainer trained at train step ``step``.
-
-    ``lengths`` counts the sampled tokens of each sample, and ``trained`` those that no mask takes out. ``versions`` has
-    the version of the oldest trained token of each.
-    """
-
-    group_uid: str
-    step: int
-    time_s: float
-    uids: list[str]
-    lengths: list[int]
-    trained: list[int]
-    versions: list[int]
-    tokens: TokensAt | None = None
-
-
-Numbers = AttemptRecord | MadeRecord | TrainedRecord
 
 
 class MadeTokens(msgspec.Struct, frozen=True):
@@ -122,43 +69,6 @@ class TrainedTokens(msgspec.Struct, frozen=True):
     trained: bytes
 
 
-class Frame(NamedTuple):
-    """Is one record of a file: its bytes, and the offset and the size of the frame around them."""
-
-    payload: bytes
-    offset: int
-    size: int
-
-
-def framed(payload: bytes) -> bytes:
-    """Returns the payload as a msgpack byte string."""
-    return _HEAD + len(payload).to_bytes(4, "big") + payload
-
-
-def split_frames(data: bytes, *, offset: int) -> list[Frame]:
-    """Returns the whole frames at the start of ``data``, which stands at ``offset`` in its file.
-
-    A half-written frame at the end is left out. Raises ValueError if a frame begins with something else.
-    """
-    found, at = [], 0
-    while len(data) - at >= _HEAD_BYTES:
-        if data[at : at + 1] != _HEAD:
-            raise ValueError(f"no record of samples begins at byte {offset + at}")
-        size = _HEAD_BYTES + int.from_bytes(data[at + 1 : at + _HEAD_BYTES], "big")
-        if at + size > len(data):
-            break
-        found.append(Frame(data[at + _HEAD_BYTES : at + size], offset + at, size))
-        at += size
-    return found
-
-
-def check_frame(data: bytes, *, offset: int, most: int) -> None:
-    """Raises ValueError if the frame at the start of ``data`` is longer than ``most`` bytes."""
-    size = int.from_bytes(data[1:_HEAD_BYTES], "big")
-    if size > most:
-        raise ValueError(f"the record at byte {offset} has {size} bytes; at most {most} are read")
-
-
 def token_columns(tree: TokenTree) -> dict[str, bytes]:
     """Returns the columns of `TOKEN_COLUMNS` of a tree that the bus does not get."""
     arrays = {
@@ -169,7 +79,8 @@ def token_columns(tree: TokenTree) -> dict[str, bytes]:
         c.VERSIONS: tree.versions,
     } | {name: one for name, one in tree.extras.items() if name in TOKEN_COLUMNS}
     columns = {name: encode_column(name, np.asarray(one)) for name, one in arrays.items()}
-    return columns | {c.MEDIA: msgspec.msgpack.encode(tree.media)}
+    encode = msgspec.msgpack.encode
+    return columns | {c.EPISODES: encode(tree.episodes), c.MEDIA: encode(tree.media)}
 
 
 log = logging.getLogger(__name__)
@@ -177,23 +88,23 @@ GATHER_S = 0.2  # the thread gathers samples for this long and writes them as on
 MOST_WAITING_BYTES = 256 * 2**20
 PARTS = 16  # the tokens of a worker lie in about so many files, of which the oldest is removed first
 ROW_BYTES = 17  # of a row's token id, end, mask, log-prob and version
+MOST_WHY = 4000  # characters
+Tokens = TypeVar("Tokens")
 
-Made = tuple[MadeRecord | TrainedRecord, MadeTokens | TrainedTokens]
+Made = tuple[Callable[[TokensAt], MadeRecord | TrainedRecord], MadeTokens | TrainedTokens]  # a record and its tokens
 
 
 class SampleLog:
-    """Appends samples to the files of one worker in ``folder``.
+    """Appends the samples of one worker to the log of a run.
 
     ``first`` of every ``every`` neighbouring groups are kept. The tokens take at most about ``max_bytes``; the oldest
     ones are removed first. All methods but `close` return at once, and they may be called from one thread only.
     """
 
-    def __init__(
-        self, folder: Path, *, worker: str, attempt: str, start_step: int, first: int, every: int, max_bytes: int
-    ) -> None:
+    def __init__(self, run_dir: Path, *, worker: str, first: int, every: int, max_bytes: int, attempt: int = 0) -> None:
         self._first, self._every = first, every
-        self._files = SampleFiles(folder, worker=worker, max_bytes=max_bytes)
-        self._started = AttemptRecord(worker=worker, attempt=attempt, start_step=start_step, time_s=time.time())
+        self._events = EventFile(run_dir, SAMPLES + worker, attempt=attempt)
+        self._tokens = TokenFiles(run_dir / SAMPLES_FOLDER, worker=worker, max_bytes=max_bytes)
         self._queue: deque[tuple[int, Callable[[], list[Made]]]] = deque()
         self._put_bytes = self._done_bytes = 0  # each has one writer, so that no lock is needed
         self.left_out = 0  # the number of groups that are in no file
@@ -213,11 +124,11 @@ class SampleLog:
             now = time.time()
             self._enqueue(payload_bytes(group.columns), lambda: [_of_put(group, now)])
 
-    def lost(self, tree: TokenTree, reasons: Mapping[str, str]) -> None:
-        """Keeps samples that the bus does not get: their tree, and for each uid why it is dropped."""
+    def lost(self, tree: TokenTree) -> None:
+        """Keeps samples that the bus does not get."""
         if self.keeps(group_index(tree.group_uid)):
             now = time.time()
-            self._enqueue(ROW_BYTES * tree.rows, lambda: [_of_lost(tree, dict(reasons), now)])
+            self._enqueue(ROW_BYTES * tree.rows, lambda: [_of_lost(tree, now)])
 
     def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
         """Keeps what the trainer computed of groups, or of parts of groups, at a train step.
@@ -235,7 +146,7 @@ class SampleLog:
         self._pending.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("samples: the files in %s were not written within %.0f s", self._files.folder, timeout_s)
+            log.warning("samples: the files in %s were not written within %.0f s", self._tokens.folder, timeout_s)
 
     def _enqueue(self, nbytes: int, make: Callable[[], list[Made]]) -> None:
         if self._put_bytes - self._done_bytes > MOST_WAITING_BYTES or not self._thread.is_alive():
@@ -270,7 +181,7 @@ class SampleLog:
             batch = [self._queue.popleft() for _ in range(len(self._queue))]
             made = [one for _, make in batch for one in make()]
             try:
-                self._files.append(made, self._started)
+                self._write(made)
                 told = False
             except OSError as error:
                 self.left_out += len(made)
@@ -279,70 +190,60 @@ class SampleLog:
                 told = True
             self._done_bytes += sum(nbytes for nbytes, _ in batch)
             if last:
-                self._files.close()
+                self._tokens.close()
                 return
             self._pending.wait()
             self._closing.wait(GATHER_S)
             self._pending.clear()
 
+    def _write(self, made: Sequence[Made]) -> None:
+        """Writes the tokens and then the records, so that what a record points to is there. Raises OSError."""
+        if made:
+            places = self._tokens.append([msgspec.msgpack.encode(tokens) for _, tokens in made])
+            self.left_out += self._events.append(*(record(at) for (record, _), at in zip(made, places, strict=True)))
 
-class SampleFiles:
-    """Holds the open files of one worker and removes the oldest files of tokens."""
+
+class TokenFiles:
+    """Appends the tokens of one worker to files of about equal size, and removes the oldest of them."""
 
     def __init__(self, folder: Path, *, worker: str, max_bytes: int) -> None:
         self.folder, self._worker = folder, worker
         self._part_bytes, self._max_bytes = max(1, max_bytes // PARTS), max_bytes
-        self._numbers: AppendFile | None = None
-        self._tokens: AppendFile | None = None
-        self._stem, self._part = "", 0
+        self._file: AppendFile | None = None
+        self._name, self._part = "", -1
 
-    def append(self, made: Sequence[Made], started: AttemptRecord) -> None:
-        """Appends a batch, the tokens first. Raises OSError if a file cannot be written."""
-        encode = msgspec.msgpack.encode
-        numbers = self._open_numbers(started)
-        if not made:
-            return
-        tokens = self._open_tokens()
-        name, offset = f"{self._stem}{TOKENS_MARK}{self._part:04d}{NUMBERS_SUFFIX}", tokens.size
-        frames, lines = [], []
-        for record, its_tokens in made:
-            frame = framed(encode(its_tokens))
-            at = TokensAt(name, offset, len(frame))
-            frames.append(frame)
-            lines.append(framed(encode(msgspec.structs.replace(record, tokens=at))))
-            offset += len(frame)
-        tokens.append(b"".join(frames))
-        numbers.append(b"".join(lines))
-        if tokens.size >= self._part_bytes:
-            tokens.close()
-            self._tokens, self._part = None, self._part + 1
+    def append(self, payloads: Sequence[bytes]) -> list[TokensAt]:
+        """Appends payloads and returns where they stand. Raises OSError if the file cannot be written."""
+        file = self._file = self._file or self._open()
+        places, offset = [], file.size
+        for payload in payloads:
+            places.append(TokensAt(self._name, offset, len(payload)))
+            offset += len(payload)
+        file.append(b"".join(payloads))
+        if file.size >= self._part_bytes:
+            self.close()
+        return places
 
     def close(self) -> None:
-        """Closes the files."""
-        for file in (self._numbers, self._tokens):
-            if file is not None:
-                file.close()
+        """Closes the open file; the next tokens go into a new one."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _open_numbers(self, started: AttemptRecord) -> AppendFile:
-        if self._numbers is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            starts = [int(path.name.split(".")[1]) for path in self.folder.glob(f"{self._worker}.*{NUMBERS_SUFFIX}")]
-            self._stem = f"{self._worker}.{max(starts, default=-1) + 1:04d}"
-            file = AppendFile(self.folder / f"{self._stem}{NUMBERS_SUFFIX}", lines=False)
-            file.append(framed(msgspec.msgpack.encode(started)))
-            self._numbers = file
-        return self._numbers
+    def _open(self) -> AppendFile:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parts = self._parts()
+        self._part = max(self._part, int(parts[-1].name.split(".")[1]) if parts else -1) + 1
+        self._remove_oldest(parts)
+        self._name = f"{self._worker}.{self._part:08d}{TOKENS_SUFFIX}"
+        return AppendFile(self.folder / self._name, lines=False)
 
-    def _open_tokens(self) -> AppendFile:
-        if self._tokens is None:
-            name = f"{self._stem}{TOKENS_MARK}{self._part:04d}{NUMBERS_SUFFIX}"
-            self._remove_oldest()
-            self._tokens = AppendFile(self.folder / name, lines=False)
-        return self._tokens
+    def _parts(self) -> list[Path]:
+        found = self.folder.glob(f"{self._worker}.*{TOKENS_SUFFIX}")
+        return sorted(path for path in found if _OWN_NAME.fullmatch(path.name))
 
-    def _remove_oldest(self) -> None:
+    def _remove_oldest(self, parts: list[Path]) -> None:
         """Removes the oldest tokens, also those of earlier starts, until one more file of them has room."""
-        parts = sorted(self.folder.glob(f"{self._worker}.*{TOKENS_MARK}*{NUMBERS_SUFFIX}"))
         sizes = [path.stat().st_size for path in parts]
         while parts and sum(sizes) > self._max_bytes - self._part_bytes:
             parts.pop(0).unlink(missing_ok=True)
@@ -351,21 +252,39 @@ class SampleFiles:
 
 def _of_put(group: Group, now: float) -> Made:
     columns = {name: group.columns[name] for name in TOKEN_COLUMNS if name in group.columns}
-    episodes = msgspec.Raw(group.columns[c.EPISODES])
-    record = MadeRecord(group_uid=group.group_uid, time_s=now, episodes=episodes, versions=group.versions)
-    return record, MadeTokens(columns)
+    episodes = decode_episodes(group.columns[c.EPISODES])
+    samples = [_made_sample(one, version) for one, version in zip(episodes, group.versions, strict=True)]
+    return partial(_made, group.group_uid, now, samples), MadeTokens(columns)
 
 
-def _of_lost(tree: TokenTree, reasons: dict[str, str], now: float) -> Made:
-    episodes = msgspec.Raw(msgspec.msgpack.encode(tree.episodes))
-    record = MadeRecord(group_uid=tree.group_uid, time_s=now, episodes=episodes, dropped=reasons)
-    return record, MadeTokens(token_columns(tree))
+def _of_lost(tree: TokenTree, now: float) -> Made:
+    samples = [_made_sample(one, None) for one in tree.episodes]
+    return partial(_made, tree.group_uid, now, samples), MadeTokens(token_columns(tree))
+
+
+def _made(group_uid: str, now: float, samples: list[MadeSample], at: TokensAt) -> MadeRecord:
+    return MadeRecord(group_uid=group_uid, time_s=now, samples=samples, tokens=at)
+
+
+def _made_sample(one: Episode, version: int | None) -> MadeSample:
+    return MadeSample(
+        uid=one.uid,
+        reward=one.reward,
+        length=sum(turn.end - turn.start for turn in one.turns),
+        ended=one.ended,
+        engine=one.turns[0].engine if one.turns else "",
+        version=version,
+        turns=len(one.turns),
+        parts=one.parts,
+        why=one.why[:MOST_WHY],
+    )
 
 
 def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray | None, *, step: int, now: float) -> Made:
     episodes, rows = group.tokens
     trained = group.loss_mask[rows]
-    record = TrainedRecord(
+    record = partial(
+        TrainedRecord,
         group_uid=group.group_uid,
         step=step,
         time_s=now,
@@ -377,7 +296,8 @@ def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray | None, *, 
     advantages = group.of_tokens(c.ADVANTAGES)
     assert advantages is not None, "the trainer leases groups with advantages"
     computed = b"" if logprobs is None else logprobs.astype("<f4").tobytes()
-    return record, TrainedTokens(advantages.astype("<f4").tobytes(), computed, trained.astype("|b1").tobytes())
+    tokens = TrainedTokens(advantages.astype("<f4").tobytes(), computed, trained.astype("|b1").tobytes())
+    return lambda at: record(tokens=at), tokens
 
 
 def group_index(uid: str) -> int:
@@ -386,77 +306,22 @@ def group_index(uid: str) -> int:
 
 
 # -- The reader --------------------------------------------------------------------------------------------------------
-_OWN_NAME = re.compile(r"[\w-]+\.\d+(\.tokens-\d+)?\.msgpack")
-READ_BYTES = 16 * 2**20
-MOST_FILES = 20_000  # entries of the folder of samples
-MOST_NUMBERS_BYTES, MOST_TOKENS_BYTES = 8 * 2**20, 128 * 2**20  # of one frame
+_OWN_NAME = re.compile(r"[\w-]+\.\d{8,12}\.tokens")
+MOST_TOKENS_BYTES = 128 * 2**20  # of one group
 MOST_TOKENIZER_BYTES, MOST_TOKEN, MOST_DECODER_BYTES = 64 * 2**20, 2048, 4096
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character yet
-_numbers = msgspec.msgpack.Decoder(Numbers)
-_made = msgspec.msgpack.Decoder(MadeTokens)
-_trained = msgspec.msgpack.Decoder(TrainedTokens)
+_made_tokens = msgspec.msgpack.Decoder(MadeTokens)
+_trained_tokens = msgspec.msgpack.Decoder(TrainedTokens)
 
 
 class TokensRemoved(Exception):
     """The tokens of a sample are not there any more, because the run keeps the newest 2 GiB."""
 
 
-def numbers_files(run_dir: Path) -> list[str]:
-    """Returns the names of the files with numbers in a run's folder of samples, sorted; none without such a folder.
-
-    Links, whatever is no plain file and other names are left out, and what lies behind the first `MOST_FILES` entries.
-    """
-    try:
-        with os.scandir(run_dir / SAMPLES_FOLDER) as entries:
-            return sorted(
-                entry.name
-                for entry in islice(entries, MOST_FILES)
-                if entry.name.endswith(NUMBERS_SUFFIX)
-                and TOKENS_MARK not in entry.name
-                and _OWN_NAME.fullmatch(entry.name)
-                and entry.is_file(follow_symlinks=False)
-            )
-    except OSError:
-        return []
-
-
-def read_frames(path: Path, offset: int, *, most_bytes: int = READ_BYTES) -> list[Frame]:
-    """Returns the whole frames of a file from ``offset`` on, of at most about ``most_bytes`` unless one is larger.
-
-    Raises ValueError for a file that holds something else.
-    """
-    with open_plain(path) as file:
-        file.seek(offset)
-        data = file.read(most_bytes)
-        frames = split_frames(data, offset=offset)
-        if len(data) == most_bytes:
-            check_frame(data, offset=offset, most=MOST_NUMBERS_BYTES)
-        while not frames and len(data) == most_bytes:  # one frame is larger
-            most_bytes *= 2
-            file.seek(offset)
-            data = file.read(most_bytes)
-            frames = split_frames(data, offset=offset)
-    return frames
-
-
-def decode_numbers(frame: Frame) -> Numbers:
-    """Returns the record of a frame. Raises ValueError for one that this Relax does not know."""
-    try:
-        return _numbers.decode(frame.payload)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"the record at byte {frame.offset} is of another Relax or damaged: {error}") from error
-
-
-def read_numbers_at(run_dir: Path, at: TokensAt) -> Numbers:
-    """Returns the record of the frame at ``at``, as `decode_numbers` does."""
-    return decode_numbers(Frame(_payload(run_dir, at), at.offset, at.size))
-
-
-def read_made_tree(run_dir: Path, record: MadeRecord) -> TokenTree:
-    """Returns the tree of a record. Raises TokensRemoved if its tokens are not there any more."""
-    assert record.tokens is not None, "every record in a file says where its tokens stand"
-    columns = _made.decode(_payload(run_dir, record.tokens)).columns | {c.EPISODES: bytes(record.episodes)}
-    return decode_tree(Group(group_uid=record.group_uid, index=0, uids=[], versions=record.versions, columns=columns))
+def read_made_tree(run_dir: Path, group_uid: str, at: TokensAt) -> TokenTree:
+    """Returns the tree of a made group. Raises TokensRemoved if its tokens are not there any more."""
+    columns = _decoded(_made_tokens, run_dir, at).columns
+    return decode_tree(Group(group_uid=group_uid, index=0, uids=[], versions=[], columns=columns))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,7 +335,7 @@ class TrainedPart:
 
 def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> TrainedPart:
     """Returns ``count`` tokens from ``first`` on of a trained record. Raises TokensRemoved as `read_made_tree` does."""
-    tokens = _trained.decode(_payload(run_dir, at))
+    tokens = _decoded(_trained_tokens, run_dir, at)
     own = slice(first, first + count)
     return TrainedPart(
         advantages=np.frombuffer(tokens.advantages, "<f4")[own],
@@ -479,10 +344,10 @@ def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> Trai
     )
 
 
-def _payload(run_dir: Path, at: TokensAt) -> bytes:
+def _decoded(decoder: msgspec.msgpack.Decoder[Tokens], run_dir: Path, at: TokensAt) -> Tokens:
     if not _OWN_NAME.fullmatch(at.file):
         raise TokensRemoved(f"{at.file!r} is no name of a file of samples")
-    if not 0 <= at.size <= MOST_TOKENS_BYTES or not 0 <= at.offset < 2**53:
+    if at.size > MOST_TOKENS_BYTES:
         raise TokensRemoved(f"{at.file}: tokens of {at.size} bytes are not read; at most {MOST_TOKENS_BYTES} are")
     try:
         with open_plain(run_dir / SAMPLES_FOLDER / at.file) as file:
@@ -492,10 +357,12 @@ def _payload(run_dir: Path, at: TokensAt) -> bytes:
         raise TokensRemoved(f"{at.file} is not there any more: the run keeps the newest 2 GiB") from error
     except NotPlain as error:
         raise TokensRemoved(str(error)) from error
-    frames = split_frames(data, offset=at.offset)
-    if len(frames) != 1:
+    if len(data) < at.size:
         raise TokensRemoved(f"{at.file} ends before the sample's tokens: the copy of the run's folder is not whole")
-    return frames[0].payload
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{at.file}: the tokens at byte {at.offset} are damaged: {error}") from error
 
 
 class SampleText:

@@ -43,10 +43,9 @@ def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) 
                 shutil.copyfile(context.model_folder / file, target / file)
     writers = config.rollout.workers + config.parallel.dp
     return SampleLog(
-        folder,
+        context.run_dir,
         worker=name,
-        attempt=context.namespace,
-        start_step=context.start_step,
+        attempt=context.attempt,
         first=first,
         every=groups,
         max_bytes=MAX_BYTES // writers,

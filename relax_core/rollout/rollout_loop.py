@@ -205,7 +205,7 @@ class RolloutLoop:
         if episodes:
             self._sampled_tokens.update(token_accounts(episodes, None))
             if self._lost is not None:
-                tell_lost(self._lost, prompt.uid, episodes, reason="cancelled")
+                tell_lost(self._lost, prompt.uid, episodes)
             self._cancelled.append(PlayedFigures.of(episodes, reward_s=0.0))
 
     def _record_figures(

@@ -14,19 +14,16 @@ from typing import Any
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode, TokenTree
+from relax_core.observe.event_log import TokensAt
 from relax_core.observe.sample_index import SampleIndex, every_id
 from relax_core.observe.sample_log import (
     PICTURES_FOLDER,
     PLAYED_FOLDER,
     SAMPLES_FOLDER,
-    MadeRecord,
     SampleText,
-    TokensAt,
     TokensRemoved,
     read_made_tree,
-    read_numbers_at,
     read_trained,
 )
 from relax_core.server.run_folders import inside, reason
@@ -50,7 +47,7 @@ class SampleViews:
             self._text: SampleText | None = SampleText(run_dir)
         except (FileNotFoundError, ValueError) as error:
             self._text, self.problem = None, "" if isinstance(error, FileNotFoundError) else reason("samples", error)
-        self._trees: OrderedDict[tuple[str, int], TokenTree] = OrderedDict()
+        self._trees: OrderedDict[TokensAt, TokenTree] = OrderedDict()
         self._lock = threading.Lock()
 
     def listed(self, filters: Mapping[str, str | float], *, order: str, first: int, most: int) -> dict[str, Any]:
@@ -104,33 +101,28 @@ class SampleViews:
     def turn_times(self, group: str) -> dict[str, list[tuple[float, float, float]]]:
         """Returns for each sample of a group (began, ended, time of the env behind it) of its turns, in Unix seconds.
 
-        Samples of one turn, whose times are not recorded, and those that a resume undid are left out.
+        Left out are samples of one turn, whose times are not recorded, those that a resume undid, and those whose
+        tokens are not there any more.
         """
         found = {}
         for row in self._index.find({"group": group}, order="oldest", most=MOST_GROUP)[1]:
             if row["turns"] > 1 and row["state"] != "undone":
-                at = TokensAt(row["made_file"], row["made_offset"], row["made_size"])
-                record = read_numbers_at(self._run_dir, at)
-                assert isinstance(record, MadeRecord), "the index says so"
-                turns = decode_episodes(bytes(record.episodes))[row["number"]].turns
+                try:
+                    turns = self._tree(row)[0].episodes[row["number"]].turns
+                except TokensRemoved:
+                    continue
                 found[row["uid"]] = [(one.began_s, one.ended_s, one.env_ms / 1e3) for one in turns]
         return found
 
     # -- one sample ---------------------------------------------------------------------------------------------------
-    def _read_made(self, file: str, offset: int, size: int) -> TokenTree:
-        record = read_numbers_at(self._run_dir, TokensAt(file, offset, size))
-        if not isinstance(record, MadeRecord):
-            raise ValueError(f"{file}: the record at byte {offset} has no samples")
-        return read_made_tree(self._run_dir, record)
-
     def _tree(self, row: Mapping[str, Any]) -> tuple[TokenTree, np.ndarray]:
         """Returns the tree of a sample's group, and the rows on the sample's path."""
-        file, offset = row["made_file"], row["made_offset"]
+        at = TokensAt(row["made_file"], row["made_offset"], row["made_size"])
         with self._lock:
-            tree = self._trees.pop((file, offset), None)
+            tree = self._trees.pop(at, None)
             if tree is None:
-                tree = self._read_made(file, offset, row["made_size"])
-            self._trees[file, offset] = tree
+                tree = read_made_tree(self._run_dir, row["group_uid"], at)
+            self._trees[at] = tree
             while len(self._trees) > 1 and sum(one.rows for one in self._trees.values()) > KEPT_ROWS:
                 self._trees.popitem(last=False)
         return tree, tree.rows_of([row["number"]])

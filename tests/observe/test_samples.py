@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,10 @@ import pytest
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
-from relax_core.observe import sample_index, sample_log
+from relax_core.observe import event_log, sample_log
+from relax_core.observe.event_log import CONTROLLER, EventWriter, TokensAt, event_files, newest_metrics
 from relax_core.observe.sample_index import SampleIndex
-from relax_core.observe.sample_log import (
-    SAMPLES_FOLDER,
-    MadeRecord,
-    SampleLog,
-    TokensAt,
-    TokensRemoved,
-    framed,
-    numbers_files,
-    read_frames,
-    read_made_tree,
-    read_numbers_at,
-    read_trained,
-    split_frames,
-)
+from relax_core.observe.sample_log import SAMPLES_FOLDER, SampleLog, TokensRemoved, read_made_tree, read_trained
 from tests.trees import answers_tree
 
 PROMPT = [7, 8, 9]
@@ -58,8 +45,20 @@ def group(index: int, *, version: int = 0) -> Group:
 
 
 def open_log(run_dir: Path, worker: str = "rollout-0", **changed: Any) -> SampleLog:
-    given = {"attempt": "a", "start_step": 0, "first": 4, "every": 4, "max_bytes": 2**30} | changed
-    return SampleLog(run_dir / SAMPLES_FOLDER, worker=worker, **given)
+    given = {"first": 4, "every": 4, "max_bytes": 2**30} | changed
+    return SampleLog(run_dir, worker=worker, **given)
+
+
+def resume(run_dir: Path, step: int) -> int:
+    controller = EventWriter(run_dir, CONTROLLER)
+    attempt = controller.begin_attempt(step)
+    controller.close()
+    return attempt
+
+
+def made_tree(run_dir: Path, row: dict[str, Any]) -> TokenTree:
+    at = TokensAt(row["made_file"], row["made_offset"], row["made_size"])
+    return read_made_tree(run_dir, row["group_uid"], at)
 
 
 def found(index: SampleIndex, **filters: Any) -> list[dict[str, Any]]:
@@ -83,9 +82,7 @@ def test_what_is_put_and_trained_is_read_back(tmp_path: Path) -> None:
     first, second = found(SampleIndex(tmp_path, None))
     assert [first["uid"], first["state"], first["step"], first["staleness"]] == ["g00000003.0", "trained", 0, 0]
     assert [first["reward"], first["length"], first["parts"]] == [1.0, 2, {"exact": 1.0}]
-    record = read_numbers_at(tmp_path, TokensAt(second["made_file"], second["made_offset"], second["made_size"]))
-    assert isinstance(record, MadeRecord)
-    made = read_made_tree(tmp_path, record)
+    made = made_tree(tmp_path, second)
     rows = made.rows_of([second["number"]])
     assert made.token_ids[rows].tolist() == [*PROMPT, 32, 33, 34]
     assert made.logprobs[rows].tolist() == [0.0, 0.0, 0.0, -5.0, -6.0, -7.0]
@@ -110,32 +107,24 @@ def test_samples_that_are_counted_without_a_pass_have_no_log_probs_of_the_traine
     assert not len(trained.logprobs)
 
 
-def test_samples_that_are_dropped_have_their_reasons(tmp_path: Path) -> None:
-    log = open_log(tmp_path)
-    log.lost(tree(0), {"g00000000.0": "reward_failed: it raised", "g00000000.1": "zero_advantage"})
-    log.put(group(1))
-    log.close(timeout_s=60.0)
-    index = SampleIndex(tmp_path, None)
-    assert [one["uid"] for one in found(index, reason="zero_advantage")] == ["g00000000.1"]
-    index.take_ledger([("g00000001.1", "stale"), ("g99999999.0", "stale")])
-    assert [one["uid"] for one in found(index, state="dropped", reason="stale")] == ["g00000001.1"]
-    assert index.overview()["state"] == {"dropped": 3, "put": 1}
-
-
-def test_a_drop_that_the_ledger_tells_before_the_samples_come_is_not_lost(tmp_path: Path) -> None:
+def test_how_a_sample_ended_comes_from_the_ledger(tmp_path: Path) -> None:
+    """The ledger may have an end before or after the samples come; a group that is played again has no end yet."""
     log = open_log(tmp_path)
     index = SampleIndex(tmp_path, None)
     index.take_ledger([("g00000000.1", "stale"), ("g00000001.0", "over_sampled")])
     log.put(group(0))
-    log.lost(tree(1), dict.fromkeys(["g00000001.0", "g00000001.1"], "cancelled"))
+    log.lost(tree(1))
     log.close(timeout_s=60.0)
-    fates = [("put", ""), ("dropped", "stale"), ("dropped", "over_sampled"), ("dropped", "cancelled")]
+    fates = [("put", ""), ("dropped", "stale"), ("dropped", "over_sampled"), ("made", "")]
     assert [(one["state"], one["reason"]) for one in found(index)] == fates
+    index.take_ledger([("g00000001.1", "zero_advantage"), ("g99999999.0", "stale")])
+    assert [one["uid"] for one in found(index, reason="zero_advantage")] == ["g00000001.1"]
+    assert index.overview()["state"] == {"dropped": 3, "put": 1}
     log = open_log(tmp_path)
-    log.put(group(1))
+    for _ in range(2):
+        log.lost(tree(2))
     log.close(timeout_s=60.0)
-    fates += [("put", ""), ("put", "")]
-    assert [(one["state"], one["reason"]) for one in found(index)] == fates, "the group was played again"
+    assert [one["state"] for one in found(index, group="g00000002")] == ["undone"] * 2 + ["made"] * 2
 
 
 def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
@@ -148,9 +137,9 @@ def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
     rollout.close(timeout_s=60.0)
     actor.close(timeout_s=60.0)
     index = SampleIndex(tmp_path, tmp_path / "cache" / "index.sqlite")
-    assert index.refresh() == 7  # two attempts, three groups, two trained groups
+    assert index.refresh() == 5  # three groups, two trained groups
 
-    resumed = open_log(tmp_path, attempt="b", start_step=1)
+    resumed = open_log(tmp_path, attempt=resume(tmp_path, 1))
     resumed.put(group(1, version=1))
     resumed.close(timeout_s=60.0)
     states = {(one["uid"], one["state"]) for one in found(index)}
@@ -165,9 +154,9 @@ def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
 
 def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier attempt did is undone, and what the later one does is not, however little is read at once."""
-    for attempt, start in (("a", 0), ("b", 4)):
-        rollout = open_log(tmp_path, attempt=attempt, start_step=start)
-        actor = open_log(tmp_path, "actor-0", attempt=attempt, start_step=start)
+    for start in (0, 4):
+        attempt = resume(tmp_path, start)
+        rollout, actor = (open_log(tmp_path, worker, attempt=attempt) for worker in ("rollout-0", "actor-0"))
         for step in range(start, start + 6):
             rollout.put(group(step, version=step))
             train(actor, step, tree(step, version=step))
@@ -183,7 +172,7 @@ def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, mo
 
     whole = states()
     assert [state for _, state, _ in whole] == ["trained"] * 8 + ["undone"] * 4 + ["trained"] * 12
-    monkeypatch.setattr(sample_index, "REFRESH_BYTES", 300)
+    monkeypatch.setattr(event_log, "READ_BYTES", 700)
     assert states() == whole
 
 
@@ -192,7 +181,7 @@ def test_a_restarted_worker_of_the_same_attempt_undoes_nothing(tmp_path: Path) -
         log = open_log(tmp_path)
         log.put(group(index))
         log.close(timeout_s=60.0)
-    assert numbers_files(tmp_path) == ["rollout-0.0000.msgpack", "rollout-0.0001.msgpack"]
+    assert list(event_files(tmp_path)) == ["0000.samples-rollout-0.0.jsonl", "0000.samples-rollout-0.1.jsonl"]
     assert {one["state"] for one in found(SampleIndex(tmp_path, None))} == {"put"}
 
 
@@ -212,18 +201,16 @@ def test_the_oldest_tokens_go_first_and_numbers_stay(tmp_path: Path, monkeypatch
         while log._put_bytes > log._done_bytes:  # each group is a batch of its own, which fills a part
             time.sleep(0.001)
     log.close(timeout_s=60.0)
-    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*tokens*"))
+    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*.tokens"))
     assert 1 < len(tokens) < 20
     rows = found(SampleIndex(tmp_path, None))
     assert len(rows) == 40
     for row, there in ((rows[0], False), (rows[-1], True)):
-        record = read_numbers_at(tmp_path, TokensAt(row["made_file"], row["made_offset"], row["made_size"]))
-        assert isinstance(record, MadeRecord)
         if there:
-            assert read_made_tree(tmp_path, record).group_uid == row["group_uid"]
+            assert made_tree(tmp_path, row).group_uid == row["group_uid"]
         else:
             with pytest.raises(TokensRemoved, match="newest 2 GiB"):
-                read_made_tree(tmp_path, record)
+                made_tree(tmp_path, row)
 
 
 def test_the_tokens_of_all_starts_together_have_the_limit(tmp_path: Path) -> None:
@@ -231,49 +218,65 @@ def test_the_tokens_of_all_starts_together_have_the_limit(tmp_path: Path) -> Non
         log = open_log(tmp_path, max_bytes=16 * 400)
         log.put(group(start))
         log.close(timeout_s=60.0)
-    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*tokens*"))
+    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*.tokens"))
     assert sum(path.stat().st_size for path in tokens) <= 16 * 400
     index = SampleIndex(tmp_path, None)
     index.refresh()
     assert index.find({})[0] == 80
 
 
-def test_a_link_among_the_samples_is_not_followed(tmp_path: Path) -> None:
+def test_tokens_behind_a_link_or_damaged_are_not_read(tmp_path: Path) -> None:
     log = open_log(tmp_path / "run")
     log.put(group(0))
     log.close(timeout_s=60.0)
-    (row,) = found(SampleIndex(tmp_path / "run", None))[:1]
-    folder = tmp_path / "run" / SAMPLES_FOLDER
-    (tokens,) = folder.glob("*tokens*")
+    row = found(SampleIndex(tmp_path / "run", None))[0]
+    (tokens,) = (tmp_path / "run" / SAMPLES_FOLDER).glob("*.tokens")
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-1])
+    with pytest.raises(TokensRemoved, match="the copy of the run's folder is not whole"):
+        made_tree(tmp_path / "run", row)
+    tokens.write_bytes(b"\xff" + whole[1:])
+    with pytest.raises(ValueError, match="damaged"):
+        made_tree(tmp_path / "run", row)
     tokens.rename(tmp_path / "elsewhere")
     tokens.symlink_to(tmp_path / "elsewhere")
-    (folder / "actor-0.0000.msgpack").symlink_to(folder / "rollout-0.0000.msgpack")
-    os.mkfifo(folder / "actor-1.0000.msgpack")  # whoever opens it waits
-    assert numbers_files(tmp_path / "run") == ["rollout-0.0000.msgpack"]
-    record = read_numbers_at(tmp_path / "run", TokensAt(row["made_file"], row["made_offset"], row["made_size"]))
-    assert isinstance(record, MadeRecord)
     with pytest.raises(TokensRemoved, match="no plain file"):
-        read_made_tree(tmp_path / "run", record)
+        made_tree(tmp_path / "run", row)
+    with pytest.raises(TokensRemoved, match="no name of a file of samples"):
+        made_tree(tmp_path / "run", row | {"made_file": "../elsewhere"})
 
 
 def test_a_half_written_record_waits_and_a_foreign_one_is_named(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.put(group(0))
     log.close(timeout_s=60.0)
-    file = tmp_path / SAMPLES_FOLDER / "rollout-0.0000.msgpack"
+    file = tmp_path / "events" / "0000.samples-rollout-0.0.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     index = SampleIndex(tmp_path, None)
     assert found(index) == []
     file.write_bytes(whole)
     assert len(found(index)) == 2
-    file.write_bytes(whole + framed(b"\x81\xa4kind\xa3new"))
+    file.write_bytes(whole + b'{"type":"made","group_uid":7}\n')
     assert len(found(index)) == 2
-    assert index.problems()
-    assert "another Relax or damaged" in index.problems()[0]
-    with pytest.raises(ValueError, match="no record of samples begins at byte 3"):
-        split_frames(b"plain text", offset=3)
-    assert len(read_frames(file, 0, most_bytes=8)) == 1  # a frame that is larger than one read
+    assert "not an event of Relax" in index.problems()[0]
+
+
+def test_other_readers_leave_sample_records_out(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.put(group(0))
+    log.close(timeout_s=60.0)
+    resume(tmp_path, 1)
+    assert [event.step for event in event_log.EventReader(tmp_path).each()] == [1]
+    assert newest_metrics(tmp_path).keys() == {"run"}
+
+
+def test_a_group_whose_record_no_reader_takes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "READ_BYTES", 300)
+    log = open_log(tmp_path)
+    log.put(group(0))
+    log.close(timeout_s=60.0)
+    assert (log.left_out, found(SampleIndex(tmp_path, None))) == (1, [])
 
 
 def test_a_folder_that_cannot_be_written_costs_samples_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

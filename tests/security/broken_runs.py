@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import sqlite3
-import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,11 @@ SPARSE = 6 * 2**30
 Breaks = Callable[[Path], object]
 KINDS: dict[str, Breaks] = {}
 EVENTS = "events/0001.made.0.jsonl"
+SAMPLES = "events/0001.samples-made.0.jsonl"
+MADE = (
+    '{"type":"made","group_uid":"g00000009","time_s":1.0,"tokens":["rollout-9.00000000.tokens",0,99],"samples":'
+    '[{"uid":"g00000009.0","reward":1.0,"length":%s,"ended":"stop","engine":"engine-0"}]}\n'
+)
 LINE = '{"type":"numbers","source":"actor","step":%d,"time_s":1.0,"values":{"reward":0.5}}\n'
 BILLION_LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join(f'*{old}' for _ in range(9))}]\n"
@@ -55,6 +59,16 @@ def instead(name: str, make: Callable[[Path], object]) -> Breaks:
     return write
 
 
+def made(name: str, make: Callable[[Path], object]) -> Breaks:
+    """Writes a record whose tokens stand in this file."""
+
+    def write(run: Path) -> None:
+        text(SAMPLES, (MADE % 1).replace("rollout-9.00000000.tokens", name))(run)
+        make(run / "samples" / name)
+
+    return write
+
+
 def ledger(script: str) -> Breaks:
     def write(run: Path) -> None:
         (run / "ledger.sqlite").unlink()
@@ -72,10 +86,6 @@ def listen(path: Path) -> None:
             listener.bind(path.name)
     finally:
         os.chdir(here)
-
-
-def frame(payload: bytes) -> bytes:
-    return b"\xc6" + struct.pack(">I", len(payload)) + payload
 
 
 OTHERS = (
@@ -223,19 +233,14 @@ OTHER: dict[str, Breaks] = {
     "log_pipe": instead("logs/pipe.log", os.mkfifo),
     "logs_of_many_files": logs,
     "log_name_no_text": lambda run: Path(os.fsdecode(os.fsencode(run / "logs") + b"/\xff\xfe.log")).touch(),
-    "samples_sparse": sparse("samples/rollout-0.0.msgpack"),
-    "samples_long_frame": sparse("samples/rollout-0.0.msgpack", b"\xc6\xff\xff\xff\xf0"),
-    "samples_wrong": text("samples/rollout-0.0.msgpack", frame(b"\x81\xa4kind\xa4made") * 3),
-    "samples_huge_step": text(
-        "samples/actor-0.0.msgpack",
-        frame(
-            msgspec.msgpack.encode(
-                {"kind": "attempt", "worker": "w", "attempt": "a", "start_step": 2**63 + 5, "time_s": 1.0}
-            )
-        ),
-    ),
-    "samples_nested": text("samples/rollout-0.0.msgpack", frame(b"\x91" * 100_000)),
-    "samples_pipe": instead("samples/rollout-0.0.msgpack", os.mkfifo),
+    "samples_sparse": sparse(SAMPLES),
+    "samples_wrong": text(SAMPLES, '{"type":"made","group_uid":7}\n' * 3 + '{"type":"trained"}\n' + MADE % "-1"),
+    "samples_huge_step": text(SAMPLES, MADE % "9223372036854775813"),
+    "samples_nested": text(SAMPLES, '{"type":"made","samples":' + "[" * 100_000 + "\n"),
+    "samples_pipe": instead(SAMPLES, os.mkfifo),
+    "samples_tokens_pipe": made("rollout-9.00000000.tokens", os.mkfifo),
+    "samples_tokens_outside": made("../config.yaml", lambda path: None),
+    "samples_tokens_wrong": made("rollout-9.00000000.tokens", lambda path: path.write_bytes(b"\xdf\xff" * 100)),
     "samples_link": instead("samples", lambda path: path.symlink_to("/proc")),
     "tokenizer_sparse": sparse("samples/tokenizer/tokenizer.json"),
     "tokenizer_pipe": instead("samples/tokenizer/tokenizer.json", os.mkfifo),

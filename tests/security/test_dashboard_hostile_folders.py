@@ -174,7 +174,7 @@ def test_nothing_outside_the_folder_is_read(page: Page) -> None:
         ("metrics_sparse", "0001.made.0.jsonl"),
         ("texts_of_many_values", "0001.made.0.jsonl"),
         ("metrics_many_names", "20000"),
-        ("samples_long_frame", "rollout-0"),
+        ("samples_sparse", "samples-made"),
         ("recoveries_sparse", ""),
     ],
 )

@@ -74,8 +74,10 @@ def _metrics(folder: Path) -> None:
 
 def _samples(folder: Path) -> None:
     journal = Journal(folder / "ledger.sqlite")
-    whole = {"attempt": "a", "start_step": 0, "first": 1, "every": 1, "max_bytes": 2**30}
-    rollout, actor = (SampleLog(folder / SAMPLES_FOLDER, worker=name, **whole) for name in ("rollout-0", "actor-0"))  # type: ignore[arg-type]
+    rollout, actor = (
+        SampleLog(folder, worker=name, attempt=1, first=1, every=1, max_bytes=2**30)
+        for name in ("rollout-0", "actor-0")
+    )
     for index in range(STEPS):
         tree = _tree(index)
         uids = [one.uid for one in tree.episodes]
@@ -91,7 +93,10 @@ def _samples(folder: Path) -> None:
         if stale:
             journal.append("dropped", tree.group_uid, uids[1:], step=index, reason="stale")
     lost = _tree(STEPS)
-    rollout.lost(lost, {one.uid: "reward_failed: it raised" for one in lost.episodes})
+    rollout.lost(lost)
+    uids = [one.uid for one in lost.episodes]
+    journal.append("issued", lost.group_uid, uids, version=STEPS)
+    journal.append("dropped", lost.group_uid, uids, step=STEPS, reason="reward_failed")
     for one in (rollout, actor):
         one.close(timeout_s=60.0)
     journal.close(timeout_s=60.0)

@@ -73,10 +73,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     files.add(items[2], MediaSource(kind="video", path="film.mp4"))
     wait_for_threads()
     tree = answers_tree(group_uid(0), list(range(8)), [1, 1], [5, 6], rewards=[1.0, 0.0], versions=0)
-    log = SampleLog(samples, worker="w", attempt="a", start_step=0, first=1, every=1, max_bytes=2**20)
-    uids = {one.uid: "zero_advantage" for one in tree.episodes}
+    log = SampleLog(run_dir, worker="w", first=1, every=1, max_bytes=2**20)
     places = [Media(image, 0, 4), Media(items[1], 4, 6), Media(items[2], 6, 8)]
-    log.lost(replace(tree, media=places), uids)
+    log.lost(replace(tree, media=places))
     log.close(timeout_s=DEADLINE_S)
     server = Server(run_dir)
     server.enter()

@@ -24,9 +24,9 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid
 from relax_core.rollout.dynamic_sampling import GroupFilter, compared_numbers
-from relax_core.rollout.episodes.episode_records import REWARD_FAILED, EpisodeRecord
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
-Lost = Callable[[TokenTree, Mapping[str, str]], None]  # gets the tree of dropped samples, and each one's reason
+Lost = Callable[[TokenTree], None]  # gets the tree of samples that the bus does not get
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
 MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
@@ -88,7 +88,7 @@ def complete_group(
     account(token_accounts(episodes, tree if refused is None else None))
     if refused is not None:
         if lost is not None:
-            lost(tree, {one.uid: refused for one in tree.episodes})
+            lost(tree)
         return DroppedGroup(group_uid=uid, reason=refused)
     oldest = tree.oldest_versions(trained=True)
     if extras is not None:
@@ -120,17 +120,11 @@ def _masked(tree: TokenTree, *, mask_off_policy: bool, mask_truncated: bool) -> 
     return tree.with_loss_mask(loss_mask)
 
 
-def tell_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord], *, reason: str = "") -> None:
-    """Gives ``lost`` the tree of those episodes of group ``uid`` that have sampled tokens, if there are any.
-
-    ``reason`` is why all are dropped. If it is empty, each has its own; the reason of an episode with a reward is that
-    of the whole group.
-    """
+def tell_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None:
+    """Gives ``lost`` the tree of those episodes of group ``uid`` that have sampled tokens, if there are any."""
     gone = [one for one in episodes if one.turns and all(len(turn.response.output_ids) for turn in one.turns)]
     if gone:
-        reasons = {one.uid: reason or one.why_dropped for one in gone}
-        words = {one.uid: one.output.reason for one in gone if one.output.reason and reasons[one.uid] == REWARD_FAILED}
-        lost(build_tree(uid, gone), reasons | {of: f"{REWARD_FAILED}: {text}" for of, text in words.items()})
+        lost(build_tree(uid, gone))
 
 
 def token_accounts(
@@ -372,7 +366,8 @@ def _episode(played: EpisodeRecord, ends: Sequence[Chain]) -> Episode:
         for turn, chain in zip(played.turns, ends, strict=True)
     ]
     leaves = [chain.end - 1 for chain in ends if id(chain) not in inner]
-    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended or "", played.output.why)
+    why = played.output.why or played.output.reason
+    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended or "", why)
 
 
 def _short_key(key: str) -> str:

@@ -32,7 +32,7 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.sample_index import SampleIndex
-from relax_core.observe.sample_log import SAMPLES_FOLDER, SampleLog
+from relax_core.observe.sample_log import SampleLog
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
@@ -176,14 +176,12 @@ def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
             return super().step(action)
 
     bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
-    samples = SampleLog(
-        tmp_path / SAMPLES_FOLDER, worker="w", attempt="a", start_step=0, first=1, every=1, max_bytes=2**30
-    )
+    samples = SampleLog(tmp_path, worker="w", first=1, every=1, max_bytes=2**30)
     records = play(engine, tiny_folder, bus, env_of(Odd), max_aborts=0, max_new_tokens=64, samples=samples)
     samples.close(timeout_s=DEADLINE_S)
     index = SampleIndex(tmp_path, None)
     index.refresh()
-    lost = index.find({"reason": "cancelled"})[1]
+    lost = index.find({"state": "made"})[1]
     assert "g00000003" in {one["group_uid"] for one in lost}
     assert not {one["group_uid"] for one in lost} & bus.rows.keys()
     assert {one["group_uid"] for one in index.find({"state": "put"})[1]} == bus.rows.keys()

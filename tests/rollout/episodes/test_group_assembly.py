@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -267,17 +267,17 @@ def test_an_episode_without_a_reward_is_dropped_alone() -> None:
 
 
 def test_what_is_dropped_is_told_with_its_tokens() -> None:
-    told: list[tuple[list[str], dict[str, str], int]] = []
+    told: list[tuple[list[str], int]] = []
 
-    def lost(tree: TokenTree, reasons: Mapping[str, str]) -> None:
-        told.append(([one.uid for one in tree.episodes], dict(reasons), tree.rows))
+    def lost(tree: TokenTree) -> None:
+        told.append(([one.uid for one in tree.episodes], tree.rows))
 
     episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (0.0, "max_turns", [[3]]), lost=lost)
     episodes_row((None, "env_failed", []), (None, "env_failed", []), lost=lost)
     assert told == [], "an episode without a sampled token has nothing to keep"
     episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (None, "step_timeout", [[3, 3]]), lost=lost)
-    reasons = {"g00000012.0": "reward_failed", "g00000012.2": "reward_failed"}
-    assert told == [(list(reasons), reasons, 5)], "the group is dropped whole, because only one episode has a reward"
+    uids = ["g00000012.0", "g00000012.2"]
+    assert told == [(uids, 5)], "the group is dropped whole, because only one episode has a reward"
 
 
 def test_masks_go_by_episode() -> None:

@@ -4,7 +4,7 @@ import { field, foreign, h, number, problem, table } from "../dom.js";
 import { reward, sample } from "./sample.js";
 
 const PAGE = 50;
-const STATES = ["", "trained", "put", "masked", "dropped", "undone"];
+const STATES = ["", "trained", "made", "put", "masked", "dropped", "undone"];
 const ORDERS = [["newest", "newest"], ["oldest", "oldest"], ["-reward", "largest reward"], ["reward", "least reward"], ["-length", "longest"]];
 const NUMBERS = [["step", "Step"], ["reward", "Reward"], ["length", "Tokens"], ["version", "Weights"], ["staleness", "Staleness"]];
 const WIDE = 700; // pixels from which on the filters are open
