@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from relax_core.control.host.ray_session import new_token_file
+from tests.read_once import remember_conf_files
 from tests.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     (scratch.folder / "r").mkdir()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(new_token_file(scratch.folder / "r" / "token"))
+    remember_conf_files()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

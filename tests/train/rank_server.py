@@ -1,11 +1,13 @@
 """Starts scripts of this folder as the ranks of one model, with a process for each.
 
-They are forked from one process that has imported Megatron once: each rank saves four seconds of imports. `SERVER.run`
-starts that process as ``python rank_server.py`` when it is first called; tests/conftest.py ends it.
+They are forked from one process that has imported Megatron and the towers of transformers once: each rank saves seven
+seconds of imports. `SERVER.run` starts that process as ``python rank_server.py`` when it is first called;
+tests/conftest.py ends it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -166,6 +168,8 @@ def main() -> None:
     import relax_core.train.critic_backend
     import relax_core.train.policy_backend  # noqa: F401
 
+    for name in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     assert torch.get_num_threads() == 1 and safetensors.torch
     for line in sys.stdin:
         asked = json.loads(line)
