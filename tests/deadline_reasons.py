@@ -75,7 +75,7 @@ REASONS = {
     ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
-    ("relax_core/engines/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
+    ("relax_core/engines/engine_watch.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
     (
@@ -98,7 +98,7 @@ REASONS = {
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     (
         "relax_core/rollout/episodes/group_player.py",
-        "end_stragglers",
+        "GroupPlayer._end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
     # `AgentHost.played` has the deadlines of an attempt and cancels what waits here; a guard ends its agent within
     # GRACE_S and its own limit, and what waits for that end is in a task of its own.
@@ -166,7 +166,7 @@ REASONS = {
     ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._events"): "the same",
     ("relax_core/weights/weight_group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
-    ("relax_core/engines/engine_pool.py", "fan_out"): "each call has its engine client's deadlines",
+    ("relax_core/engines/engine_watch.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/control/engine_changes.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",
@@ -217,7 +217,7 @@ REASONS = {
         "EpisodePlayer._play",
     ): "set to env.episode_timeout_s at the first response; the engine's pool bounds the time before",
     ("relax_core/rollout/evaluator.py", "play_sets"): "after the task group: the tasks have ended",
-    ("relax_core/rollout/episodes/episode_player.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
+    ("relax_core/rollout/episodes/episode_player.py", "EpisodePlayer.opened"): "each close has env.step_timeout_s",
     (
         "relax_core/rollout/episodes/env_calls.py",
         "EnvCalls.close.close_later",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
 
-from relax_core.bus.staleness import TooOld
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import REWARDED_ENDS, Ended, EpisodeLimits, TurnsConfig
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.rollout.agent_processes.agent_process import shown_output
@@ -18,18 +18,8 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 from relax_core.rollout.agents.agent_host import AgentHost
 from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, tool_form
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.group_player import (
-    NOT_FOLLOWED,
-    STARTS_AGAIN,
-    EarlyEnds,
-    GivenUp,
-    GroupPlayer,
-    cancelled,
-    end_stragglers,
-    forget,
-)
-from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
-from relax_core.rollout.partial_rollout import GroupsInFlight
+from relax_core.rollout.episodes.group_player import EarlyEnds, GroupInPlay, GroupPlayer, PlayEpisode
+from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in
 from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 
 # Figures of a session, by the names that metrics have.
@@ -43,9 +33,8 @@ async def _at_once(version: int) -> None: ...
 class AgentPlayer(GroupPlayer):
     """Plays the groups of an env whose episodes agents play. ``host`` gives them their tasks.
 
-    ``form`` is that of all sessions. ``group_size`` is the number of episodes a group, and ``max_retries`` that of new
-    starts of an episode whose agent failed. ``seed`` is the run's. ``ends`` says which episodes end early.
-    ``reached(version)`` returns when the run has these weights, so that no agent waits for them in vain.
+    ``form`` is that of all sessions. ``reached(version)`` returns when the run has these weights, so that no agent
+    waits for them in vain.
     """
 
     def __init__(
@@ -60,68 +49,28 @@ class AgentPlayer(GroupPlayer):
         reached: Reached = _at_once,
         in_order: bool = False,
     ) -> None:
-        super().__init__(group_size, in_order=in_order)
+        super().__init__(group_size, seed=seed, max_retries=max_retries, ends=ends, in_order=in_order)
         self._host = host
         self._form = form
-        self._max_retries = max_retries
-        self._seed = seed
-        self._ends = ends or EarlyEnds()
         self._reached = reached
-        self._too_old = TooOld(self._ends.most_lag)
 
-    async def play(
-        self,
-        start: AdmittedPrompt,
-        tasks: asyncio.TaskGroup,
-        *,
-        flight: GroupsInFlight = NOT_FOLLOWED,
-        given_up: GivenUp = forget,
-        lockstep: Lockstep | None = None,
-    ) -> list[EpisodeRecord]:
-        """Returns the ended episodes of a group in order; `GroupPlayer.groups` explains the parameters."""
-        records = [EpisodeRecord(uid=uid) for uid in self.uids(start)]
-        try:
-            await self._reached(start.request.min_version)
-            async with asyncio.TaskGroup() as playing:
-                own = {
-                    playing.create_task(self._play(start, record, sample, tasks, flight)): record
-                    for sample, record in enumerate(records)
-                }
-                if self._ends.quorum < 1.0 and not start.evaluation:
-                    watch = end_stragglers(own, self._ends, give_up=_given_up, group_size=self.group_size)
-                    playing.create_task(watch)
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
-        except asyncio.CancelledError:
-            given_up(start, cancelled(records))
-            raise
-        return records
+    @asynccontextmanager
+    async def opened(self, group: GroupInPlay) -> AsyncIterator[PlayEpisode]:
+        """Waits for the weights of the group. An attempt that is cancelled ends its own requests."""
+        await self._reached(group.start.request.min_version)
+        yield partial(self._play, group)
 
-    async def _play(
-        self,
-        start: AdmittedPrompt,
-        record: EpisodeRecord,
-        sample: int,
-        tasks: asyncio.TaskGroup,
-        flight: GroupsInFlight,
-    ) -> None:
+    async def _play(self, group: GroupInPlay, sample: int) -> None:
         """Plays one episode until it has ended, with new attempts if its agent fails."""
         while True:
             async with self._host.places:
-                await self._attempt(start, record, sample, tasks, flight)
-            if record.ended not in STARTS_AGAIN or record.restarts >= self._max_retries:
+                await self._attempt(group, sample)
+            if not self.starts_again(group.records[sample]):
                 return
-            record.start_again()
 
-    async def _attempt(
-        self,
-        start: AdmittedPrompt,
-        record: EpisodeRecord,
-        sample: int,
-        tasks: asyncio.TaskGroup,
-        flight: GroupsInFlight,
-    ) -> None:
+    async def _attempt(self, group: GroupInPlay, sample: int) -> None:
         """Plays one attempt, whose key opens its session and nothing else."""
+        start, record = group.start, group.records[sample]
         over = asyncio.Event()
         given_up: list[str] = []  # requests of the engine
 
@@ -132,12 +81,12 @@ class AgentPlayer(GroupPlayer):
         session = AgentSession(
             self._form,
             record,
-            request_of=partial(self._request, start, record, flight, sample),
+            request_of=lambda number, ids, most: self.begin_turn(group, sample, ids, most, number=number),
             tie=start.index,
-            tasks=tasks,
-            on_response=partial(self._answered, start, record, flight),
+            tasks=group.tasks,
+            on_response=partial(self._answered, group, record),
             on_end=limited,
-            ends_early=lambda: None if start.evaluation else self._stale(record),
+            ends_early=lambda: self._stale(start, record),
         )
         key = self._host.sessions.open(session)
         task = AgentTask(
@@ -158,38 +107,16 @@ class AgentPlayer(GroupPlayer):
             record.counts.update({name: session.counts[name] for name in COUNTS})
             record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
             if given_up:  # a busy engine takes a while to say that it has ended them, and no group waits for that
-                start_in(tasks, self._form.requests.cancel(given_up))
+                start_in(group.tasks, self._form.requests.cancel(given_up))
         self._conclude(record, result)
 
-    def _request(
-        self,
-        start: AdmittedPrompt,
-        record: EpisodeRecord,
-        flight: GroupsInFlight,
-        sample: int,
-        number: int,
-        prompt_ids: list[int],
-        most: int,
-    ) -> PromptRequest:
-        """Returns the engine's request for answer ``number`` of an attempt, and reports it."""
-        again = f".{record.restarts}" if record.restarts else ""
-        request = PromptRequest(
-            rid=f"{start.request.rid}.{sample}.{number}{again}",
-            input_ids=prompt_ids,
-            sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
-            min_version=start.request.min_version,
-            max_new_tokens=most,
-        )
-        flight.turn_begins(start.index, request.rid)
-        return request
-
-    def _answered(self, start: AdmittedPrompt, record: EpisodeRecord, flight: GroupsInFlight, rid: str) -> None:
-        flight.turn_ends(start.index, rid)
+    def _answered(self, group: GroupInPlay, record: EpisodeRecord, rid: str) -> None:
+        group.flight.turn_ends(group.start.index, rid)
         if record.turns:
             self._too_old.sampled(int(record.turns[-1].response.versions[-1]))
 
-    def _stale(self, record: EpisodeRecord) -> tuple[Ended, str] | None:
-        words = self._too_old.words(record.uid, record.turn_versions())
+    def _stale(self, start: AdmittedPrompt, record: EpisodeRecord) -> tuple[Ended, str] | None:
+        words = self.stale_words(start, record)
         if not words:
             return None
         record.failed = words
@@ -211,10 +138,6 @@ class AgentPlayer(GroupPlayer):
                 record.take_info(result.metrics)
         if record.failed:
             self._host.tell_failure(record, result)
-
-
-def _given_up(records: Sequence[EpisodeRecord]) -> None:
-    """Does nothing, because an attempt that is cancelled ends its own requests."""
 
 
 def agent_player(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from relax_core.bus.staleness import TooOld
-from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -35,21 +35,10 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn, response_text, stopped_by
-from relax_core.rollout.episodes.group_player import (
-    NOT_FOLLOWED,
-    STARTS_AGAIN,
-    EarlyEnds,
-    GivenUp,
-    GroupPlayer,
-    cancelled,
-    end_stragglers,
-    forget,
-)
-from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
+from relax_core.rollout.episodes.group_player import EarlyEnds, GroupInPlay, GroupPlayer, PlayEpisode
+from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
-from relax_core.rollout.partial_rollout import GroupsInFlight
 from relax_core.rollout.prompt_tokens import (
-    AdmittedPrompt,
     Prompt,
     PromptMaker,
     check_prompt_tokens,
@@ -140,16 +129,11 @@ class OpenEnv:
 
 
 @dataclass(eq=False, kw_only=True)
-class OpenGroup:
-    """Holds what the episodes of a group share; ``envs`` has the open env of each."""
+class EnvGroup(GroupInPlay):
+    """Holds what the episodes of a group with an env share; ``envs`` has the open env of each."""
 
-    start: AdmittedPrompt
-    records: list[EpisodeRecord]
     envs: list[OpenEnv | None]
     tools: ToolUse
-    tasks: asyncio.TaskGroup
-    flight: GroupsInFlight
-    lockstep: Lockstep | None
     opening: list[Message] = field(default_factory=list)
     prompt: Prompt | None = None
     between: TurnTokens | None = None
@@ -168,8 +152,7 @@ class EpisodePlayer(GroupPlayer):
     """Plays the groups of an env of several turns.
 
     ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of sampled tokens of
-    an episode. ``seed`` is the run's seed. ``ends`` says which episodes end early, none by default. Raises
-    ValueError if the chat template does not show the tools of the env.
+    an episode. Raises ValueError if the chat template does not show the tools of the env.
     """
 
     def __init__(
@@ -185,17 +168,22 @@ class EpisodePlayer(GroupPlayer):
         in_order: bool = False,
         lockstep: bool = False,
     ) -> None:
-        self._requests: SharedRequests = SharedRequests(pool, sampling)
-        super().__init__(sampling.n, in_order=in_order, lockstep=lockstep, requests=self._requests)
         assert env.open is not None
         self._env = env
         self._open = env.open
         self._config = cast(InteractionConfig, env_config)
+        self._shared = SharedRequests(pool, sampling)
+        super().__init__(
+            sampling.n,
+            seed=seed,
+            max_retries=self._config.max_retries,
+            ends=ends,
+            in_order=in_order,
+            lockstep=lockstep,
+            requests=self._shared,
+        )
         self._prompts = prompts
         self._stop = sampling.stop
-        self._seed = seed
-        self._ends = ends or EarlyEnds()
-        self._too_old = TooOld(self._ends.most_lag)
         self._limits = EpisodeLimits(
             turns=self._config.max_turns,
             sampled_tokens=sampling.max_new_tokens,
@@ -203,94 +191,42 @@ class EpisodePlayer(GroupPlayer):
         )
         self._tools = ToolUse.of_env(env, self._config, prompts.tokenizer)
 
-    async def play(
-        self,
-        start: AdmittedPrompt,
-        tasks: asyncio.TaskGroup,
-        *,
-        flight: GroupsInFlight = NOT_FOLLOWED,
-        given_up: GivenUp = forget,
-        lockstep: Lockstep | None = None,
-    ) -> list[EpisodeRecord]:
-        """Returns the ended episodes of a group in order; `GroupPlayer.groups` explains the parameters.
+    @asynccontextmanager
+    async def opened(self, group: GroupInPlay) -> AsyncIterator[PlayEpisode]:
+        """Opens the envs of a group and makes their common prompt.
 
         Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
         the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
         """
-        records = [EpisodeRecord(uid=uid) for uid in self.uids(start)]
+        start, records, lockstep = group.start, group.records, group.lockstep
         tools = self._tools.of_row(self._env, start.row, self._config)
-        group = OpenGroup(
-            start=start,
-            records=records,
-            envs=[None] * len(records),
-            tools=tools,
-            tasks=tasks,
-            flight=flight,
-            lockstep=lockstep,
-        )
+        own = EnvGroup(**vars(group), envs=[None] * len(records), tools=tools)
         try:
             async with asyncio.TaskGroup() as opening:
                 for sample in range(len(records)):
-                    opening.create_task(self._open_episode(group, sample))
+                    opening.create_task(self._open_episode(own, sample))
             if begun := [record for record in records if record.ended is None]:
-                group.opening = list(begun[0].messages)
+                own.opening = list(begun[0].messages)
                 for record in begun[1:]:
-                    self._check_opening(group, record)
-                shown = tools.opening(group.opening)
-                group.prompt = await self._prompts.opening(
-                    shown, where=start.where, owner=start.uid, tools=tools.schemas
-                )
-                group.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
-                if group.lockstep is not None:
-                    group.lockstep.leave(record.uid for record in records if record.ended is not None)
-                await self._play_all(group)
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
-        except asyncio.CancelledError:
-            given_up(start, cancelled(records))
-            raise
+                    self._check_opening(own, record)
+                shown = tools.opening(own.opening)
+                own.prompt = await self._prompts.opening(shown, where=start.where, owner=start.uid, tools=tools.schemas)
+                own.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
+            if lockstep is not None:
+                lockstep.leave(record.uid for record in records if record.ended is not None)
+            yield partial(self._play, own)
         finally:
-            if group.lockstep is not None:
-                group.lockstep.leave(record.uid for record in records)
-            await asyncio.gather(*(one.close() for one in group.envs if one is not None))
-        return records
+            if lockstep is not None:
+                lockstep.leave(record.uid for record in records)
+            await asyncio.gather(*(one.close() for one in own.envs if one is not None))
 
-    async def _play_all(self, group: OpenGroup) -> None:
-        """Plays the episodes that have begun; with a quorum, the last ones may end as stragglers."""
-        async with asyncio.TaskGroup() as playing:
-            tasks = {
-                playing.create_task(self._play(group, sample)): record
-                for sample, record in enumerate(group.records)
-                if record.ended is None
-            }
-            if self._ends.quorum < 1.0 and not group.start.evaluation:
-                give_up = partial(self._give_up, group)
-                playing.create_task(end_stragglers(tasks, self._ends, give_up=give_up, group_size=self.group_size))
-
-    def _give_up(self, group: OpenGroup, records: Sequence[EpisodeRecord]) -> None:
-        """Ends the requests under way, because the engine need not finish responses that nobody reads.
-
-        A busy engine takes a while to say that it has ended them; no group waits for that.
-        """
-        if asked := [record.request for record in records if record.request]:
-            start_in(group.tasks, self._requests.cancel(asked))
-        for request in asked:
-            group.flight.turn_ends(group.start.index, request)
-
-    async def _open_episode(self, group: OpenGroup, sample: int) -> None:
+    async def _open_episode(self, group: EnvGroup, sample: int) -> None:
         """Opens the env of episode ``sample`` and stores its first messages, in a new start if that fails."""
         await self._reset(group, sample)
-        while self._starts_again(group.records[sample]):
+        while self.starts_again(group.records[sample]):
             await self._reset(group, sample)
 
-    def _starts_again(self, record: EpisodeRecord) -> bool:
-        """Prepares a failed episode for a new start; returns False if it has not failed or had all its starts."""
-        if record.ended not in STARTS_AGAIN or record.restarts >= self._config.max_retries:
-            return False
-        record.start_again()
-        return True
-
-    async def _reset(self, group: OpenGroup, sample: int) -> None:
+    async def _reset(self, group: EnvGroup, sample: int) -> None:
         start, record = group.start, group.records[sample]
         begins = EpisodeStart(
             row=start.row,
@@ -312,7 +248,7 @@ class EpisodePlayer(GroupPlayer):
 
         await self._guarded(reset(), record, where=start.where, what="reset")
 
-    async def _play(self, group: OpenGroup, sample: int) -> None:
+    async def _play(self, group: EnvGroup, sample: int) -> None:
         """Plays one episode until it has ended, with new starts if its env fails."""
         record = group.records[sample]
         while True:
@@ -323,11 +259,11 @@ class EpisodePlayer(GroupPlayer):
             except TimeoutError:
                 if not limit.expired():
                     raise
-                self._give_up(group, [record])
+                self.give_up(group, [record])
                 seconds = f"{self._config.episode_timeout_s:g}"
                 words = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
                 record.fail("episode_timeout", words)
-            if not self._starts_again(record):
+            if not self.starts_again(record):
                 break
             await self._reset(group, sample)
             if record.ended is None:
@@ -335,7 +271,7 @@ class EpisodePlayer(GroupPlayer):
         if group.lockstep is not None:
             group.lockstep.leave([record.uid])
 
-    async def _play_once(self, group: OpenGroup, sample: int, limit: asyncio.Timeout) -> None:
+    async def _play_once(self, group: EnvGroup, sample: int, limit: asyncio.Timeout) -> None:
         """Plays one episode turn by turn until it has ended; ``limit`` is set when its first response is there."""
         start, record, env = group.start, group.records[sample], group.envs[sample]
         if record.ended is not None:  # the env failed again before the first turn
@@ -344,7 +280,8 @@ class EpisodePlayer(GroupPlayer):
         prompt_ids, between = group.prompt.token_ids, group.between
         record.media = list(group.prompt.media)
         while record.ended is None:
-            if self._is_stale(start, record):
+            if stale := self.stale_words(start, record):
+                record.fail("stale", stale)
                 return
             most, cut = self._room(record, prompt_ids)
             if most < 1:
@@ -394,13 +331,6 @@ class EpisodePlayer(GroupPlayer):
                 prompt_ids, new = between.next_prompt(prompt_ids, sampled, following.messages, following.items)
                 record.media += new
 
-    def _is_stale(self, start: AdmittedPrompt, record: EpisodeRecord) -> bool:
-        """Ends an episode that no train step can take any more."""
-        words = "" if start.evaluation else self._too_old.words(record.uid, record.turn_versions())
-        if words:
-            record.fail("stale", words)
-        return bool(words)
-
     def _room(self, record: EpisodeRecord, prompt_ids: Sequence[int]) -> tuple[int, Ended]:
         """Returns how many tokens the next response may have, and the episode's end if it is cut there."""
         limits: list[tuple[int, Ended]] = [
@@ -411,24 +341,14 @@ class EpisodePlayer(GroupPlayer):
             limits.append((self._config.max_turn_tokens, "turn_cut"))
         return min(limits, key=lambda one: one[0])
 
-    async def _ask(self, group: OpenGroup, sample: int, prompt_ids: list[int], most: int) -> None:
+    async def _ask(self, group: EnvGroup, sample: int, prompt_ids: list[int], most: int) -> None:
         """Adds the response to a prompt to the episode's turns."""
         start, record = group.start, group.records[sample]
-        number = len(record.turns)
-        again = f".{record.restarts}" if record.restarts else ""
-        request = PromptRequest(
-            rid=f"{start.request.rid}.{sample}.{number}{again}",
-            input_ids=prompt_ids,
-            sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
-            min_version=start.request.min_version,
-            media=list(record.media),
-            max_new_tokens=most,
-        )
-        began_s = time.time()
-        group.flight.turn_begins(start.index, request.rid)
+        began_s, number = time.time(), len(record.turns)
+        request = self.begin_turn(group, sample, prompt_ids, most, number=number, media=record.media)
         record.request = request.rid
         if group.lockstep is None:
-            response = await self._requests.generate(request, tie=start.index, tasks=group.tasks)
+            response = await self._shared.generate(request, tie=start.index, tasks=group.tasks)
         else:
             response = await group.lockstep.generate(request, tie=start.index, episode=record.uid)
         record.request = ""
@@ -501,7 +421,7 @@ class EpisodePlayer(GroupPlayer):
         finally:
             record.env_s += time.perf_counter() - began
 
-    def _check_opening(self, group: OpenGroup, record: EpisodeRecord) -> None:
+    def _check_opening(self, group: EnvGroup, record: EpisodeRecord) -> None:
         """Raises ValueError if an episode opens differently than its group.
 
         Episodes with different prompts have no common baseline.

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Any
 
+from relax_core.bus.staleness import TooOld
 from relax_core.config.rollout_checks import EVALUATED_TOGETHER
 from relax_core.contracts.data import BadRow
-from relax_core.contracts.engine import Generated, SamplingParams
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import REWARDED_ENDS, Ended
+from relax_core.contracts.media import Media
 from relax_core.contracts.tree import sample_uid
 from relax_core.engines.engine_pool import EnginePool, OnEnd
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, one_turn_episodes
-from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests
+from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.partial_rollout import GroupsInFlight
 from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, check_prompt_tokens
 
@@ -55,6 +59,20 @@ class EarlyEnds:
         return math.ceil(round(self.quorum * group_size, 6))
 
 
+@dataclass(eq=False, kw_only=True)
+class GroupInPlay:
+    """Holds a group while its episodes are played; `GroupPlayer.groups` explains the other fields."""
+
+    start: AdmittedPrompt
+    records: list[EpisodeRecord]
+    tasks: asyncio.TaskGroup
+    flight: GroupsInFlight
+    lockstep: Lockstep | None
+
+
+PlayEpisode = Callable[[int], Coroutine[Any, Any, None]]
+
+
 class GroupPlayer:
     """Plays the groups of a run or an evaluation, each with ``group_size`` episodes.
 
@@ -68,9 +86,21 @@ class GroupPlayer:
     evaluated_together = EVALUATED_TOGETHER  # the most episodes of an evaluation that are open together
 
     def __init__(
-        self, group_size: int, *, in_order: bool = False, lockstep: bool = False, requests: SharedRequests | None = None
+        self,
+        group_size: int,
+        *,
+        seed: int = 0,
+        max_retries: int = 0,
+        ends: EarlyEnds | None = None,
+        in_order: bool = False,
+        lockstep: bool = False,
+        requests: SharedRequests | None = None,
     ) -> None:
         self.group_size = group_size
+        self._seed = seed
+        self._max_retries = max_retries
+        self._ends = ends or EarlyEnds()
+        self._too_old = TooOld(self._ends.most_lag)
         self._in_order = in_order
         self._requests = requests
         self._turns: dict[int, asyncio.Lock] | None = {} if lockstep else None  # by weight version
@@ -85,7 +115,91 @@ class GroupPlayer:
         lockstep: Lockstep | None = None,
     ) -> list[EpisodeRecord]:
         """Returns the ended episodes of a group in order; `groups` explains the parameters."""
+        records = [EpisodeRecord(uid=uid) for uid in self.uids(start)]
+        group = GroupInPlay(start=start, records=records, tasks=tasks, flight=flight, lockstep=lockstep)
+        try:
+            async with self.opened(group) as play, asyncio.TaskGroup() as playing:
+                own = {
+                    playing.create_task(play(sample)): record
+                    for sample, record in enumerate(records)
+                    if record.ended is None
+                }
+                if self._ends.quorum < 1.0 and not start.evaluation:
+                    playing.create_task(self._end_stragglers(group, own))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
+        except asyncio.CancelledError:
+            given_up(start, cancelled(records))
+            raise
+        return records
+
+    def opened(self, group: GroupInPlay) -> AbstractAsyncContextManager[PlayEpisode]:
+        """Opens a group, and closes it at the end. Within, the result plays the episode of that number to its end.
+
+        An episode whose record has ended already is not played.
+        """
         raise NotImplementedError
+
+    async def _end_stragglers(self, group: GroupInPlay, playing: Mapping[asyncio.Task[None], EpisodeRecord]) -> None:
+        """Waits for the quorum of a group, then cancels the tasks of the other episodes.
+
+        Returns when all tasks are done or cancelled.
+        """
+        pending, needed = set(playing), self._ends.needed(self.group_size)
+        while pending and sum(record.ended in REWARDED_ENDS for record in playing.values()) < needed:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if not pending:
+            return
+        for task in pending:
+            task.cancel()
+            playing[task].fail("straggler", "the group was complete without the episode (rollout.quorum)")
+        self.give_up(group, [playing[task] for task in pending])
+
+    def give_up(self, group: GroupInPlay, records: Sequence[EpisodeRecord]) -> None:
+        """Ends the requests under way, because the engine need not finish responses that nobody reads.
+
+        A busy engine takes a while to say that it has ended them; no group waits for that.
+        """
+        asked = [record.request for record in records if record.request]
+        if asked and self._requests is not None:
+            start_in(group.tasks, self._requests.cancel(asked))
+        for request in asked:
+            group.flight.turn_ends(group.start.index, request)
+
+    def starts_again(self, record: EpisodeRecord) -> bool:
+        """Prepares a failed episode for a new start; returns False if it has not failed or had all its starts."""
+        if record.ended not in STARTS_AGAIN or record.restarts >= self._max_retries:
+            return False
+        record.start_again()
+        return True
+
+    def stale_words(self, start: AdmittedPrompt, record: EpisodeRecord) -> str:
+        """Says why no train step can take an episode any more; it is empty while one can."""
+        return "" if start.evaluation else self._too_old.words(record.uid, record.turn_versions())
+
+    def begin_turn(
+        self,
+        group: GroupInPlay,
+        sample: int,
+        prompt_ids: list[int],
+        most: int,
+        *,
+        number: int,
+        media: Sequence[Media] = (),
+    ) -> PromptRequest:
+        """Returns the request for response ``number`` of an episode, of at most ``most`` tokens, and reports it."""
+        start, restarts = group.start, group.records[sample].restarts
+        again = f".{restarts}" if restarts else ""
+        request = PromptRequest(
+            rid=f"{start.request.rid}.{sample}.{number}{again}",
+            input_ids=prompt_ids,
+            sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
+            min_version=start.request.min_version,
+            media=list(media),
+            max_new_tokens=most,
+        )
+        group.flight.turn_begins(start.index, request.rid)
+        return request
 
     async def groups(
         self,
@@ -226,25 +340,3 @@ class OneTurnPlayer(GroupPlayer):
     def _episodes(self, prompt: AdmittedPrompt, responses: Sequence[Generated]) -> list[EpisodeRecord]:
         tokenizer, stop = self._prompts.tokenizer, self._sampling.stop
         return one_turn_episodes(prompt.uid, prompt.request, responses, tokenizer=tokenizer, stop=stop)
-
-
-async def end_stragglers(
-    playing: Mapping[asyncio.Task[None], EpisodeRecord],
-    ends: EarlyEnds,
-    *,
-    group_size: int,
-    give_up: Callable[[Sequence[EpisodeRecord]], None],
-) -> None:
-    """Waits for the quorum of a group, then cancels the tasks of the other episodes.
-
-    ``give_up`` ends the requests under way of such episodes. Returns when all tasks are done or cancelled.
-    """
-    pending, needed = set(playing), ends.needed(group_size)
-    while pending and sum(record.ended in REWARDED_ENDS for record in playing.values()) < needed:
-        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-    if not pending:
-        return
-    for task in pending:
-        task.cancel()
-        playing[task].fail("straggler", "the group was complete without the episode (rollout.quorum)")
-    give_up([playing[task] for task in pending])
