@@ -75,7 +75,7 @@ REASONS = {
     ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
-    ("relax_core/engines/engine_watch.py", "log_failures"): "a done callback: the calls have ended",
+    ("relax_core/engines/engine_states.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
     (
@@ -166,7 +166,7 @@ REASONS = {
     ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._events"): "the same",
     ("relax_core/weights/weight_group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
-    ("relax_core/engines/engine_watch.py", "fan_out"): "each call has its engine client's deadlines",
+    ("relax_core/engines/engine_states.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/control/engine_changes.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",

@@ -2,8 +2,9 @@
 
 A row says what is looked at, how often, by which function, and what follows a finding; the finding names who is to
 blame. The controller's table is in `relax_core/control/controller.py`, that of Ray's daemons in
-`relax_core/control/local_run.py`, and an engine's owner has one for its engine. A check that may wait for a process
-without an answer runs beside the loop, in a thread of its own.
+`relax_core/control/local_run.py`, an engine's owner has one for its engine, and a pool of engines has one for its
+engines (`relax_core/engines/engine_pool.py`). A check that may wait for a process without an answer runs beside the
+loop, in a thread of its own, or starts a task in the loop of a pool.
 """
 
 from __future__ import annotations
@@ -46,16 +47,21 @@ class Check:
     """Is one row of a table.
 
     ``look`` is called every ``every_s`` seconds. It returns None while all is well, and it may raise what ends the
-    loop. ``act`` gets what it finds. A check ``beside`` the loop looks and acts in its own thread, its first finding is
-    its last, and ``at_end`` is called there when it has ended.
+    loop. ``act`` gets what it finds; a row whose ``look`` finds nothing needs none. A check ``beside`` the loop looks
+    and acts in its own thread, its first finding is its last, and ``at_end`` is called there when it has ended.
     """
 
     name: str
     every_s: float
     look: Callable[[], Finding | None]
-    act: Callable[[Finding], None]
+    act: Callable[[Finding], None] | None = None
     beside: bool = False
     at_end: Callable[[], None] | None = None
+
+    def found(self, finding: Finding) -> None:
+        """Does what follows a finding."""
+        assert self.act is not None, f"{self.name} has no consequence, and it found: {finding}"
+        self.act(finding)
 
 
 class Monitor:
@@ -102,14 +108,14 @@ class Monitor:
             if now >= due or check.name in at_once:
                 self._due[check] = now + check.every_s
                 if (finding := check.look()) is not None:
-                    check.act(finding)
+                    check.found(finding)
 
     def _beside(self, check: Check) -> None:
         try:
             while not self._ended.wait(check.every_s):
                 finding = check.look()
                 if finding is not None and not self._ended.is_set():
-                    check.act(finding)
+                    check.found(finding)
                     return
         except BaseException as error:
             self._broken = error

@@ -6,6 +6,9 @@ choice never changes the tokens, because seeds belong to samples. It may change 
 on the samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time. Nor does
 it use what engines saw under older weights, which they have dropped and which a resumed run does not know.
 
+**Watching.** While several engines have prompts, or an engine is down, a loop over the pool's table of checks asks the
+engines whether they answer, for their loads and for their weights (`relax_core/contracts/monitor.py`).
+
 An `OpenPrompt` tracks a prompt in the pool: which samples are finished, which are requested, and the partial samples'
 tokens.
 """
@@ -23,14 +26,12 @@ from collections.abc import (
     Collection,
     Coroutine,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,64 +46,22 @@ from relax_core.contracts.engine import (
 )
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.contracts.monitor import Waiting, not_recorded
-from relax_core.engines.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch, fan_out, log_failures
+from relax_core.contracts.monitor import Check, Monitor, Waiting, not_recorded
+from relax_core.engines.engine_states import EngineStates, RequestTimes, fan_out, log_failures
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.generate_messages import OnTokens, StreamEnd, response_limit
 from relax_core.engines.protocol.server_sent_events import read_only
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Span:
-    began_s: float
-    ended_s: float
-    requests: int = 0
-    samples: int = 0
-
-
-class RequestTimes:
-    """Adds up the requests to each engine that have ended; it belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._spans: dict[str, _Span] = {}
-
-    @contextmanager
-    def of(self, engine: str, *, samples: int) -> Iterator[None]:
-        """Counts the block as a request to an engine for so many samples, however it ends."""
-        began_s = time.time()
-        try:
-            yield
-        finally:
-            ended_s = time.time()
-            span = self._spans.setdefault(engine, _Span(began_s, ended_s))
-            span.began_s, span.ended_s = min(span.began_s, began_s), max(span.ended_s, ended_s)
-            span.requests += 1
-            span.samples += samples
-
-    def take(self) -> dict[str, float]:
-        """Returns the numbers of each engine whose requests have ended since the last call, as engine/NAME/NUMBER.
-
-        ``span_ms`` is the time from the begin of the first of these requests to the end of the last one, and ``lag_ms``
-        the time from there until now. ``requests`` and ``samples`` count what was asked for.
-        """
-        spans, self._spans = self._spans, {}
-        now_s = time.time()
-        values: dict[str, float] = {}
-        for engine, span in spans.items():
-            values[f"engine/{engine}/span_ms"] = round(1e3 * (span.ended_s - span.began_s), 3)
-            values[f"engine/{engine}/lag_ms"] = round(1e3 * (now_s - span.ended_s), 3)
-            values[f"engine/{engine}/requests"] = float(span.requests)
-            values[f"engine/{engine}/samples"] = float(span.samples)
-        return values
-
-
+ClientFor = Callable[[int, bool], Awaitable[EngineClient]]
 OnEnd = Callable[[StreamEnd], None]
 BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
 FRUITLESS_ASKS = 5  # times in a row that an engine may abort a sample unasked and without a new token
+PROBE_S = 0.1  # seconds between two passes of the monitor, and two probes of an engine that is down
+LOAD_POLL_S = 1.0  # seconds between two polls of the engines' load
 
 
 def engine_name(engine: int) -> str:
@@ -157,7 +116,7 @@ class EnginePool:
     failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is how long no engine at all
     may answer. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until it does,
     and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
-    of `EngineWatch`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
+    of `EngineStates`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
     requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
     for an item in tokens; None if it has none. ``on_malformed(engine, why)`` is told of an engine whose reply does not
     follow the protocol, so that it is started again. ``waiting`` records each wait for responses. All methods
@@ -186,12 +145,20 @@ class EnginePool:
         self._client_for = client_for
         self._timeout_s = timeout_s
         self._silent_s = silent_s
-        self._watch_s = min(LOAD_POLL_S, silent_s / 4)
         self.request_times = RequestTimes()
         self._router = Router(count, by_load=by_load)
-        self._watch = EngineWatch(
-            count, client_for, timeout_s=timeout_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
+        self._engines = EngineStates(count, max_lag=max_lag, lag_s=lag_s)
+        often_s = min(LOAD_POLL_S, silent_s / 4)
+        self._monitor = Monitor(
+            [
+                Check(name="engines that are down", every_s=0.0, look=self._probe_lost),
+                Check(name="engines' answers", every_s=often_s, look=self._ping_all),
+                Check(name="engines' loads and weights", every_s=LOAD_POLL_S, look=self._poll_loads),
+                Check(name="engines with old weights", every_s=often_s, look=self._relieve_stragglers),
+            ]
         )
+        self._watching: asyncio.Task[None] | None = None  # the loop of the monitor
+        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}  # by kind and engine: those under way
         self._open: dict[str, tuple[OpenPrompt, _PromptBatch]] = {}  # by rid
         self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine
         self._logged: set[int] = set()  # stragglers that a log line has named
@@ -226,8 +193,7 @@ class EnginePool:
         self._open |= {prompt.request.rid: (prompt, prompt_batch) for prompt in opened}
         what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
         try:
-            if len(self._watch.engines) > 1:
-                prompt_batch.start(self._watch_engines())
+            self._keep_watch()
             self._send(prompt_batch, opened)
             while prompt_batch.left:
                 with self._waiting(what, on="engine"):
@@ -252,7 +218,7 @@ class EnginePool:
     # -- asking -------------------------------------------------------------------------------------------------------
     def _send(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
         """Chooses an engine for each prompt and sends each chosen engine one request."""
-        usable = self._watch.usable()
+        usable = self._engines.usable()
         if not usable:
             prompt_batch.start(self._send_when_usable(prompt_batch, prompts))
             return
@@ -265,12 +231,12 @@ class EnginePool:
             prompt_batch.start(self._ask(prompt_batch, engine, share))
 
     async def _send_when_usable(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
-        await self._watch.wait_usable()
+        await self._engines.wait_usable(timeout_s=self._timeout_s)
         self._send(prompt_batch, prompts)
 
     async def _ask(self, prompt_batch: _PromptBatch, engine: int, prompts: Sequence[OpenPrompt]) -> None:
         """Sends one request to one engine; samples that do not come back finished are asked for again."""
-        if not self._watch.takes_prompts(engine):  # the engines have changed since it was chosen
+        if not self._engines.takes_prompts(engine):  # the engines have changed since it was chosen
             self._send(prompt_batch, prompts)
             return
         requests: list[PromptRequest] = []
@@ -319,7 +285,7 @@ class EnginePool:
 
     def _fell_silent(self, engine: int, error: EngineUnreachable) -> None:
         """Closes the engine's connections, so that it aborts the samples whose late answers nobody would read."""
-        self._watch.lost(engine, error)
+        self._lose_engine(engine, error)
         for ask in self._asks.pop(engine, set()):
             ask.task.cancel()
             ask.prompt_batch.start(self._ask_others(ask, engine, error))
@@ -331,11 +297,11 @@ class EnginePool:
         engine does better.
         """
         log.warning("%s does not answer; its open samples are asked for again: %s", engine_name(engine), error)
-        self._watch.lost(engine, error)
+        self._lose_engine(engine, error)
         if isinstance(error, MalformedReply) and self._on_malformed is not None:
             prompt_batch.start(self._on_malformed(engine, str(error)))
         silent_s = time.monotonic() - prompt_batch.silent_since.setdefault(engine, time.monotonic())
-        if silent_s > self._timeout_s and all(other in prompt_batch.silent_since for other in self._watch.usable()):
+        if silent_s > self._timeout_s and all(other in prompt_batch.silent_since for other in self._engines.usable()):
             raise EngineUnreachable(
                 f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
             ) from error
@@ -345,7 +311,7 @@ class EnginePool:
         prompt.take(one)
         self._router.came_back(engine, prompt.cost)
         if one.versions.size:
-            self._watch.serves(engine, int(one.versions[-1]))
+            self._engines.serves(engine, int(one.versions[-1]))
         if prompt.fruitless.get(one.sample, 0) == FRUITLESS_ASKS:
             raise EngineError(
                 f"{engine_name(engine)} aborted sample {one.sample} of prompt {prompt.request.rid}, which came back "
@@ -406,7 +372,7 @@ class EnginePool:
     async def forget_prefixes(self) -> None:
         """Lets every engine drop the keys and values that it keeps of finished prompts; none may be under way."""
         calls = {}
-        for engine in self._watch.usable():
+        for engine in self._engines.usable():
             calls[engine_name(engine)] = (await self._client_for(engine, False)).flush_cache
         if words := (await asyncio.to_thread(fan_out, calls)).words():
             log.warning("kept prefixes: %s", words)
@@ -420,13 +386,10 @@ class EnginePool:
         ``serving`` get prompts. ``leaving`` get no new ones; those of them in ``moved`` also abort their open samples,
         which other engines continue from their prefixes. Any other engine is gone, and what it owed is asked of others.
         """
-        several = len(self._watch.engines) > 1
-        gone = set(self._watch.engines) - {*serving, *leaving}
+        gone = set(self._engines.all) - {*serving, *leaving}
         self._router.change_engines(serving, leaving=leaving)
-        self._watch.change_engines({*serving, *leaving}, leaving=leaving)
-        if not several and len(self._watch.engines) > 1:
-            for prompt_batch in {one for _, one in self._open.values()}:
-                prompt_batch.start(self._watch_engines())
+        self._engines.change({*serving, *leaving}, leaving=leaving)
+        self._keep_watch()
         for engine in gone:
             self._fell_silent(engine, EngineUnreachable(f"{engine_name(engine)} has left the run"))
         held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine in moved and prompt.asked]
@@ -437,27 +400,113 @@ class EnginePool:
         """Returns how many samples the engine still has to return."""
         return sum(len(prompt.asked) for prompt, _ in self._open.values() if prompt.engine == engine)
 
-    # -- watching the engines -----------------------------------------------------------------------------------------
-    async def _watch_engines(self) -> None:
-        """Watches several engines: whether they answer, their loads and weights; moves prompts off a straggler."""
-        while len(self._watch.engines) > 1:
-            self._watch.ping(self._fell_silent)
-            self._watch.poll_loads(self._heard)
-            stragglers = set(self._watch.stragglers())
-            for engine in stragglers - self._logged:
-                log.warning("%s", self._watch.lag_words(engine))
-                held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine == engine]
-                await self.abort(held, min_version=0)
-            self._logged = stragglers
-            await asyncio.sleep(self._watch_s)
+    # -- the monitor of the engines -----------------------------------------------------------------------------------
+    def _keep_watch(self) -> None:
+        """Lets the monitor's loop run, if there is anything to watch and it does not run."""
+        if self._is_watched() and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self._watch())
 
-    def _heard(self, engine: int, samples: int) -> None:
-        """Records the load that other clients put on the engine, as if their samples cost as much as the pool's."""
+    def _is_watched(self) -> bool:
+        return bool(self._engines.down) or (bool(self._open) and len(self._engines.all) > 1)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            if not self._is_watched():
+                return
+            self._monitor.tick()
+
+    def _ask_each(self, kind: str, engines: Iterable[int], look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Starts to look at each engine, but at none whose last look of this kind has not ended.
+
+        A look holds a connection or a thread, which other calls need.
+        """
+        for key in [(kind, engine) for engine in engines]:
+            if key not in self._looks:
+                self._looks[key] = asyncio.create_task(look(key[1]))
+                self._looks[key].add_done_callback(partial(self._looked, key))
+
+    def _looked(self, key: tuple[str, int], look: asyncio.Task[None]) -> None:
+        del self._looks[key]
+
+    def _lose_engine(self, engine: int, error: EngineError) -> None:
+        """Gives the engine no prompts until a probe finds that it answers."""
+        self._engines.lost(engine, error)
+        self._keep_watch()
+
+    def _probe_lost(self) -> None:
+        self._ask_each("probe", self._engines.down, self._probe)
+
+    async def _probe(self, engine: int) -> None:
+        loss = self._engines.down.get(engine)
+        if loss is None:  # it has left since
+            return
+        try:
+            client = await self._client_for(engine, True)
+        except EngineError as error:
+            loss.error = error
+            return
+        try:
+            await client.answers(timeout_s=self._silent_s)
+        except EngineError as error:
+            loss.error = error
+            await client.aclose()  # the next probe gets a new client
+        else:
+            self._engines.answers(engine, loss)
+
+    def _ping_all(self) -> None:
+        """Asks each of several engines whether it still answers."""
+        if len(self._engines.all) > 1:
+            self._ask_each("ping", self._engines.up(), self._ping)
+
+    async def _ping(self, engine: int) -> None:
+        try:
+            client = await self._client_for(engine, False)
+            try:
+                await client.answers(timeout_s=self._silent_s / 2)
+            except EngineUnreachable:  # perhaps this process itself was stopped, and the answer has arrived since
+                await client.answers(timeout_s=self._silent_s / 2)
+        except EngineUnreachable as error:
+            self._fell_silent(engine, error)
+
+    def _poll_loads(self) -> None:
+        """Asks each of several engines for its load and its weight version."""
+        if len(self._engines.all) > 1:
+            self._ask_each("load", self._engines.up(), self._poll_load)
+
+    async def _poll_load(self, engine: int) -> None:
+        try:
+            client = await self._client_for(engine, False)
+            ours = self.open_samples(engine)
+            loads = await asyncio.to_thread(client.loads)
+            ours = max(ours, self.open_samples(engine))  # some may have begun or ended since the engine counted them
+            version = str((await asyncio.to_thread(client.model_info))["weight_version"])
+        except EngineError as error:  # a request that generates there finds and reports the failure
+            log.debug("%s", error)
+            return
+        if version.isdecimal():
+            self._engines.serves(engine, int(version))
+        self._heard(engine, max(0, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]) - ours))
+
+    def _relieve_stragglers(self) -> None:
+        """Names new stragglers, and lets other engines go on with the prompts that they hold."""
+        stragglers = set(self._engines.stragglers())
+        for engine in stragglers - self._logged:
+            log.warning("%s", self._engines.lag_words(engine))
+            held: dict[_PromptBatch, list[str]] = {}
+            for rid, (prompt, prompt_batch) in self._open.items():
+                if prompt.engine == engine:
+                    held.setdefault(prompt_batch, []).append(rid)
+            for prompt_batch, rids in held.items():
+                prompt_batch.start(self.abort(rids, min_version=0))
+        self._logged = stragglers
+
+    def _heard(self, engine: int, others: int) -> None:
+        """Records how many samples of other clients the engine has, as if they cost as much as the pool's."""
         opened = [prompt for prompt, _ in self._open.values()]
         if opened:
-            ours = sum(len(prompt.asked) for prompt in opened if prompt.engine == engine)
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
-            self._router.others(engine, max(0, samples - ours) * mean_cost)
+            self._router.others(engine, others * mean_cost)
 
 
 def _telling(

@@ -11,7 +11,8 @@ from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S
 from relax_core.contracts.judge import JudgedInput
 from relax_core.contracts.monitor import Waiting
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.engines.engine_pool import EnginePool, RequestTimes
+from relax_core.engines.engine_pool import EnginePool
+from relax_core.engines.engine_states import RequestTimes
 from relax_core.observe.event_log import EventWriter
 from relax_core.roles.engine_directory import EngineDirectory, engine_media
 from relax_core.roles.role_context import RunContext

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.engine import SILENT_S, EngineError, EngineUnreachable
-from relax_core.engines.engine_watch import FanOut
+from relax_core.engines.engine_states import FanOut
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.worker_group import WaitingOn

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
@@ -32,7 +33,8 @@ def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
 
     async def scene() -> dict[int, list[Generated]]:
         pool = EnginePool(1, directory.client_for, timeout_s=60.0)
-        held = asyncio.ensure_future(collect_groups(pool.generate(prompts_of([3]), LONG, places=[0])))
+        first_held = [msgspec.structs.replace(prompts_of([3])[0], rid="held")]
+        held = asyncio.ensure_future(collect_groups(pool.generate(first_held, LONG, places=[0])))
         await until("the first call has not begun", lambda: pool.open_samples(0) == 3)
         await pool.change_engines([0, 1], leaving=[], moved=[])
         second.client.pause("in_place")
@@ -41,7 +43,8 @@ def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
         await until("it does not decode", decodes(second))
 
         await pool.change_engines([0], leaving=[1], moved=[])
-        later = asyncio.ensure_future(collect_groups(pool.generate(prompts_of([4]), SHORT, places=[1])))
+        late = [msgspec.structs.replace(prompts_of([4])[0], rid="late")]
+        later = asyncio.ensure_future(collect_groups(pool.generate(late, SHORT, places=[1])))
         await until("the prompt is not asked for", lambda: pool.open_samples(0) > 0)
         owed = pool.open_samples(1)
         assert owed >= 6, "it goes on with what it has"
@@ -81,7 +84,7 @@ def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Calla
         await until("it has its share", lambda: second.client.loads()["queued"] == 6)
         await pool.change_engines([0], leaving=[], moved=[])
         found = await collecting
-        assert not pool._watch._down, "nobody waits for its return"
+        assert not pool._engines.down, "nobody waits for its return"
         await directory.close()
         return found
 

@@ -14,9 +14,7 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.process_trees import process_state
-from relax_core.engines import engine_watch as watch_module
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.engines.engine_watch import EngineWatch
 from tests.contracts.engine.harness import CONTEXT, EOS, Engine, make_model, prompts_of, publish
 from tests.engines.pool_harness import (
     SHORT,
@@ -178,9 +176,8 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     start_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No answer comes for longer than the timeout, because the running engine waits for new weights."""
-    monkeypatch.setattr(
-        watch_module, "LOAD_POLL_S", 3600.0
-    )  # both are one process, so each would report the other's load
+    # Both are one process, so each would report the other's load.
+    monkeypatch.setattr(EnginePool, "_poll_loads", lambda pool: None)
     running = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
     directory = Directory(running, running)
@@ -194,7 +191,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
             assert flawed.met[0] == deaths
             if deaths == 1:
                 await asyncio.sleep(0.5)  # longer than the timeout
-                await until("the engine is not back", lambda: pool._watch.usable() == [0, 1])
+                await until("the engine is not back", lambda: pool._engines.usable() == [0, 1])
                 await pool.abort(["held-0"], min_version=1)  # it has least to do, so this goes to it
                 await until("it was not asked again", lambda: flawed.met[0] == 2 or collecting.done())
         running.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
@@ -222,12 +219,12 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
         os.kill(silent.process.pid, signal.SIGSTOP)
         try:
             found = await collecting
-            assert pool._watch.usable() == [0]
+            assert pool._engines.usable() == [0]
         finally:
             os.kill(silent.process.pid, signal.SIGCONT)
         await until("it owes nothing", lambda: silent.client.loads()["queued"] == 0)
         silent.client.resume()
-        await until("it may be asked again", lambda: pool._watch.usable() == [0, 1])
+        await until("it may be asked again", lambda: pool._engines.usable() == [0, 1])
         again = prompts_of([5, 6], [7, 8])
         assert len(await list_groups(pool.generate(again, SHORT, places=range(2)))) == 2
         await directory.close()
@@ -243,24 +240,24 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
 
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
     """Each poll that waits for it holds one of few threads, which rewards and aborts need."""
-    monkeypatch.setattr(watch_module, "LOAD_POLL_S", 0.0)
+    heard: list[int] = []
+    monkeypatch.setattr(EnginePool, "_heard", lambda pool, number, others: heard.append(number))
     engine = start_engine()
     directory = Directory(engine, engine)
-    heard: list[int] = []
 
     async def scene() -> None:
-        watch = EngineWatch(2, directory.client_for, timeout_s=10.0, silent_s=60.0, max_lag=1, lag_s=60.0)
+        pool = EnginePool(2, directory.client_for, timeout_s=10.0)
         os.kill(engine.process.pid, signal.SIGSTOP)
         try:
             await until("it does not stop", lambda: process_state(engine.process.pid) == "stopped")
             for _ in range(5):
-                watch.poll_loads(lambda number, samples: heard.append(number))
+                pool._poll_loads()
                 await asyncio.sleep(0)
             assert directory.asked == [(0, False), (1, False)] and not heard
         finally:
             os.kill(engine.process.pid, signal.SIGCONT)
         await until("no poll has ended", lambda: sorted(heard) == [0, 1])
-        watch.poll_loads(lambda number, samples: heard.append(number))
+        pool._poll_loads()
         await until("it is polled no more", lambda: sorted(heard) == [0, 0, 1, 1])
         await directory.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
-from relax_core.engines.engine_watch import fan_out
+from relax_core.engines.engine_states import fan_out
 
 
 def fails(error: Exception) -> Callable[[], int]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from relax_core.engines.engine_pool import RequestTimes
+from relax_core.engines.engine_states import RequestTimes
 
 
 def test_requests_to_an_engine_are_one_span_and_each_counts_once() -> None:

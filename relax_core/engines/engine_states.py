@@ -1,0 +1,218 @@
+"""What a pool knows of its engines: which may get prompts, how long their requests take, and how calls to them end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from relax_core.contracts.engine import EngineError, EngineUnreachable
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Loss:
+    """Is an engine that does not answer: the monotonic time at which it was lost, and its newest error."""
+
+    since: float
+    error: EngineError
+
+
+class EngineStates:
+    """Knows which engines of a pool may get prompts, at first engines 0 to ``count`` - 1.
+
+    An engine that is down gets none, nor does a straggler while another engine may: it has been more than ``max_lag``
+    weight versions behind another engine for more than ``lag_s`` seconds. It asks nobody; the pool records what it
+    hears.
+    """
+
+    def __init__(self, count: int, *, max_lag: int, lag_s: float) -> None:
+        self.all = list(range(count))  # in order
+        self.down: dict[int, Loss] = {}
+        self._leaving: frozenset[int] = frozenset()  # those that get no new prompts
+        self._max_lag, self._lag_s = max_lag, lag_s
+        self._some_up = asyncio.Event()
+        self._some_up.set()
+        self._versions: dict[int, int] = {}
+        self._behind_since: dict[int, float] = {}
+
+    def change(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
+        """Knows ``engines`` from now on, of which those in ``leaving`` get no new prompts; forgets all others."""
+        assert set(engines) > set(leaving), "at least one engine gets prompts"
+        self.all, self._leaving = sorted(engines), frozenset(leaving)
+        known: dict[int, Any]
+        for known in (self.down, self._versions, self._behind_since):
+            for engine in known.keys() - set(engines):
+                del known[engine]
+        self._note_usable()
+
+    def takes_prompts(self, engine: int) -> bool:
+        """Is True if the engine may get new prompts whenever it answers."""
+        return engine in self.all and engine not in self._leaving
+
+    def up(self) -> list[int]:
+        """Returns the engines that are not down."""
+        return [engine for engine in self.all if engine not in self.down]
+
+    def usable(self) -> list[int]:
+        """Returns the engines that may get prompts now; none while all are down."""
+        up, stragglers = [engine for engine in self.up() if engine not in self._leaving], self.stragglers()
+        return [engine for engine in up if engine not in stragglers] or up
+
+    def lost(self, engine: int, error: EngineError) -> None:
+        """Records that the engine does not answer."""
+        if engine in self.all and engine not in self.down:
+            self.down[engine] = Loss(time.monotonic(), error)
+            self._versions.pop(engine, None)
+            self._behind_since.pop(engine, None)
+            self._note_usable()
+
+    def answers(self, engine: int, loss: Loss) -> None:
+        """Records that the engine answers again after ``loss``; one that has left and come back has another loss."""
+        if self.down.get(engine) is loss:
+            del self.down[engine]
+            self._note_usable()
+
+    def _note_usable(self) -> None:
+        if self.usable():
+            self._some_up.set()
+        else:
+            self._some_up.clear()
+
+    async def wait_usable(self, *, timeout_s: float) -> None:
+        """Returns once an engine may get prompts.
+
+        Raises EngineUnreachable with every engine's last error if none has answered for ``timeout_s`` seconds since
+        the last of them was lost.
+        """
+        while not self._some_up.is_set():
+            left = max(loss.since for loss in self.down.values()) + timeout_s - time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    await self._some_up.wait()
+            except TimeoutError:
+                words = "; ".join(f"engine {engine}: {loss.error}" for engine, loss in sorted(self.down.items()))
+                raise EngineUnreachable(f"no engine has answered anything for {timeout_s:g} s; last: {words}") from None
+
+    def serves(self, engine: int, version: int) -> None:
+        """Records that the engine serves weights ``version``."""
+        if engine not in self.all or version <= self._versions.get(engine, -1):
+            return
+        self._versions[engine] = version
+        newest, now = max(self._versions.values()), time.monotonic()
+        for other, served in self._versions.items():
+            if newest - served <= self._max_lag:
+                self._behind_since.pop(other, None)
+            else:
+                self._behind_since.setdefault(other, now)
+
+    def stragglers(self) -> list[int]:
+        """Returns the engines that have been too far behind for too long."""
+        limit = time.monotonic() - self._lag_s
+        return [engine for engine, since in self._behind_since.items() if since < limit]
+
+    def lag_words(self, engine: int) -> str:
+        """Returns the log line about a straggler."""
+        return (
+            f"engine {engine} serves weights {self._versions[engine]}, another engine {max(self._versions.values())}. "
+            f"It has been more than {self._max_lag} versions behind for {self._lag_s:g} s and gets no prompts until it "
+            "has newer weights"
+        )
+
+
+@dataclass(slots=True)
+class _Span:
+    began_s: float
+    ended_s: float
+    requests: int = 0
+    samples: int = 0
+
+
+class RequestTimes:
+    """Adds up the requests to each engine that have ended; it belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, _Span] = {}
+
+    @contextmanager
+    def of(self, engine: str, *, samples: int) -> Iterator[None]:
+        """Counts the block as a request to an engine for so many samples, however it ends."""
+        began_s = time.time()
+        try:
+            yield
+        finally:
+            ended_s = time.time()
+            span = self._spans.setdefault(engine, _Span(began_s, ended_s))
+            span.began_s, span.ended_s = min(span.began_s, began_s), max(span.ended_s, ended_s)
+            span.requests += 1
+            span.samples += samples
+
+    def take(self) -> dict[str, float]:
+        """Returns the numbers of each engine whose requests have ended since the last call, as engine/NAME/NUMBER.
+
+        ``span_ms`` is the time from the begin of the first of these requests to the end of the last one, and ``lag_ms``
+        the time from there until now. ``requests`` and ``samples`` count what was asked for.
+        """
+        spans, self._spans = self._spans, {}
+        now_s = time.time()
+        values: dict[str, float] = {}
+        for engine, span in spans.items():
+            values[f"engine/{engine}/span_ms"] = round(1e3 * (span.ended_s - span.began_s), 3)
+            values[f"engine/{engine}/lag_ms"] = round(1e3 * (now_s - span.ended_s), 3)
+            values[f"engine/{engine}/requests"] = float(span.requests)
+            values[f"engine/{engine}/samples"] = float(span.samples)
+        return values
+
+
+# -- one call to several engines at the same time ----------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class FanOut(Generic[T]):
+    """Holds a call's outcome: ``answers`` maps engines to answers, ``failures`` maps the others to errors."""
+
+    answers: dict[str, T]
+    failures: dict[str, EngineError]
+
+    def words(self) -> str:
+        """Returns which engines failed, e.g. "1 of 2 engines failed: engine-1: no answer within 60 s", or ""."""
+        if not self.failures:
+            return ""
+        count = len(self.failures) + len(self.answers)
+        return f"{len(self.failures)} of {count} engines failed: " + "; ".join(
+            f"{name}: {why}" for name, why in self.failures.items()
+        )
+
+
+def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
+    """Makes all calls, each in a thread of its own, and waits for all of them.
+
+    The clients' own deadlines bound the wait. An EngineError is returned as that engine's failure; any other exception
+    is raised.
+    """
+    if not calls:
+        return FanOut(answers={}, failures={})
+    with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="fan-out") as threads:
+        outcomes = dict(zip(calls, threads.map(_outcome, calls.values()), strict=True))
+    return FanOut(
+        answers={name: one for name, one in outcomes.items() if not isinstance(one, EngineError)},
+        failures={name: one for name, one in outcomes.items() if isinstance(one, EngineError)},
+    )
+
+
+def log_failures(call: asyncio.Future[FanOut[T]]) -> None:
+    """Logs which engines failed in an abort that has ended."""
+    if not call.cancelled() and call.exception() is None and (words := call.result().words()):
+        log.warning("abort: %s", words)
+
+
+def _outcome(call: Callable[[], T]) -> T | EngineError:
+    try:
+        return call()
+    except EngineError as error:
+        return error
