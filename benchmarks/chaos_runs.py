@@ -74,7 +74,7 @@ _TEXT = (
     "eval.every=0",
 )
 _SMALL = (*_TEXT, "algo.group_size=4", "rollout.prompts_per_step=8")
-_MEDIA = (*_SMALL, "modality.cache_mb=0")
+_MEDIA = _SMALL
 TEXT = "text"
 MEDIA_RUNS = {
     "see": HarmedRun(overrides=(*_MEDIA, "model=tiny_qwen3_vl", "data=see"), own=(ENCODE_WORKER,)),

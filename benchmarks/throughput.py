@@ -49,7 +49,7 @@ OVERRIDES = {
 # With mode=colocate engine and trainer take turns, so each may have both cores.
 TAIL_OVERRIDES = {
     COLOCATE: OVERRIDES[COLOCATE],
-    "2 threads": (*OVERRIDES[COLOCATE], "parallel.threads_per_rank=2", "engine.threads=2"),
+    "2 threads": (*OVERRIDES[COLOCATE], "engine.threads=2"),
     ASYNC: OVERRIDES[ASYNC],
     ASYNC_2: ("mode=async", "mode.max_staleness=2"),
 }

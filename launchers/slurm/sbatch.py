@@ -118,7 +118,6 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
 def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str, Any]:
     """Returns submitit's parameters for the configuration. A value of None leaves the choice to the cluster."""
     optional = {
-        "partition": launcher.partition,
         "gpus_per_node": config.placement.gpus_per_node or None,
         "mem": None if launcher.memory_gb is None else f"{round(launcher.memory_gb * 1024)}M",
         "setup": launcher.setup or None,

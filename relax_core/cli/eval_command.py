@@ -53,7 +53,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.eval_metrics import Estimate, mean_reward
 from relax_core.rollout.evaluator import PreparedSet, SetAnswers, answer_sets, prepared_sets
-from relax_core.rollout.item_cache import HeldItems, ItemCache
+from relax_core.rollout.item_cache import CACHE_BYTES, HeldItems, ItemCache
 from relax_core.rollout.media_encoding import item_work_of, open_encoders
 from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
@@ -268,7 +268,7 @@ def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Ite
         folder = paths.weights_folder
         with open_encoders(config, model_folder=model_folder, media_folder=folder, log_dir=log_dir) as encoders:
             held = HeldItems(encoders, ItemFiles(folder), worker=0, timeout_s=CALL_TIMEOUT_S)
-            items = ItemCache(held, most_bytes=config.modality.cache_mb * 1_000_000, let_go=held.let_go)
+            items = ItemCache(held, most_bytes=CACHE_BYTES, let_go=held.let_go)
             yield EvalMedia(items=items, folder=folder, work=item_work_of(config, model_folder=model_folder))
 
 

@@ -23,7 +23,6 @@ _WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # neither an option, nor quotes, nor 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^'\"\\#`$]*)?")
 _PATTERNS = re.compile(r"[%'\"\\`$#]")
 _KEYS_OF_OURS = {  # options that have a key of their own
-    "partition": "partition",
     "gpus-per-node": "gpus_per_node",
     "cpus-per-task": "cpus_per_node",
     "mem": "memory_gb",
@@ -98,12 +97,11 @@ def python_problems(python: str | None) -> Iterator[str]:
 
 
 def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterator[str]:
-    for key, value in (("name", name), ("launcher.partition", launcher.partition)):
-        if value is not None and not _WORD.fullmatch(value):
-            yield (
-                f"{key}={value!r} with launcher=slurm: sbatch reads it as a word of the batch script. Use letters, "
-                "digits and . , : @ + = / _ - alone, and no - at the beginning."
-            )
+    if not _WORD.fullmatch(name):
+        yield (
+            f"name={name!r} with launcher=slurm: sbatch reads it as a word of the batch script. Use letters, "
+            "digits and . , : @ + = / _ - alone, and no - at the beginning."
+        )
     if problem := script_path_problem("run.dir", run_dir):
         yield problem
     yield from python_problems(launcher.python)

@@ -79,7 +79,6 @@ class ModalityConfig:
     audio_seconds: list[float] = MISSING
     audio_in_video: bool = MISSING
     workers: int = MISSING
-    cache_mb: int = MISSING
 
 
 @dataclass
@@ -139,7 +138,6 @@ class ParallelConfig:
     overlap: bool = MISSING
     micro_batch_tokens: int = MISSING  # largest number of packed token rows, and the towers' work in rows
     micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
-    threads_per_rank: int = MISSING
     forward: ForwardLayout = field(default_factory=ForwardLayout)  # of actor_fwd and reference
 
 
@@ -344,11 +342,15 @@ class RunSettings:
     panel: bool = MISSING
     start_timeout_s: float = MISSING
     stall_timeout_s: float = MISSING
-    stop_timeout_s: float = MISSING
     max_restarts: int = MISSING
     max_recoveries: int = MISSING
     heartbeat_timeout_s: float = MISSING
     serve: bool = MISSING
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Returns the seconds that each service has to end at a stop before it is killed."""
+        return max(60.0, self.stall_timeout_s / 10)
 
 
 @dataclass
@@ -452,7 +454,6 @@ class LauncherConfig:
 class SlurmLauncherConfig(LauncherConfig):
     """Holds the keys of launcher=slurm."""
 
-    partition: str | None = None
     cpus_per_node: int = MISSING
     memory_gb: float | None = None
     time_limit_min: int = MISSING

@@ -395,7 +395,7 @@ class Controller:
             return None
         if time.monotonic() - self._stopping_since <= limit_s:
             return None
-        return Finding(blames="the trainer", how=f"did not stop within run.stop_timeout_s={limit_s:.0f} s")
+        return Finding(blames="the trainer", how=f"did not stop within {limit_s:.0f} s, a tenth of run.stall_timeout_s")
 
     def _await_last_evaluation(self) -> None:
         """Waits for the last evaluation, or returns at once if a stop was requested.

@@ -94,9 +94,7 @@ class ServeDeployments:
         try:
             failed = self._deployed.exception(timeout=timeout_s)
         except TimeoutError:
-            print(
-                f"relax: Ray Serve has not deployed the roles within run.stop_timeout_s={timeout_s:g}", file=sys.stderr
-            )
+            print(f"relax: Ray Serve has not deployed the roles within {timeout_s:g} s", file=sys.stderr)
             return
         if failed is None and self._context.config.launcher.ray_address is not None:
             for role in self._roles:

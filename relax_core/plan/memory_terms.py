@@ -15,6 +15,7 @@ from relax_core.data.generated import MEDIA_FILES
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
+from relax_core.rollout.item_cache import CACHE_BYTES
 from relax_core.train.hf.stored_weights import passed_bytes
 from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS
 from relax_core.train.parallel_layout import LOGPROB_CHUNK_ROWS, Layout, one_rank
@@ -354,7 +355,7 @@ def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Worklo
 def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: int, data_rows: int | None) -> int:
     """Returns the bytes of encoded items in shared memory: what the caches may keep, or all items that are asked.
 
-    Items of prompts in flight stay beyond `modality.cache_mb`. An item is one file, named by its digest, however many
+    Items of prompts in flight stay beyond `CACHE_BYTES`. An item is one file, named by its digest, however many
     workers and prompts have it.
     """
     media = work.media
@@ -362,7 +363,7 @@ def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: i
         return 0
     versions, rollout = config.mode.versions_in_flight, config.rollout
     in_flight = round(versions * (work.groups + rollout.spare_prompts) * media.nbytes)
-    kept = max(rollout_workers * config.modality.cache_mb * 1_000_000, in_flight)
+    kept = max(rollout_workers * CACHE_BYTES, in_flight)
     if data_rows is None or media.prompts == 0 or not media.items:
         return kept
     trained = (config.run.steps + versions - 1) * (work.groups + rollout.spare_prompts)

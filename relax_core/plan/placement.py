@@ -327,8 +327,7 @@ class EncodeNode:
         needed = self.worker_bytes + self.item_bytes
         if self.memory is not None and needed > self.memory:
             yield (
-                f"{here} that need {needed / GIB:.1f} GiB with their items; it has {self.memory / GIB:.1f} GiB. {fits} "
-                "A smaller modality.cache_mb keeps fewer items."
+                f"{here} that need {needed / GIB:.1f} GiB with their items; it has {self.memory / GIB:.1f} GiB. {fits}"
             )
 
 

@@ -50,7 +50,7 @@ from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.evaluator import Evaluator, answer_sets, eval_versions, prepared_sets, versions_left
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
-from relax_core.rollout.item_cache import HeldItems, ItemCache
+from relax_core.rollout.item_cache import CACHE_BYTES, HeldItems, ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import open_encoders
 from relax_core.rollout.partial_rollout import MAX_ABORTS, WeightUpdateHandler
@@ -309,11 +309,10 @@ class RolloutWorker(Worker):
         )
 
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
-        config = self.context.config
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=CALL_TIMEOUT_S)
         return ItemCache(
             held,
-            most_bytes=config.modality.cache_mb * 1_000_000,
+            most_bytes=CACHE_BYTES,
             let_go=held.let_go,
             on_encoded=keep_media(self.context, first=self._rank == 0),
         )

@@ -17,6 +17,7 @@ from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout
 from relax_core.contracts.media import MediaError, MediaItem, MediaReason, MediaSource
 
 Key = tuple[str, str]  # kind, and the path or the digest of the bytes
+CACHE_BYTES = 1024 * 1_000_000  # of encoded items that each rollout worker keeps for prompts that come again
 MOST_ERRORS = 65_536  # refused sources that are remembered
 PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # reasons that may not hold another time
 

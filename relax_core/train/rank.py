@@ -227,7 +227,8 @@ class RankSetup:
     ``store_address`` and ``token`` are those of `open_rank_store`. ``timeout_s`` bounds every wait for other
     ranks, in seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts.
     ``banned_token_ids`` are tokens that are never sampled, so they have no probability. ``frozen`` are the parts
-    of the model that do not train (`relax_core.config.choices.MODEL_PARTS`).
+    of the model that do not train (`relax_core.config.choices.MODEL_PARTS`). ``threads`` are those of a rank on CPU
+    cores.
     """
 
     model_folder: Path
@@ -246,6 +247,7 @@ class RankSetup:
     moe_aux_loss_coef: float = 0.0
     banned_token_ids: Sequence[int] = ()
     frozen: Sequence[str] = ()
+    threads: int = 1
     token: str = field(default="", repr=False)
 
 
@@ -281,6 +283,7 @@ def rank_setup(
         moe_aux_loss_coef=config.model.moe_aux_loss_coef,
         banned_token_ids=config.rollout.banned(),
         frozen=frozen_parts(config),
+        threads=config.engine.threads,
         token=token,
     )
 
@@ -330,7 +333,7 @@ class MegatronRank:
             seed=setup.seed,
         )
         if not has_cuda():
-            torch.set_num_threads(setup.parallel.threads_per_rank)
+            torch.set_num_threads(setup.threads)
         self.rank, self.world_size, self.trainable = setup.rank, setup.world_size, trainable
         self._setup, self._parallel = setup, setup.parallel
         self._algorithm, self._config = setup.algorithm, setup.config

@@ -97,7 +97,7 @@ def test_help_of_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(told.splitlines()) < 40
     assert main(["launcher=slurm", "reward.name=math", "-h"]) == 0
     told = capsys.readouterr().out
-    assert "  launcher.partition=null" in told and "  reward.timeout_s=10.0" in told
+    assert "  launcher.memory_gb=null" in told and "  reward.timeout_s=10.0" in told
     source = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "sqlite_source.py"
     assert main([f"data.name={source}", "--help"]) == 0
     told = capsys.readouterr().out

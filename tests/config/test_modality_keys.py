@@ -39,7 +39,6 @@ def _with(config: RelaxConfig, section: str, **values: Any) -> RelaxConfig:
         ("audio_seconds", [1.0]),
         ("audio_seconds", [0.1, 601.0]),
         ("workers", 0),
-        ("cache_mb", -1),
     ],
 )
 def test_a_value_without_meaning_is_refused(sees: RelaxConfig, key: str, value: Any) -> None:

@@ -183,7 +183,7 @@ def test_a_text_keeps_its_characters(text: str) -> None:
     assert value("rollout.stop", f"rollout.stop=[{text},x]") == [text, "x"]
     assert value("agent.env", f"agent.env={{K: {text}, L: y}}") == {"K": text, "L": "y"}
     assert value("agent.env.K", f"agent.env.K={text}") == text
-    assert value("launcher.partition", "launcher=slurm", f"launcher.partition={text}") == text
+    assert value("launcher.python", "launcher=slurm", f"launcher.python={text}") == text
     assert value("reward.by", f"reward.by={text}") == text  # the setting of a plug-in
 
 

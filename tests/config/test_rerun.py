@@ -79,7 +79,13 @@ def test_a_plugin_file_and_a_launcher_of_the_saved_run_stay(tmp_path: Path) -> N
     plugin.write_text(text.replace("rule: str =", "target: int = 3\n    rule: str ="))
     made = tmp_path / "run"
     made.mkdir()
-    lines = (f"reward.name={plugin}", "reward.target=4", "launcher=slurm", "launcher.partition=gpu", "launcher.nodes=2")
+    lines = (
+        f"reward.name={plugin}",
+        "reward.target=4",
+        "launcher=slurm",
+        "launcher.max_requeues=5",
+        "launcher.nodes=2",
+    )
     save_config(load_config(lines), made)
     config = repeated(str(made))
     assert (config.reward.name, config.reward.target) == (str(plugin), 4)

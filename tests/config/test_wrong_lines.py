@@ -87,7 +87,7 @@ LINES = [
     ("mode=colocate mode.max_staleness=2", "mode.max_staleness=2", "mode=async"),
     ("optimizer.critic_lr=1e-5", "optimizer.critic_lr", "algo=ppo"),
     ("rollout.prompts_per_step=8 algo.mini_batches=3", "algo.mini_batches=3", "multiple of 3"),
-    ("launcher.partition=gpu", "launcher.partition", "launcher=slurm"),
+    ("launcher.max_requeues=5", "launcher.max_requeues", "launcher=slurm"),
     ("run.keep_best=eval/accuracy", "run.keep_best=eval/accuracy", "eval/exact"),
     # files and folders
     ("data.path=/nowhere.jsonl model.task=arithmetic", "/nowhere.jsonl", "no such file"),

@@ -51,7 +51,7 @@ def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: P
 
 def test_a_busy_trainer_is_not_waited_for_after_a_second_signal(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=3)
-    with LiveRun(tmp_path / "run", "eval.every=0", "run.stop_timeout_s=600", *held.overrides) as live:
+    with LiveRun(tmp_path / "run", "eval.every=0", "run.stall_timeout_s=6000", *held.overrides) as live:
         live.wait_step(2)
         live.interrupt()
         live.wait_stop_heard()

@@ -67,7 +67,7 @@ def test_what_the_last_stage_alone_raises_ends_the_run_at_once(tmp_path: Path) -
     plugin = tmp_path / "broken.py"
     plugin.write_text(BROKEN_LOSS)
     broken = ("parallel=pp2", "algo=plugin", f"algo.name={plugin}", "eval.every=0")
-    with LiveRun(tmp_path / "run", *broken, "run.stop_timeout_s=600") as live:
+    with LiveRun(tmp_path / "run", *broken, "run.stall_timeout_s=6000") as live:
         run = live.finish(deadline_s=240.0)
     assert run.code == 1, run.output
     assert f"actor-1 failed: ValueError: no such clip range ({plugin}, line 12)" in run.output

@@ -25,9 +25,12 @@ from relax_core.config.schema import LAUNCHERS, LauncherConfig
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["launcher.partition=gpu"], "launcher.partition is a key of launcher=slurm only."),
+        (["launcher.max_requeues=5"], "launcher.max_requeues is a key of launcher=slurm only."),
         (["launcher=slurm", "launcher.address=x"], "launcher.address is a key of launcher=ray_job only."),
-        (["launcher=slurm", "launcher.partitoin=x"], "launcher.partitoin is not a key. Nearest: launcher.partition"),
+        (
+            ["launcher=slurm", "launcher.max_requeue=1"],
+            "launcher.max_requeue is not a key. Nearest: launcher.max_requeues",
+        ),
         (["launcher=slurm", "launcher.nodes=two"], "launcher.nodes=two: expected a whole number."),
         (["launcher=slurm", "launcher.nodes=0"], "launcher.nodes=0: must be at least 1."),
         (["launcher=slurm", "launcher.max_requeues=-1"], "launcher.max_requeues=-1: must be at least 0."),

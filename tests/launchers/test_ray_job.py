@@ -73,7 +73,7 @@ def test_a_secret_is_not_sent() -> None:
 
 
 def test_variables_of_the_job() -> None:
-    given = variables(load_config(["launcher=ray_job", 'launcher.env=["A=b=c"]', "run.stop_timeout_s=90"]))
+    given = variables(load_config(["launcher=ray_job", 'launcher.env=["A=b=c"]', "run.stall_timeout_s=900"]))
     assert given["A"] == "b=c" and given["RAY_JOB_STOP_WAIT_TIME_S"] == "120" and given["OMP_NUM_THREADS"] == "1"
 
 

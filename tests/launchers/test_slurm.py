@@ -23,13 +23,12 @@ def lines_of(*overrides: str, jobs: int = 1) -> list[str]:
 def test_the_script_says_what_the_configuration_says() -> None:
     lines = lines_of(
         "launcher.nodes=4",
-        "launcher.partition=gpu",
         "placement.gpus_per_node=8",
         "launcher.cpus_per_node=96",
         "launcher.memory_gb=1.5",
         "launcher.time_limit_min=90",
         "launcher.checkpoint_s=240",
-        'launcher.sbatch=["--exclusive","--reservation=mine","--account=me","--qos=high","--constraint=h100&nvlink"]',
+        'launcher.sbatch=["--partition=gpu","--exclusive","--reservation=mine","--account=me","--qos=high","--constraint=h100&nvlink"]',
         'launcher.srun=["--container-image=/images/relax.sqsh"]',
         'launcher.setup=["module load cuda"]',
         "launcher.python=apptainer exec x.sif python",

@@ -61,7 +61,7 @@ def test_without_a_drivers_file_nobody_is_asked_and_with_one_torch_is(tmp_path: 
 
 
 def test_gpus_of_a_job_are_asked_of_its_launcher() -> None:
-    slurm = ["launcher=slurm", "launcher.partition=gpu"]
+    slurm = ["launcher=slurm"]
     assert list(gpu_problems(planned(*ONE, *slurm))) == []
     assert list(gpu_problems(planned(*ONE, "launcher.ray_address=auto"))) == []  # counted once it is joined
     assert list(gpu_problems(planned())) == []

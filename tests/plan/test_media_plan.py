@@ -14,6 +14,7 @@ from PIL import Image
 from relax_core.config.compose import choices_of, compose, load_config, typed_config
 from relax_core.config.errors import NotYet
 from relax_core.families.tiny_configs import tiny_config
+from relax_core.plan import memory_terms
 from relax_core.plan.build_plan import Plan, make_plan
 from relax_core.plan.context_length import settle_context
 from relax_core.plan.memory_terms import MIB
@@ -168,13 +169,15 @@ def test_a_short_run_stores_only_items_that_it_asks_for(folder: Path) -> None:
     assert (few, all_rows) == (30 * 1.5 * 64 * 64 * 3, 300 * 1.5 * 64 * 64 * 3)
 
 
-def test_encoders_and_items_are_counted() -> None:
+def test_encoders_and_items_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (make_plan(load_config([*SEE, f"modality.workers={number}"])) for number in (1, 3))
     counts = [{one.name: one.count for one in plan.memory} for plan in (few, many)]
     assert [one["encode worker"] for one in counts] == [1, 3]
     assert few.work.media is not None
     assert _phase(few, "encode worker", "always")["encoding"] == 68 * MIB + 14 * few.work.media.source_pixels
-    bounded = make_plan(load_config([*SEE, "modality.cache_mb=1"]))
+    with monkeypatch.context() as small:
+        small.setattr(memory_terms, "CACHE_BYTES", 1_000_000)
+        bounded = make_plan(load_config(SEE))
     assert _phase(bounded, "items in /dev/shm", "always")["items"] == 1_000_000
     items = [_items(*SEE, "eval.every=0", "mode.max_staleness=0", f"run.steps={steps}") for steps in (1, 400)]
     assert bounded.work.media is not None

@@ -33,7 +33,7 @@ from tests.data.chat_templates import FAMILIES, Family, write_folder
 
 # -- lines ------------------------------------------------------------------------------------------------------------
 EVIL = ("a\n#SBATCH --wrap=evil", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\x85b", "a\tb", "a\x00b")
-SLURM = ("launcher=slurm", "launcher.partition=p")
+SLURM = ("launcher=slurm",)
 # Values with which a program is given text as it is; they are in no file of lines.
 FREE = ("agent.command", "launcher.env", "rollout.stop")
 
@@ -90,9 +90,7 @@ def test_a_list_and_a_name_begin_no_line() -> None:
         ("name='a b'", "name"),
         ("name=--wrap", "name"),
         ("name='a$(touch x)'", "name"),
-        ("launcher.partition='p --wrap=evil'", "launcher.partition"),
-        ("launcher.partition=-x", "launcher.partition"),
-        ('launcher.partition="q\'"', "launcher.partition"),
+        ('launcher.sbatch=["--partition=q\'"]', "launcher.sbatch"),
         ("run.dir=/tmp/%j/x", "run.dir"),
         ('run.dir="/tmp/it\'s"', "run.dir"),
         ('launcher.sbatch=["--wrap=evil"]', "launcher.sbatch"),

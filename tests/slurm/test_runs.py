@@ -176,7 +176,7 @@ def test_a_run_that_fails_says_why(quiet: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_bad_partition_is_slurms_own_words_and_leaves_nothing(quiet: Cluster, tmp_path: Path) -> None:
-    code, output = Submitted(quiet, tmp_path / "run", "launcher.partition=nonsense").finish()
+    code, output = Submitted(quiet, tmp_path / "run", 'launcher.sbatch=["--partition=nonsense"]').finish()
     assert code == 2 and "relax: Slurm did not take the job: " in output and "invalid partition" in output, output
     assert "Traceback" not in output and not (tmp_path / "run").exists()
 

@@ -92,7 +92,6 @@ def parallel_config(**sizes: Any) -> ParallelConfig:
             "overlap": False,
             "micro_batch_tokens": 8192,
             "micro_batch_patches": 8192,
-            "threads_per_rank": 1,
             **sizes,
         }
     )
