@@ -9,15 +9,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode
 
-TABLES = {"events", "rolled_back", "generated"}
+TABLES = {"events", "rolled_back", "generated", "restores"}
 BUSY_S = 10.0  # a read waits this long for a writer's lock
+MOST_ROW_BYTES = 128 * 2**20  # of the rows of one query for the page
+MOST_KINDS = 20  # of events that are counted apart
+AFTER_S = 60.0  # the bus records the end of a sample so long after its step at most
+MOST_DROPS, MOST_LIVES, MOST_LIVES_EVENTS = 200_000, 1024, 500_000  # of one answer
+_TIMES = {"issued": "issued_s", "put": "put_s", "leased": "leased_s", "trained": "ended_s", "dropped": "ended_s"}
 SETTLE_S = 2.0  # all ends of a group are on disk this long after the first of them
 FILTERS = ("uid", "group", "step", "reason")
 _FIELD_OF = {"uid": "uid", "group": "group_uid", "step": "step", "reason": "reason"}
@@ -53,6 +58,31 @@ class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event]
 
 
+class SampleLife(msgspec.Struct, kw_only=True):
+    """Holds the times of a sample, in Unix seconds, None for what did not happen in the time that was looked at."""
+
+    uid: str
+    group: str
+    version: int | None = None
+    reason: str = ""
+    issued_s: float | None = None
+    put_s: float | None = None
+    leased_s: float | None = None
+    ended_s: float | None = None
+
+
+class Drops(NamedTuple):
+    """Holds the samples that events up to ``position`` drop, each by its uid and the reason.
+
+    ``restores`` counts how often a resume went back; ``anew`` is True if what was read before is void.
+    """
+
+    dropped: list[tuple[str, str]]
+    position: int
+    restores: int
+    anew: bool
+
+
 class FileCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of samples, computed from the events in the file alone.
 
@@ -82,14 +112,20 @@ class LedgerFile:
     """Reads a ledger file as a context manager; it never writes.
 
     All reads together may take ``seconds``, and the rows of each ``most_bytes`` of memory; for None there is no limit.
-    Raises what `foreign_database` raises; the methods raise sqlite3.Error for a damaged file or the end of the time,
-    and ValueError for too many rows.
+    A read waits for a writer's lock for ``busy_s``. Raises what `foreign_database` raises; the methods raise
+    sqlite3.Error for a damaged file or the end of the time, and ValueError for too many rows.
     """
 
-    def __init__(self, path: Path, *, seconds: float | None = None, most_bytes: int | None = None) -> None:
-        self._database = foreign_database(path, tables=TABLES, busy_s=BUSY_S, seconds=seconds)
+    def __init__(
+        self, path: Path, *, seconds: float | None = None, most_bytes: int | None = None, busy_s: float = BUSY_S
+    ) -> None:
+        self._database = foreign_database(path, tables=TABLES, busy_s=busy_s, seconds=seconds)
         self._most_bytes = most_bytes
         self._made: dict[int, dict[str, Episode]] = {}
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +133,7 @@ class LedgerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._database.close()
+        self.close()
 
     def samples(self, filters: Mapping[str, str | int]) -> list[SampleHistory]:
         """Returns the samples for which one event fits all of ``filters``, in order of issue.
@@ -201,6 +237,60 @@ class LedgerFile:
 
     def _all_events(self) -> Iterator[tuple[str, str, str, str, float]]:
         return self._rows("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
+
+    def event_counts(self) -> dict[str, int]:
+        """Returns the number of events in force by kind, of `MOST_KINDS` kinds at most."""
+        return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MOST_KINDS,)))
+
+    def drops(self, *, after: int, restores: int) -> Drops:
+        """Returns what is dropped behind event ``after``, or from the first event on if ``restores`` has changed."""
+        now = self._database.execute("SELECT COUNT(*) FROM restores").fetchone()[0]
+        after = after if now == restores else 0
+        last = self._database.execute("SELECT IFNULL(MAX(id), 0) FROM events").fetchone()[0]
+        last = min(last, after + MOST_DROPS)
+        query = "SELECT uid, reason FROM events WHERE id > ? AND id <= ? AND event = 'dropped'"
+        return Drops([(uid, reason) for uid, reason in self._rows(query, (after, last))], last, now, after == 0)
+
+    def lives(self, *, step: int, from_s: float, to_s: float) -> list[SampleLife]:
+        """Returns the samples that ended at a train step, in the order in which they were issued.
+
+        ``from_s`` is a time before their prompts were issued, and ``to_s`` the end of the step. Only events in force
+        are read.
+        """
+        low, high = self._first_at(from_s), self._first_at(to_s + AFTER_S)
+        rows = list(
+            self._rows(
+                "SELECT event, uid, group_uid, version, reason, time, step FROM events WHERE id >= ? AND id < ? "
+                "ORDER BY id DESC LIMIT ?",
+                (low, high, MOST_LIVES_EVENTS),
+            )
+        )
+        wanted = {uid for event, uid, *_, at in rows if event in ("trained", "dropped") and at == step}
+        found: dict[str, SampleLife] = {}
+        for event, uid, group, version, reason, time_s, _ in reversed(rows):
+            if uid not in wanted or event not in _TIMES:
+                continue
+            life = found.setdefault(uid, SampleLife(uid=uid, group=group))
+            setattr(life, _TIMES[event], time_s)
+            if event in ("put", "trained") and version is not None:
+                life.version = version
+            life.reason = reason or life.reason
+        ordered = sorted(found.values(), key=lambda life: (life.issued_s or life.put_s or 0.0, len(life.uid), life.uid))
+        return ordered[:MOST_LIVES]
+
+    def _first_at(self, time_s: float) -> int:
+        """Returns the id of the first event at or after a time; events are in order of time, but for some ms."""
+        query = "SELECT IFNULL(MIN(id), 0), IFNULL(MAX(id), 0) + 1 FROM events"
+        low, high = self._database.execute(query).fetchone()
+        query = "SELECT id, time FROM events WHERE id >= ? ORDER BY id LIMIT 1"
+        while low < high:
+            middle = (low + high) // 2
+            row = self._database.execute(query, (middle,)).fetchone()
+            if row is None or row[1] >= time_s:
+                high = middle
+            else:
+                low = row[0] + 1
+        return int(low)
 
     def last_uid(self) -> str | None:
         """Returns the uid that was issued last; None for an empty ledger."""

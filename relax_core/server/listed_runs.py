@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +22,7 @@ from relax_core.server.run_folders import (
     run_name,
     run_standing,
 )
-from relax_core.server.run_ledger import LEDGER, connect, readable_ledger
-from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER, decode_yaml
+from relax_core.server.run_reader import CONFIG, LEDGER, MOST_CONFIG, SUMMARY_DECODER, decode_yaml, open_ledger
 
 LOOK_S = 2.0  # for the files of all runs of one list
 FILES = (CONFIG, SUMMARY, LEDGER)
@@ -94,9 +92,8 @@ def _look(run_dir: Path) -> _Look:
                 summary = decode_json(read_whole(path, most_bytes=MOST_SUMMARY), SUMMARY_DECODER)
             if not os.access(path, os.R_OK):
                 raise PermissionError("it may not be read")
-            if name == LEDGER and readable_ledger(run_dir) is not None:
-                with closing(connect(path, "events", "restores")):
-                    pass
+            if name == LEDGER:
+                open_ledger(run_dir).close()
         except FileNotFoundError:
             continue
         except BROKEN as error:

@@ -21,7 +21,6 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from relax_core.bus.ledger_reader import LedgerFile
 from relax_core.contracts.foreign_files import open_plain, shown
 from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
 from relax_core.data.media.played_files import played_type
@@ -32,8 +31,7 @@ from relax_core.server.listed_runs import ListedRuns
 from relax_core.server.orders import Refusal
 from relax_core.server.run_events import MOST_POINTS, process_rows
 from relax_core.server.run_folders import BROKEN, NotInside, find_runs, log_chunk, log_files, reason, search_log
-from relax_core.server.run_ledger import MOST_ROW_BYTES, QUERY_S, readable_ledger
-from relax_core.server.run_reader import CONFIG, PLAN, RunReader
+from relax_core.server.run_reader import CONFIG, PLAN, RunReader, open_ledger
 from relax_core.server.run_timeline import make_timeline
 from relax_core.server.sample_views import picture_file, played_file
 
@@ -334,16 +332,13 @@ def _evaluation(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _lineage(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
-    path = readable_ledger(run.run_dir)
-    if path is None:
-        raise FileNotFoundError("This run has no ledger that can be read from this machine.")
     filters: dict[str, str | int] = {}
     for name in ("uid", "group", "reason"):
         if value := query.get(name, ""):
             filters[name] = value
     if step := query.get("step", ""):
         filters["step"] = int(step)
-    with LedgerFile(path, seconds=QUERY_S, most_bytes=MOST_ROW_BYTES) as ledger:
+    with open_ledger(run.run_dir) as ledger:
         if not filters:
             return {"counts": ledger.counts(run_over=False), "reasons": ledger.reasons(), "steps": ledger.steps()}
         found = ledger.samples(filters)

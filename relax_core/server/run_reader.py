@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import yaml
 
+from relax_core.bus.ledger_reader import MOST_ROW_BYTES, LedgerFile, SampleLife, check_plain
 from relax_core.contracts.foreign_files import decode_json, shown_line
 from relax_core.observe.alarms import NOTICES
 from relax_core.observe.event_log import (
@@ -30,20 +33,24 @@ from relax_core.observe.sample_log import SAMPLES_FOLDER
 from relax_core.server.run_events import RunSeries, RunTexts
 from relax_core.server.run_folders import (
     BROKEN,
+    LOCK,
+    MOST_LOCK,
     MOST_NAME,
     MOST_SUMMARY,
     SUMMARY,
+    inside,
     open_inside,
     reason,
     run_id,
     run_name,
     run_standing,
 )
-from relax_core.server.run_ledger import SampleLife, batch_lives, event_counts, take_drops
 from relax_core.server.run_timeline import RunOrder, event_spans, take_order
 from relax_core.server.sample_views import SampleViews
 
 CONFIG, PLAN = "config.yaml", "plan.json"
+LEDGER, NO_LEDGER = "ledger.sqlite", "This run has no ledger that can be read from this machine."
+LEDGER_BUSY_S, QUERY_S = 1.0, 10.0  # a read waits for a writer so long; all reads of a ledger take so long at most
 REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
 NEWEST_S = 1.0  # a call waits so long for the newest samples
 END_S = 10.0
@@ -91,7 +98,7 @@ class RunReader:
         self.samples_share, self._index_problem, self._closing = 0.0, "", False
         self._wanted, self._read_all = threading.Event(), threading.Event()
         none: dict[str, Any] = {}
-        self._events = Rested(lambda: self._tried("ledger.sqlite", lambda: event_counts(run_dir), none))
+        self._events = Rested(lambda: self._tried(LEDGER, self._count_events, none))
         self._standing = Rested(lambda: run_standing(run_dir))
         self._values = Rested(lambda: self._tried(CONFIG, self._read_config, none))
         self._outcome = Rested(lambda: self._tried(SUMMARY, self._read_summary, none))
@@ -288,7 +295,12 @@ class RunReader:
         staleness = _number(_at(self.config(), "mode", "max_staleness")) or 0
         before = ends.get(step - staleness - 3)
         from_s = 0.0 if before is None else before.end_s - before.ms["step"] / 1e3
-        return batch_lives(self.run_dir, step=step, from_s=from_s, to_s=ends[step].end_s)
+        with open_ledger(self.run_dir) as ledger:
+            return ledger.lives(step=step, from_s=from_s, to_s=ends[step].end_s)
+
+    def _count_events(self) -> dict[str, int]:
+        with open_ledger(self.run_dir) as ledger:
+            return {shown_line(str(kind)[:MOST_NAME]): int(count) for kind, count in ledger.event_counts().items()}
 
     def _count_engines(self) -> list[dict[str, Any]]:
         return [] if self._index is None else self._index.engines()
@@ -298,8 +310,39 @@ class RunReader:
 
     def _take_drops(self) -> bool:
         assert self._index is not None, "the samples are open"
-        index = self._index
-        return self._tried("the drops in ledger.sqlite", lambda: take_drops(self.run_dir, index), None) is None
+        return self._tried(f"the drops in {LEDGER}", partial(self._give_drops, self._index), None) is None
+
+    def _give_drops(self, index: SampleIndex) -> None:
+        """Gives the index what the bus dropped since the last call; after a restore it gives all of it again."""
+        with open_ledger(self.run_dir) as ledger:
+            after, restores = index.ledger_position()
+            found = ledger.drops(after=after, restores=restores)
+        index.take_ledger(found.dropped, anew=found.anew)
+        index.set_ledger_position(found.position, found.restores)
+
+
+def open_ledger(run_dir: Path) -> LedgerFile:
+    """Returns the run's ledger.
+
+    Raises FileNotFoundError if there is none or SQLite must not open it from here: while a run of another host writes
+    it on a shared disk, its write-ahead log is in that host's memory. Raises what `LedgerFile` does for another file.
+    """
+    try:
+        path = inside(run_dir, LEDGER)
+    except FileNotFoundError:
+        raise FileNotFoundError(NO_LEDGER) from None
+    check_plain(path)
+    if os.path.lexists(path.with_name(f"{LEDGER}-wal")) and _host_of_lock(run_dir) != socket.gethostname():
+        raise FileNotFoundError(NO_LEDGER)
+    return LedgerFile(path, seconds=QUERY_S, most_bytes=MOST_ROW_BYTES, busy_s=LEDGER_BUSY_S)
+
+
+def _host_of_lock(run_dir: Path) -> str:
+    try:
+        with open_inside(run_dir, LOCK) as file:
+            return file.read(MOST_LOCK).decode("utf-8", "replace").split()[-1]
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
 def cache_folder() -> Path:
