@@ -263,28 +263,23 @@ class Controller:
 
     def checks(self) -> list[Check]:
         """Returns the table of the checks of one attempt, in the order in which a pass of the loop makes them."""
-
-        def row(name: str, every_s: float, look: Callable[[], Finding | None]) -> Check:
-            return Check(name=name, every_s=every_s, look=look, act=_services_lost)
-
-        view = self._parts.view
-        serve = self._parts.serve
-        deployments = Check(name="Serve", every_s=STATUS_S, look=serve.look, act=_run_failed) if serve else None
+        view, serve = self._parts.view, self._parts.serve
+        deployments = [Check(name="Serve", every_s=STATUS_S, look=serve.look, act=_run_failed)] if serve else []
         return [
             self._bus.check(),
-            row("stop", 0.0, self._look_for_stop),
-            row("relax stall", STATUS_S, self._answer_stall_asks),
-            row("workers", STATUS_S, self._look_at_workers),
-            *([deployments] if deployments is not None else []),
-            row("engines that come and go", 0.0, self._move_engines),
-            row("orders", 0.0, self._move_orders),
-            row("numbers of engines", RECORD_S, self._record_engines),
-            row("numbers of processes", USAGE_S, self._record_processes),
-            row("trackers", TRACKERS_S, view.check_trackers),
-            row("disk, lost engines, failed orders", LOOK_S, self._parts.alarms.look),
-            row("records, stragglers, learning signal, alarms", 0.0, self._show),
+            Check(name="stop", every_s=0.0, look=self._look_for_stop),
+            Check(name="relax stall", every_s=STATUS_S, look=self._answer_stall_asks),
+            Check(name="workers", every_s=STATUS_S, look=self._look_at_workers),
+            *deployments,
+            Check(name="engines that come and go", every_s=0.0, look=self._move_engines),
+            Check(name="orders", every_s=0.0, look=self._move_orders),
+            Check(name="numbers of engines", every_s=RECORD_S, look=self._record_engines),
+            Check(name="numbers of processes", every_s=USAGE_S, look=self._record_processes),
+            Check(name="trackers", every_s=TRACKERS_S, look=view.check_trackers),
+            Check(name="disk, lost engines, failed orders", every_s=LOOK_S, look=self._parts.alarms.look),
+            Check(name="records, stragglers, learning signal, alarms", every_s=0.0, look=self._show),
             Check(name="limit of the stop", every_s=0.0, look=self._look_at_stop, act=_run_failed),
-            row("stall", 0.0, self._look_at_stall),
+            Check(name="stall", every_s=0.0, look=self._look_at_stall, act=_services_lost),
         ]
 
     def run(self) -> RunEnd:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from relax_core.contracts.monitor import Elapsed
+from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
 from relax_core.contracts.process_trees import PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 
 FAILED = 1
-POLL_S = 0.2  # the longest delay after which an end, a freeze or a signal is noticed
+POLL_S = 0.2  # the longest delay after which an end, a finding or a signal is noticed
 AT_ONCE_S = 5.0  # how long a controller that was asked to end at once may take
 ANSWER_S = 10.0  # how long a controller may take to say whether a train step was done when a stop came
 CONTROLLER = "relax-control"  # its name in `ps` and `top`, of at most 15 characters
@@ -57,6 +57,7 @@ class ControllerProcess:
         self._trained = self._untrained = False
         self._stopped_at: float | None = None  # on the monotonic clock: when the stop message was sent
         self._killed_at: float | None = None  # on the monotonic clock: the deadline of an end at once
+        self._elapsed, self._silent_s, self._spoke = Elapsed(), 0.0, False
         self._last: tuple[str, str] | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -72,14 +73,24 @@ class ControllerProcess:
         os.close(write_to)
         os.close(read_from)
 
-    def wait(self, *, frozen_after_s: float, meanwhile: Callable[[], None] | None = None) -> ControllerEnd:
+    def check(self, *, frozen_after_s: float) -> Check:
+        """Returns the check that kills a controller that sends no heartbeat for ``frozen_after_s`` seconds."""
+
+        def look() -> Finding | None:
+            passed_s = self._elapsed.since_last()
+            self._silent_s = 0.0 if self._spoke else self._silent_s + passed_s
+            self._spoke = False
+            if self._silent_s <= frozen_after_s:
+                return None
+            return Finding(blames="the controller", how=f"sent no heartbeat for {self._silent_s:.0f} s")
+
+        return Check(name="controller", every_s=0.0, look=look, act=lambda finding: os.kill(self._pid, signal.SIGKILL))
+
+    def wait(self, monitor: Monitor) -> ControllerEnd:
         """Waits until the controller has ended, or until a stop requires that everything ends now.
 
-        It kills a controller that sends no heartbeat for ``frozen_after_s`` seconds. ``meanwhile`` is called several
-        times a second.
+        ``monitor`` looks several times a second at what the supervisor looks after.
         """
-        silent_s, elapsed = 0.0, Elapsed()
-        elapsed.since_last()
         try:
             while True:
                 ended, status = os.waitpid(self._pid, os.WNOHANG)
@@ -87,15 +98,10 @@ class ControllerProcess:
                     while select.select([self._read_from], [], [], 0)[0] and self._listen():
                         pass
                     return self._end(os.waitstatus_to_exitcode(status))
-                if meanwhile is not None:
-                    meanwhile()
-                spoke = bool(select.select([self._read_from], [], [], POLL_S)[0])
-                passed_s = elapsed.since_last()
-                silent_s = 0.0 if spoke else silent_s + passed_s
-                if spoke and not self._listen():
+                monitor.tick()
+                self._spoke = bool(select.select([self._read_from], [], [], POLL_S)[0])
+                if self._spoke and not self._listen():
                     time.sleep(POLL_S)  # the controller has closed its pipe and is exiting
-                elif silent_s > frozen_after_s:
-                    os.kill(self._pid, signal.SIGKILL)
                 if self._signals.received is not None and (cause := self._stop(self._signals.received)):
                     return ControllerEnd(how="stopped", cause=cause)
         finally:

@@ -16,6 +16,7 @@ import msgspec
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.child import Child, ChildLost, Limit, module_command
+from relax_core.contracts.monitor import Check, Finding
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engine_set import limits_of
 from relax_core.engines.held_port import listening_socket, refuse_waiting
@@ -125,27 +126,30 @@ class GatewayProcess:
             lines.append(f"from your machine: ssh -L {port}:{self._settings.host}:{port} {socket.gethostname()}")
         _report(*lines)
 
-    def check(self) -> None:
-        """Says where the gateway is once it is up, and starts it again if it has died.
+    def check(self) -> Check:
+        """Returns the check that says where the gateway is once it is up, and starts it again if it has died.
 
-        It is started again at most run.max_restarts times, under its port and its token. Raises GatewayUnstarted if it
-        does not start at first.
+        It is started again at most run.max_restarts times, under its port and its token. The check raises
+        GatewayUnstarted if it does not start at first.
         """
+        return Check(name="gateway", every_s=0.0, look=self._look, act=self._start_again)
+
+    def _look(self) -> Finding | None:
         if not self.is_up:
             self._look_for_address()
-            return
-        if self._given_up:
+        elif self._given_up:
             refuse_waiting(self._listener)
-            return
-        code = self._child.poll()
-        if code is None or time.monotonic() - self._started < AGAIN_S:
-            return
+        elif (code := self._child.poll()) is not None and time.monotonic() - self._started >= AGAIN_S:
+            return Finding(blames="the gateway", how=f"ended with exit code {code}")
+        return None
+
+    def _start_again(self, ended: Finding) -> None:
         if not self._restarts_left:
             self._given_up = True
             (self._folder / FILE).unlink(missing_ok=True)
             _report(
-                f"the gateway ended with exit code {code} after run.max_restarts={self._most_restarts} restarts, and "
-                f"the run takes no more orders; see {self._log}"
+                f"{ended} after run.max_restarts={self._most_restarts} restarts, and the run takes no more orders; see "
+                f"{self._log}"
             )
             return
         self._restarts_left -= 1

@@ -21,6 +21,7 @@ from typing import Any
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.child import module_command
+from relax_core.contracts.monitor import Monitor
 from relax_core.contracts.process_trees import become_subreaper, end_children
 from relax_core.control.controller_process import FAILED, ControllerProcess, StopSignals, SupervisorPipe
 from relax_core.control.gateway_process import GatewayProcess, GatewayUnstarted, gateway
@@ -86,9 +87,11 @@ def _supervise(
         with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as paths:
             main = partial(run_once, config, resume, paths, attempt)
             controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
-            watch = None if gateway_process is None else gateway_process.check
+            checks = [controller.check(frozen_after_s=config.run.heartbeat_timeout_s)]
+            if gateway_process is not None:
+                checks.append(gateway_process.check())
             try:
-                end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s, meanwhile=watch)
+                end = controller.wait(Monitor(checks))
             finally:  # also if the gateway did not start
                 _end_rest(gateway_process)
         if end.how == "ended":

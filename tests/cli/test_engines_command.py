@@ -22,7 +22,7 @@ from relax_core.server.gateway_client import FILE, GatewayClient, GatewayUnreach
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import EngineRow, Order, RunRow, engine_id, read_room
-from tests.control.gateway_up import until_up
+from tests.control.gateway_up import look_after, until_up
 
 DEADLINE_S = 120.0
 
@@ -158,7 +158,7 @@ def test_a_gateway_that_starts_again_answers_a_request_once(run: tuple[Path, Con
 
     def check() -> None:
         while not checking.wait(0.1):
-            process.check()
+            look_after(process)
 
     thread = threading.Thread(target=check)
     thread.start()

@@ -1,12 +1,18 @@
-"""Waits for a gateway that a test has started, as the supervisor does."""
+"""Looks after a gateway that a test has started, as the supervisor does."""
 
 from __future__ import annotations
 
 import time
 
+from relax_core.contracts.monitor import Monitor
 from relax_core.control.gateway_process import GatewayProcess
 
 DEADLINE_S = 120.0
+
+
+def look_after(process: GatewayProcess) -> None:
+    """Makes the supervisor's check of the gateway once."""
+    Monitor([process.check()]).tick()
 
 
 def until_up(process: GatewayProcess) -> None:
@@ -14,5 +20,5 @@ def until_up(process: GatewayProcess) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not process.is_up:
         assert time.monotonic() < deadline
-        process.check()
+        look_after(process)
         time.sleep(0.05)

@@ -23,7 +23,7 @@ from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import gateway
 from relax_core.server.gateway_client import FILE
 from tests.control import supervised
-from tests.control.gateway_up import until_up
+from tests.control.gateway_up import look_after, until_up
 from tests.control.supervised import DEADLINE_S, start
 from tests.ports import free_port
 
@@ -117,8 +117,8 @@ def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(
         until_up(process)
         assert (tmp_path / FILE).exists()
         os.kill(process.pid, signal.SIGKILL)
-        eventually("it is not noticed", lambda: process.check() is None and not (tmp_path / FILE).exists())
-        process.check()
+        eventually("it is not noticed", lambda: look_after(process) is None and not (tmp_path / FILE).exists())
+        look_after(process)
     words = capsys.readouterr().err
     assert (
         words.count("the run takes no more orders") == 1 and "ended with exit code -9 after run.max_restarts=0" in words

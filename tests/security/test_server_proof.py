@@ -18,7 +18,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineUnreachable, PromptRequest, SamplingParams
-from relax_core.control.gateway_process import GatewayProcess, gateway
+from relax_core.control.gateway_process import gateway
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol import server_proof
@@ -27,6 +27,7 @@ from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnprov
 from relax_core.server import gateway_client
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewayClient, GatewayUnreachable, read_address
 from tests.contracts.engine.harness import make_model
+from tests.control.gateway_up import look_after, until_up
 from tests.security.intruders import intruder, ways_to_take
 
 TOKEN = "token-of-this-run-which-nobody-else-knows"
@@ -267,19 +268,11 @@ def test_a_held_port_refuses_until_a_process_serves_and_is_free_after_its_end() 
 
 
 # -- the gateway ------------------------------------------------------------------------------------------------------
-def wait_up(process: GatewayProcess) -> None:
-    deadline = time.monotonic() + UP_S
-    while not process.is_up:
-        assert time.monotonic() < deadline
-        process.check()
-        time.sleep(0.02)
-
-
 def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
     config = load_config(["gateway=local", "gateway.port=0", f"run.dir={tmp_path}", "run.max_restarts=1"])
     with gateway(config) as process:
         assert process is not None
-        wait_up(process)
+        until_up(process)
         address = read_address(tmp_path)
         port = int(address.url.rpartition(":")[2])
         for restarts in (1, 0):
@@ -292,16 +285,16 @@ def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
             assert set(ways_to_take(port)) == {str(errno.EADDRINUSE)}
             while restarts and process.pid == died:
                 assert time.monotonic() < deadline
-                process.check()
+                look_after(process)
                 time.sleep(0.05)
             assert set(ways_to_take(port)) == {str(errno.EADDRINUSE)}
             if restarts:
                 assert GatewayClient(tmp_path).ask("GET", "/healthz") == {"status": "ok"}
                 assert read_address(tmp_path).url == address.url
         while not process._given_up:
-            process.check()
+            look_after(process)
             time.sleep(0.05)
-        process.check()
+        look_after(process)
         assert set(ways_to_take(port)) == {str(errno.EADDRINUSE)}, "the token is valid as long as the run lives"
     assert "taken" in ways_to_take(port)[0]
 

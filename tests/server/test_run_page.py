@@ -21,7 +21,7 @@ from relax_core.server.gateway_client import FILE, GatewayAddress
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import RunRow
-from tests.control.gateway_up import until_up
+from tests.control.gateway_up import look_after, until_up
 from tests.observe.test_stall_asks import controller
 from tests.server.browser import CHROMIUM, opened_browser
 from tests.server.made_run import HOSTILE
@@ -108,7 +108,7 @@ def test_a_link_opens_the_page_once_and_the_session_outlives_the_gateway(
         os.kill(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + DEADLINE_S
         while reader.address().pid == second.pid:
-            process.check()
+            look_after(process)
             assert time.monotonic() < deadline, "it is not started again"
             time.sleep(0.05)
         assert reader.ask("/api/runs")[0] == 200
