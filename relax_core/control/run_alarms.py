@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from relax_core.config.notify_rules import Rule, read_rules
+from relax_core.config.notify_rules import Rule, read_rule, read_rules
 from relax_core.config.schema import RelaxConfig
 from relax_core.observe.alarms import (
     NOTICES,
@@ -24,6 +24,7 @@ from relax_core.observe.alarms import (
 )
 from relax_core.observe.event_log import MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
+from relax_core.observe.summary import SIGNAL_RULES, signal_line
 from relax_core.server.gateway_client import read_address
 
 REPEAT_S = 3600.0  # a cause that lasts or comes again is told again after so long
@@ -63,6 +64,8 @@ class RunAlarms:
         self._on = frozenset(notify.events)
         self._book = AlarmBook(self._run_dir, repeat_s=REPEAT_S, clock=clock)
         self._rules = {rule: RuleState() for rule in read_rules(notify.rules)}
+        self._signal = {rule: RuleState() for rule in map(read_rule, SIGNAL_RULES)}
+        self._signal_line = partial(signal_line, max_new_tokens=config.rollout.max_new_tokens)
         self._without: dict[Rule, int] = {}  # records without the number of a rule
         self._seen: set[Rule] = set()  # rules whose number was measured
         self._began_s = clock()
@@ -121,16 +124,26 @@ class RunAlarms:
                 self.happened("straggler", one.who, straggler_words(one))
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
-        """Looks at the newest records, in order, by all rules. Those of an earlier process do not count."""
+        """Looks at the newest records, in order, by all rules. Those of an earlier process do not count.
+
+        A line of the log says when the run trains without a learning signal.
+        """
         for record in records:
             if record.time_s < self._began_s:
                 continue
             if is_resume(record):
                 self._rules = {rule: RuleState(best=state.best) for rule, state in self._rules.items()}
+                self._signal = dict.fromkeys(self._signal, RuleState())
                 continue
             for rule, state in self._rules.items():
                 if rule.source == record.source:
                     self._advance(rule, state, record)
+            for rule, state in self._signal.items():
+                if rule.source == record.source:
+                    after = advanced(rule, state, record.values.get(rule.name), step=record.step)
+                    self._signal[rule] = after
+                    if after.is_true(rule) and not state.is_true(rule):
+                        self._lines.append(self._signal_line(rule, record))
 
     def _advance(self, rule: Rule, state: RuleState, record: MetricRecord) -> None:
         value = record.values.get(rule.name)

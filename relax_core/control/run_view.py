@@ -32,7 +32,6 @@ from relax_core.observe.stragglers import (
     straggler_words,
     told_stragglers,
 )
-from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.roles.process_placement import equal_trainers
 from relax_core.roles.role_context import RunContext
@@ -46,9 +45,9 @@ class RunView:
     """Feeds the panel.
 
     ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
-    ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``signal_watch`` reports
-    when the run trains without a learning signal, ``stragglers`` who is slower than its equals, and ``alarms`` tells
-    somebody of the run.
+    ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``stragglers`` says who
+    is slower than its equals, and ``alarms`` tells somebody of the run, and the screen when the run trains without a
+    learning signal. The lines of ``samples`` are printed, and they stand in no log.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class RunView:
         run_dir: Path,
         trackers: Trackers,
         step: int,
-        signal_watch: SignalWatch,
         stragglers: StragglerWatch | None = None,
         alarms: RunAlarms | None = None,
     ) -> None:
@@ -72,7 +70,6 @@ class RunView:
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
         self._problem = ""  # why this process cannot write events
-        self._signal_watch = signal_watch
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._alarms = alarms
         self._reported_drops = -1  # the step of the last report
@@ -88,8 +85,6 @@ class RunView:
         """Shows the newest state of the current attempt."""
         self.records = records = self._read()
         self._check_writing()
-        for line in self._signal_watch.lines(records):
-            self.report(line)
         self.stragglers.add_records(records)
         self._report_stragglers(step)
         self._tell_alarms(step)
@@ -203,7 +198,6 @@ def open_view(
         run_dir=context.run_dir,
         trackers=trackers,
         step=context.start_step,
-        signal_watch=SignalWatch(max_new_tokens=config.rollout.max_new_tokens),
         stragglers=StragglerWatch(equal_trainers(config), earlier=told),
         alarms=alarms,
     )

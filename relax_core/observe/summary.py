@@ -19,9 +19,10 @@ from statistics import fmean, median
 from typing import Any
 
 from relax_core.config.choices import TEXT
+from relax_core.config.notify_rules import Rule
 from relax_core.contracts.bus import BusProgress, ModalityCounts
 from relax_core.contracts.env import REWARDED_ENDS
-from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, is_resume, without_undone
+from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pools grow in them
@@ -275,64 +276,34 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
         )
 
 
-STEPS = 20  # in a row with all answers cut, or most groups with equal rewards, after which a line says so
+# Of the form of `notify.rules`; a line of the run's log says when one becomes true.
+SIGNAL_RULES = ("actor/truncated >= 1 for 20 steps", f"actor/groups_without_signal > {MOST_GROUPS} for 20 steps")
 
 
-class SignalWatch:
-    """Checks the trainer's records as they arrive.
+def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str:
+    """Returns what to do when one of `SIGNAL_RULES` becomes true with a record of the trainer.
 
-    A warning comes after ``steps`` train steps in a row. ``max_new_tokens`` is the limit of an answer, in
-    tokens, which the text of the warning names.
+    ``max_new_tokens`` is the limit of an answer, in tokens.
     """
-
-    def __init__(self, *, steps: int = STEPS, max_new_tokens: int) -> None:
-        self._steps = steps
-        self._max_new_tokens = max_new_tokens
-        self._newest = -1
-        self._truncated = self._equal = 0  # number of newest steps in a row
-
-    def lines(self, records: Iterable[MetricRecord]) -> list[str]:
-        """Takes new records, in order, and returns one line for each condition that has now lasted ``steps`` steps.
-
-        A condition that ends and begins again is reported again.
-        """
-        warnings = []
-        for record in records:
-            if is_resume(record):
-                self._newest, self._truncated, self._equal = record.step - 1, 0, 0
-            elif record.source == ACTOR and record.step > self._newest:
-                self._newest = record.step
-                values = record.values
-                self._truncated = self._truncated + 1 if values.get("truncated") == 1.0 else 0
-                self._equal = self._equal + 1 if values.get("groups_without_signal", 0.0) > MOST_GROUPS else 0
-                if self._truncated == self._steps:
-                    warnings.append(self._truncated_line())
-                if self._equal == self._steps:
-                    warnings.append(self._equal_line(exact=values.get("exact", 0.0)))
-        return warnings
-
-    def _when(self) -> str:
-        return f"for {self._steps} train steps, to step {self._newest}"
-
-    def _truncated_line(self) -> str:
+    when = f"for {rule.steps} train steps, to step {record.step}"
+    if rule.number == "actor/truncated":
         return (
-            f"All answers were cut at rollout.max_new_tokens={self._max_new_tokens} {self._when()}: no reward saw a "
-            "whole answer. Raise rollout.max_new_tokens, or check whether the model's end tokens are those with which "
-            "its chat template ends an answer."
+            f"All answers were cut at rollout.max_new_tokens={max_new_tokens} {when}: no reward saw a whole answer. "
+            "Raise rollout.max_new_tokens, or check whether the model's end tokens are those with which its chat "
+            "template ends an answer."
         )
-
-    def _equal_line(self, *, exact: float) -> str:
-        if exact >= MOSTLY_RIGHT:
-            cause = (
-                f"{exact:.0%} of the answers are right, so there is little left to learn from these prompts. Use "
-                "harder prompts, or end the run here."
-            )
-        else:
-            cause = (
-                "such a group has no advantage and no gradient. Try algo=dapo, which skips such groups, a larger "
-                "algo.group_size, a higher rollout.temperature, other prompts, or a reward with more grades."
-            )
-        return f"In most groups all rewards were equal {self._when()}: {cause}"
+    exact = record.values.get("exact", 0.0)
+    if exact >= MOSTLY_RIGHT:
+        cause = (
+            f"{exact:.0%} of the answers are right, so there is little left to learn from these prompts. Use harder "
+            "prompts, or end the run here."
+        )
+    else:
+        cause = (
+            "such a group has no advantage and no gradient. Try algo=dapo, which skips such groups, a larger "
+            "algo.group_size, a higher rollout.temperature, other prompts, or a reward with more grades."
+        )
+    return f"In most groups all rewards were equal {when}: {cause}"
 
 
 # -- Episodes, modalities, rewards and judges --------------------------------------------------------------------------

@@ -167,3 +167,35 @@ def test_only_the_chosen_events_are_told(tmp_path: Path, told: Told) -> None:
     run.tick(step=1)
     run.close("failed", "the bus died")
     assert [title.partition(": ")[2] for title, _ in told.messages] == ["the run has failed"]
+
+
+def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each condition is told once, and again only after it had ended; a resume begins the count anew."""
+    rules = ("actor/truncated >= 1 for 3 steps", "actor/groups_without_signal > 0.5 for 2 steps")
+    monkeypatch.setattr(run_alarms, "SIGNAL_RULES", rules)
+
+    def lines(records: list[MetricRecord]) -> list[tuple[int, str]]:
+        run = alarms(tmp_path, told, "rollout.max_new_tokens=8", "notify.events=[]", clock=Clock(), again=True)
+        found = []
+        for one in records:
+            run.add_records([one])
+            found += [(one.step, line) for line in run.take_lines()]
+        run.close("finished", "")
+        return found
+
+    shares = [1.0, 1.0, 0.99, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    cut = lines([record(step, truncated=share) for step, share in enumerate(shares)])
+    assert [step for step, _ in cut] == [5, 11]
+    assert "rollout.max_new_tokens=8 for 3 train steps, to step 5" in cut[0][1]
+    for exact, words in ((0.1, "algo=dapo"), (0.97, "97% of the answers are right")):
+        equal = [0.5, 0.5, 0.51, 0.9, 1.0]
+        ((step, line),) = lines(
+            [record(step, groups_without_signal=share, exact=exact) for step, share in enumerate(equal)]
+        )
+        assert step == 3 and words in line and "for 2 train steps, to step 3" in line
+    resumed = record(1, source=RUN, **{RESUMED: 1.0})
+    before, after = [record(step, truncated=1.0) for step in (0, 1)], [record(step, truncated=1.0) for step in (1, 2)]
+    assert lines([*before, record(1, source="rollout", truncated=1.0), resumed, *after]) == []
+    assert [step for step, _ in lines([*before, resumed, *after, record(3, truncated=1.0)])] == [3]

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from relax_core.config.compose import load_config
 from relax_core.config.schema import TrackerConfig
 from relax_core.contracts.bus import BusProgress, LedgerCounts
+from relax_core.control import run_alarms
+from relax_core.control.run_alarms import RunAlarms
 from relax_core.control.run_view import EVENTS_LOG, RunView
 from relax_core.observe.event_log import CONTROLLER, EventWriter, read_metrics
 from relax_core.observe.panel import Panel
-from relax_core.observe.summary import SignalWatch
 from relax_core.observe.trackers.tracker_process import Trackers
 
 
@@ -36,6 +38,8 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
     """The view reports dropped samples, a tracker that cannot write, and steps with only truncated answers."""
+    monkeypatch.setattr(run_alarms, "SIGNAL_RULES", ("actor/truncated >= 1 for 3 steps",))
+    config = load_config([f"run.dir={tmp_path}", "rollout.max_new_tokens=8"])
     (tmp_path / "tensorboard").write_text("a file where the sink wants its folder")
     trackers = Trackers(TrackerConfig(tensorboard=True), tmp_path)
     actor, events = EventWriter(tmp_path, "actor-0"), EventWriter(tmp_path, CONTROLLER)
@@ -50,7 +54,7 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
             run_dir=tmp_path,
             trackers=trackers,
             step=0,
-            signal_watch=SignalWatch(steps=3, max_new_tokens=8),
+            alarms=RunAlarms(config, again=True, clock=lambda: 0.0),
         )
 
         def show(step: int, **dropped: int) -> None:
