@@ -51,12 +51,6 @@ TOKEN_COLUMNS = (
 )
 
 
-class MadeTokens(msgspec.Struct, frozen=True):
-    """Holds the columns of a group's tree, as `relax_core.contracts.columns` encodes them."""
-
-    columns: dict[str, bytes]
-
-
 class TrainedTokens(msgspec.Struct, frozen=True):
     """Holds what the trainer knows of each sampled token, sample by sample, in the order of the record's ``uids``.
 
@@ -90,8 +84,8 @@ PARTS = 16  # the tokens of a worker lie in about so many files, of which the ol
 ROW_BYTES = 17  # of a row's token id, end, mask, log-prob and version
 MOST_WHY = 4000  # characters
 Tokens = TypeVar("Tokens")
-
-Made = tuple[Callable[[TokensAt], MadeRecord | TrainedRecord], MadeTokens | TrainedTokens]  # a record and its tokens
+# What makes a record from the place of its tokens, and the tokens.
+Made = tuple[Callable[[TokensAt], MadeRecord | TrainedRecord], dict[str, bytes] | TrainedTokens]
 
 
 class SampleLog:
@@ -254,12 +248,12 @@ def _of_put(group: Group, now: float) -> Made:
     columns = {name: group.columns[name] for name in TOKEN_COLUMNS if name in group.columns}
     episodes = decode_episodes(group.columns[c.EPISODES])
     samples = [_made_sample(one, version) for one, version in zip(episodes, group.versions, strict=True)]
-    return partial(_made, group.group_uid, now, samples), MadeTokens(columns)
+    return partial(_made, group.group_uid, now, samples), columns
 
 
 def _of_lost(tree: TokenTree, now: float) -> Made:
     samples = [_made_sample(one, None) for one in tree.episodes]
-    return partial(_made, tree.group_uid, now, samples), MadeTokens(token_columns(tree))
+    return partial(_made, tree.group_uid, now, samples), token_columns(tree)
 
 
 def _made(group_uid: str, now: float, samples: list[MadeSample], at: TokensAt) -> MadeRecord:
@@ -310,7 +304,7 @@ _OWN_NAME = re.compile(r"[\w-]+\.\d{8,12}\.tokens")
 MOST_TOKENS_BYTES = 128 * 2**20  # of one group
 MOST_TOKENIZER_BYTES, MOST_TOKEN, MOST_DECODER_BYTES = 64 * 2**20, 2048, 4096
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character yet
-_made_tokens = msgspec.msgpack.Decoder(MadeTokens)
+_made_tokens = msgspec.msgpack.Decoder(dict[str, bytes])  # the columns of a tree
 _trained_tokens = msgspec.msgpack.Decoder(TrainedTokens)
 
 
@@ -320,7 +314,7 @@ class TokensRemoved(Exception):
 
 def read_made_tree(run_dir: Path, group_uid: str, at: TokensAt) -> TokenTree:
     """Returns the tree of a made group. Raises TokensRemoved if its tokens are not there any more."""
-    columns = _decoded(_made_tokens, run_dir, at).columns
+    columns = _decoded(_made_tokens, run_dir, at)
     return decode_tree(Group(group_uid=group_uid, index=0, uids=[], versions=[], columns=columns))
 
 
