@@ -99,13 +99,13 @@ class Monitor:
         """Ends the checks beside the loop, without waiting for a look that goes on."""
         self._ended.set()
 
-    def tick(self, *, at_once: Collection[str] = ()) -> None:
-        """Looks at all that is due, and at the checks named in ``at_once``."""
+    def tick(self, *, at_once: Collection[str] = (), only: Collection[str] | None = None) -> None:
+        """Looks at all that is due, or at what is due of ``only``, and at the checks named in ``at_once``."""
         if self._broken is not None:
             raise self._broken
         now = self._clock()
         for check, due in self._due.items():
-            if now >= due or check.name in at_once:
+            if (now >= due and (only is None or check.name in only)) or check.name in at_once:
                 self._due[check] = now + check.every_s
                 if (finding := check.look()) is not None:
                     check.found(finding)

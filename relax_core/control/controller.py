@@ -61,6 +61,7 @@ FIRST_STEP_S = 1.0  # how long a stop waits for the train step that may just be 
 TRAINER = worker_name("actor", 0)
 MEDIA = "media"  # the name of the folder of media items
 STALL = ("stalled", "no train step")  # the event and the cause of the alarm
+SHOWN = ("train steps and records", "stragglers", "alarms and learning signal", "panel")  # rows of what the user sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +278,10 @@ class Controller:
             Check(name="numbers of processes", every_s=USAGE_S, look=self._record_processes),
             Check(name="trackers", every_s=TRACKERS_S, look=view.check_trackers),
             Check(name="disk, lost engines, failed orders", every_s=LOOK_S, look=self._parts.alarms.look),
-            Check(name="records, stragglers, learning signal, alarms", every_s=0.0, look=self._show),
+            Check(name="train steps and records", every_s=0.0, look=self._read),
+            Check(name="stragglers", every_s=0.0, look=view.report_stragglers),
+            Check(name="alarms and learning signal", every_s=0.0, look=view.tell_alarms),
+            Check(name="panel", every_s=0.0, look=self._draw),
             Check(name="limit of the stop", every_s=0.0, look=self._look_at_stop, act=_run_failed),
             Check(name="stall", every_s=0.0, look=self._look_at_stall, act=_services_lost),
         ]
@@ -298,12 +302,12 @@ class Controller:
                     break
                 time.sleep(TICK_S)
             self._message = ""
-            self._show()
+            monitor.tick(only=SHOWN)
             finished = self._last_progress().version >= config.run.steps
             if finished and config.eval.every:
-                self._await_last_evaluation()
+                self._await_last_evaluation(monitor)
             self._message = ""
-            self._show()
+            monitor.tick(only=SHOWN)
             # Without a stop request the trainer ended by itself: all steps are done, or run.patience is exhausted.
             stopped = not finished and supervisor.stop_requested()
             return RunEnd(stopped=stopped, progress=self._last_progress())
@@ -351,7 +355,7 @@ class Controller:
         self._process_numbers.record(self._health.beats, step=self._step)
 
     # -- what the user sees -------------------------------------------------------------------------------------------
-    def _show(self) -> None:
+    def _read(self) -> None:
         progress = self._bus.progress
         if progress is not None and progress.version != self._step:
             self._step = progress.version
@@ -359,7 +363,10 @@ class Controller:
             self._parts.supervisor.report_trained()
             self._parts.recoveries.step_done()
             _deploy(self._context, self._parts)
-        self._parts.view.show(step=self._step, progress=progress, roles=self._health.roles, message=self._message)
+        self._parts.view.read(step=self._step, progress=progress)
+
+    def _draw(self) -> None:
+        self._parts.view.draw(progress=self._bus.progress, roles=self._health.roles, message=self._message)
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def _look_for_stop(self) -> None:
@@ -392,7 +399,7 @@ class Controller:
             return None
         return Finding(blames="the trainer", how=f"did not stop within {limit_s:.0f} s, a tenth of run.stall_timeout_s")
 
-    def _await_last_evaluation(self) -> None:
+    def _await_last_evaluation(self, monitor: Monitor) -> None:
         """Waits for the last evaluation, or returns at once if a stop was requested.
 
         Raises `RunFailed` if the evaluation does not end within run.stall_timeout_s.
@@ -403,9 +410,7 @@ class Controller:
         while not (self._parts.supervisor.stop_requested() or self._services.wait_evaluated(STATUS_S)):
             if time.monotonic() > deadline:
                 raise RunFailed(f"the last evaluation did not come within run.stall_timeout_s={limit:.0f} s")
-            self._answer_stall_asks()
-            self._look_at_workers()
-            self._show()
+            monitor.tick(only=("relax stall", "workers", *SHOWN))
             time.sleep(TICK_S)
 
 

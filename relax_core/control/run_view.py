@@ -44,7 +44,7 @@ TRACKERS_S = 5.0  # interval between two checks of the trackers
 class RunView:
     """Feeds the panel.
 
-    ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
+    ``step`` is the number of train steps done, ``records`` are the metrics that the newest `read` has got, and
     ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``stragglers`` says who
     is slower than its equals, and ``alarms`` tells somebody of the run, and the screen when the run trains without a
     learning signal. The lines of ``samples`` are printed, and they stand in no log.
@@ -81,21 +81,21 @@ class RunView:
         with self._log.open("a", encoding="utf-8") as log:
             log.write(event + "\n")
 
-    def show(self, *, step: int, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
-        """Shows the newest state of the current attempt."""
-        self.records = records = self._read()
+    def read(self, *, step: int, progress: BusProgress | None) -> None:
+        """Reads the newest records of the log, and takes how far the current attempt is."""
+        self.records = self._read()
         self._check_writing()
-        self.stragglers.add_records(records)
-        self._report_stragglers(step)
-        self._tell_alarms(step)
         self.step = step
         self.progress = progress or self.progress
         if progress is not None:
             self._report_drops(progress)
+
+    def draw(self, *, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
+        """Shows the newest state of the current attempt on the panel."""
         self._panel.update(
             PanelState(
-                step=step,
-                records=records,
+                step=self.step,
+                records=self.records,
                 progress=progress,
                 roles=roles,
                 message=message,
@@ -108,21 +108,22 @@ class RunView:
         """Returns the stragglers of the run as summary.json has them."""
         return [msgspec.to_builtins(one) for one in self.stragglers.all_of_run()]
 
-    def _report_stragglers(self, step: int) -> None:
+    def report_stragglers(self) -> None:
         """Tells who was named a straggler, and who is none any more, on the screen and in the metrics."""
+        self.stragglers.add_records(self.records)
         told = self.stragglers.take()
         if self._alarms is not None:
             self._alarms.stragglers(told)
         for one in told:
             self.report(straggler_words(one))
-            self._events.record(STRAGGLER, step, straggler_numbers(one))
-            self._events.record_texts(STRAGGLER, step, [straggler_row(one)])
+            self._events.record(STRAGGLER, self.step, straggler_numbers(one))
+            self._events.record_texts(STRAGGLER, self.step, [straggler_row(one)])
 
-    def _tell_alarms(self, step: int) -> None:
+    def tell_alarms(self) -> None:
         """Looks at the newest records by the rules of `notify`, and tells what has happened since."""
         if self._alarms is not None:
             self._alarms.add_records(self.records)
-            self._alarms.tick(step=step)
+            self._alarms.tick(step=self.step)
             for line in self._alarms.take_lines():
                 self.report(line)
 

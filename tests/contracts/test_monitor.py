@@ -39,6 +39,8 @@ def test_each_check_has_its_interval_and_a_finding_its_action() -> None:
         monitor.tick(at_once=["seldom"])
         assert looks == ["seldom", "often", "often", "seldom", "often"] and found == []
         clock.now = 3.0
+        monitor.tick(only=["often"])
+        assert looks[-2:] == ["often", "often"] and found == []
         monitor.tick()
     assert found == ["engine-0 died"]
 

@@ -58,7 +58,10 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
         )
 
         def show(step: int, **dropped: int) -> None:
-            view.show(step=step, progress=progress_of(step, **dropped), roles=[], message="")
+            progress = progress_of(step, **dropped)
+            view.read(step=step, progress=progress)
+            view.tell_alarms()
+            view.draw(progress=progress, roles=[], message="")
             view.check_trackers()
 
         show(0)

@@ -118,7 +118,12 @@ def controller(folder: Path) -> Controller:
         bus_pid=1,
         alarms=SimpleNamespace(happened=print, over=print, look=print),
         engines=SimpleNamespace(added=lambda *states: []),
-        view=SimpleNamespace(stragglers=SimpleNamespace(add_decoding=print), check_trackers=print),
+        view=SimpleNamespace(
+            stragglers=SimpleNamespace(add_decoding=print),
+            check_trackers=print,
+            report_stragglers=print,
+            tell_alarms=print,
+        ),
         events=SimpleNamespace(record=print),
         book=None,
         serve=None,
