@@ -168,7 +168,7 @@ class Autoscaler:
             log.info("the autoscaler waits, because its order cannot be written: %s", error)
 
     def _note_load(self, now: float, beats: Mapping[str, Beat]) -> None:
-        statuses = [beat.status for beat in beats.values() if beat.life == "alive" and beat.status is not None]
+        statuses = [status for beat in beats.values() if (status := beat.alive) is not None]
         loads = [one.engine for one in statuses if one.engine is not None and one.engine.running is not None]
         if loads:
             self._window.add_load(

@@ -269,7 +269,7 @@ def _because(joining: _Joining) -> str:
 def _report(beats: Mapping[str, Beat], number: int) -> EngineReport | None:
     """Returns what the owner of an engine tells of it, or None if the owner or the engine is not up."""
     beat = beats.get(worker_name(ENGINE, number))
-    return beat.status.engine if beat is not None and beat.life == "alive" and beat.status is not None else None
+    return beat.alive.engine if beat is not None and beat.alive is not None else None
 
 
 # -- Compares what an engine that joins computes with what an engine of the start computes, under the same weights ----

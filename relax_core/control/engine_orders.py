@@ -251,7 +251,7 @@ class EngineOrders:
 
     def _row(self, member: EngineMember, beats: Mapping[str, Beat], known: EngineRow | None, *, step: int) -> EngineRow:
         beat = beats.get(worker_name(ENGINE, member.number))
-        status = None if beat is None or beat.life != "alive" else beat.status
+        status = None if beat is None else beat.alive
         report = None if status is None else status.engine
         from_step = None if known is None else known.from_step
         return EngineRow(

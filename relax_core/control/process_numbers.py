@@ -32,7 +32,7 @@ class ProcessNumbers:
 
     def record(self, beats: Mapping[str, Beat], *, step: int) -> None:
         """Records the newest numbers."""
-        found = {name: beat.status.usage for name, beat in beats.items() if beat.life == "alive" and beat.status}
+        found = {name: beat.alive.usage for name, beat in beats.items() if beat.alive is not None}
         found |= {name: meter.newest() for name, meter in self._meters.items()}
         numbers: dict[str, float] = {}
         for name, usage in found.items():
@@ -68,7 +68,8 @@ class EngineNumbers:
         """Records the numbers once a train step."""
         if step == self._recorded:
             return
-        found = {name: status for name in self._names() if (status := _alive(beats.get(name))) is not None}
+        statuses = {name: beats[name].alive for name in self._names() if name in beats}
+        found = {name: status for name, status in statuses.items() if status is not None}
         numbers = {
             f"{name}/{key}": value for name, status in found.items() for key, value in _numbers_of(status).items()
         }
@@ -88,10 +89,6 @@ class EngineNumbers:
 
     def _names(self) -> list[str]:
         return [worker_name(ENGINE, one.number) for one in self._engines.members() if one.state in STARTED]
-
-
-def _alive(beat: Beat | None) -> WorkerStatus | None:
-    return None if beat is None or beat.life != "alive" else beat.status
 
 
 def _numbers_of(status: WorkerStatus) -> dict[str, float]:

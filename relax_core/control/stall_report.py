@@ -149,8 +149,8 @@ def chain(beats: Mapping[str, Beat], bus: Sequence[BusWait] | str, *, start: str
 
 def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]) -> list[str]:
     """Returns the names of the workers for which this worker waits; none if it does not answer."""
-    status = beat.status
-    if beat.life != "alive" or status is None or beat.silent_s > SILENT_S or status.state in ("done", "failed"):
+    status = beat.alive
+    if status is None or beat.silent_s > SILENT_S or status.state in ("done", "failed"):
         return []
     owed: dict[str, None] = {}
     for wait in status.waits:
@@ -188,8 +188,8 @@ def _ends(edges: Mapping[str, Sequence[str]], start: str) -> list[str]:
 
 
 def _lines(beat: Beat) -> list[str]:
-    status = beat.status
-    if status is None or beat.life != "alive":
+    status = beat.alive
+    if status is None:
         return [f"{beat.name}: {beat.life} {beat.cause.partition(chr(10))[0]}".rstrip()]
     silent = f", silent for {beat.silent_s:.0f} s" if beat.silent_s > SILENT_S else ""
     head = f"{beat.name}: {status.state} {status.detail} for {time.time() - status.since:.0f} s{silent}"

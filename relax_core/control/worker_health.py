@@ -93,13 +93,13 @@ class WorkerHealth:
             self._forget(name)
         self.roles = self._watch.roles(self.beats)
         for beat in self.beats.values():
-            status = beat.status
-            if beat.life == "alive" and status is not None and status.child_pids and status.host == process_host():
+            status = beat.alive
+            if status is not None and status.child_pids and status.host == process_host():
                 self._owned.record(beat.name, status.pid, status.child_pids)
         self._owned.end_adopted_processes()
         for beat in self.beats.values():
-            if beat.life == "alive" and beat.status is not None and beat.silent_s > self._heartbeat_timeout_s:
-                self._kill_frozen(beat, beat.status)
+            if beat.alive is not None and beat.silent_s > self._heartbeat_timeout_s:
+                self._kill_frozen(beat, beat.alive)
         dispensable = self._services.dispensable()
         self.ended = {name: why for name in dispensable if name in self.beats and (why := ended(self.beats[name]))}
         needed = {name: beat for name, beat in self.beats.items() if name not in dispensable}
@@ -153,8 +153,8 @@ class WorkerHealth:
 
     def _own_process(self, name: str) -> str:
         """Returns how the process ended that a running worker has restarted, such as its engine."""
-        beat = self.beats[name]
-        return beat.status.last_restart if beat.life == "alive" and beat.status is not None else ""
+        status = self.beats[name].alive
+        return "" if status is None else status.last_restart
 
 
 # -- Polls every worker for its status without waiting for a worker that does not answer ------------------------------
@@ -177,6 +177,11 @@ class Beat:
     status: WorkerStatus | None
     silent_s: float = 0.0
     cause: str = ""
+
+    @property
+    def alive(self) -> WorkerStatus | None:
+        """Returns the newest answer of a process that runs, else None."""
+        return self.status if self.life == "alive" else None
 
 
 class Heartbeats:
@@ -245,8 +250,8 @@ class RoleWatch:
         return [self._role(beat) for beat in beats.values()]
 
     def _role(self, beat: Beat) -> RoleState:
-        status = beat.status
-        if beat.life == "alive" and status is not None:
+        status = beat.alive
+        if status is not None:
             if self._pids.setdefault(beat.name, status.pid) != status.pid:
                 self._pids[beat.name] = status.pid
                 self._restarts[beat.name] = self._restarts.get(beat.name, 0) + 1
@@ -304,7 +309,7 @@ def ended(beat: Beat) -> str:
 
 
 def _failed(beat: Beat) -> WorkerStatus | None:
-    return beat.status if beat.life == "alive" and beat.status and beat.status.state == "failed" else None
+    return beat.alive if beat.alive is not None and beat.alive.state == "failed" else None
 
 
 # -- The bus, from a thread of its own, so that a bus that hangs does not block the controller ------------------------
