@@ -59,7 +59,7 @@ def make_backend(
     optimizer: OptimizerConfig = OPTIMIZER,
     frozen: Sequence[str] = (),
 ) -> MegatronBackend:
-    parallel_layout.LOGPROB_CHUNK_ROWS = CHUNK_ROWS  # type: ignore[misc]
+    parallel_layout.LOGPROB_CHUNK_ROWS = CHUNK_ROWS
     setup = RankSetup(
         model_folder=folder / family,
         family=family,
