@@ -15,8 +15,9 @@ RUNS_IN := tests/integration
 SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=
-# Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
-TEST_WORKERS ?= 2
+# Workers that share the tests; with 0, one process runs them all. Each has engines and runs of its own. Without a value,
+# `make test` has three for two cores, because its tests wait as long as they compute, and whole runs have two.
+TEST_WORKERS ?=
 # What needs neither hours, nor a program of its own, nor to kill a run.
 ORDINARY := not soak and not slurm and not chaos and not sglang and not agents and not security
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
@@ -47,23 +48,23 @@ run-episodes: env
 	$(BIN)/python -m benchmarks.learning --seeds 1 --only number_guess calculator $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not integration and $(ORDINARY)" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),3) -m "not integration and $(ORDINARY)" $(ARGS)
 
 # Whole runs, which take longer than all other tests; one of them is in `make test`, too.
 test-runs: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(ORDINARY)" $(RUNS_IN) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "integration and $(ORDINARY)" $(RUNS_IN) $(ARGS)
 
 # Both at once: one session divides all of them, which ends sooner than one after the other.
 test-whole-runs: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(subst not chaos and ,,$(ORDINARY))" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "integration and $(subst not chaos and ,,$(ORDINARY))" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "chaos and not soak and not sglang and not agents" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "chaos and not soak and not sglang and not agents" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
 
 # Attacks by untrusted text, oversized input and a second local user (docs/security.md); as root, all of them run.
 test-security: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "security and not soak" tests/security $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "security and not soak" tests/security $(ARGS)
 
 # What takes minutes, repeats a test with other seeds, or needs the network: for a night, not for a change.
 test-soak: test-env
