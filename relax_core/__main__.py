@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 USAGE = 2
-SHARED = ("export", "trace", "compare")  # commands that write files which a user may share with others
+SHARED = ("export", "import-gguf", "trace", "compare")  # commands that write files which a user may share with others
 
 
 def launch(config: RelaxConfig) -> int:
@@ -165,9 +165,15 @@ def _tool(command: str, words: list[str]) -> int:
         from relax_core.cli import trace_command
 
         return trace_command.main(words)
-    from relax_core.tools import check_model, compare, export, lineage
+    from relax_core.tools import check_model, compare, export, import_gguf, lineage
 
-    tools = {"compare": compare, "lineage": lineage, "export": export, "check-model": check_model}
+    tools = {
+        "compare": compare,
+        "lineage": lineage,
+        "export": export,
+        "import-gguf": import_gguf,
+        "check-model": check_model,
+    }
     return tools[command].main(words)
 
 

@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without one of these, its tests are skipped.
-INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env")
+INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env", "real-env")
 STAGES = [
     *("test-env", "sandbox", "dashboard-browser", "extras", "slurm", "lint", "test-slurm", "test-security"),
-    *("environments", "sglang", "agents", "trackers-env", "test-trackers", "test-whole-runs", "test"),
+    *("environments", "sglang", "agents", "trackers-env", "test-trackers", "real-env", "test-real"),
+    *("test-whole-runs", "test"),
 ]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
@@ -48,7 +49,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     lines = done.stdout.splitlines()
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE) == STAGES
     told = ["lint", "test-slurm", "test-security", "environments", "test-sglang", "test-agents", "test-trackers"]
-    told.append("test-runs")
+    told += ["test-real", "test-runs"]
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"
 
@@ -69,6 +70,7 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
         ("extras", "the tests of further environments and rewards are skipped"),
         ("environments", "an environment is not there yet"),
         ("trackers-env", "make test-trackers is skipped"),
+        ("real-env", "make test-real is skipped"),
     ],
 )
 def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missing: str, words: str) -> None:
@@ -94,7 +96,9 @@ def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
     assert re.findall(r"^minutes (\d+)", done.stdout, re.MULTILINE) == expected
 
 
-@pytest.mark.parametrize(("variable", "markers"), [("RUNS_IN", "integration|chaos"), ("SGLANG_IN", "sglang")])
+@pytest.mark.parametrize(
+    ("variable", "markers"), [("RUNS_IN", "integration|chaos"), ("SGLANG_IN", "sglang"), ("REAL_IN", "real")]
+)
 def test_every_file_with_a_marker_is_where_the_makefile_looks_for_it(variable: str, markers: str) -> None:
     (line,) = re.findall(rf"^{variable} := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     marked = [

@@ -28,6 +28,7 @@ from relax_core.config.redaction import as_text, escaped, references, shown, wit
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.config.validate import PLANS, Check, problems_of
+from relax_core.families.pretrained import pretrained_folder
 from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 
 _VERSION_BASE = "1.3"
@@ -44,6 +45,7 @@ def register_schema() -> None:
     if not OmegaConf.has_resolver("examples"):
         OmegaConf.register_new_resolver("examples", lambda name: str(shipped("examples") / name))
         OmegaConf.register_new_resolver("short_name", short_name)
+        OmegaConf.register_new_resolver("pretrained", lambda name: str(pretrained_folder(name)))
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:

