@@ -70,8 +70,9 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
     if shape is None:
         return
     yield from trainer_faults(config.parallel, shape)
+    gpus = config.placement.nodes * config.placement.gpus_per_node
     for key, layout in layouts.items():
-        yield from model_faults(layout, shape, key=key)
+        yield from model_faults(layout, shape, key=key, most=gpus or None)
 
 
 def _known_shape(config: RelaxConfig) -> LayoutShape | None:
