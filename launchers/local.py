@@ -58,8 +58,8 @@ def run_in_folder(
             resume = newest or named
             kept = None if resume is None else resume.template_date
             config.data.template_date = config.data.template_date or kept or utc_date()
-            if resume is not None and isinstance(config.model.dtype, DtypeByMachine):
-                config = replace(config, model=replace(config.model, dtype=resume.dtype))
+            if isinstance(config.model.dtype, DtypeByMachine):
+                config.model.dtype = str(config.model.dtype) if resume is None else resume.dtype
             prepare(folder)
             save_plan(plan, folder)
         except (ValueError, OSError) as error:

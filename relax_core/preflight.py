@@ -319,7 +319,9 @@ def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
 
 def settle_evaluation(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
     """Does the work of `settle` for an evaluation without training."""
-    return settle_evaluation_context(settle_dtype(config))
+    config = settle_dtype(config)
+    config.model.dtype = str(config.model.dtype)  # there is no run whose type it could take
+    return settle_evaluation_context(config)
 
 
 # The checks of an evaluation without training.

@@ -30,6 +30,7 @@ from relax_core.registry import find_family, is_builtin, names
 MOST_TOKENIZER_BYTES = 256 << 20
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # of model.dtype: `settle_dtype` chooses one of DTYPES
+CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # of /proc/cpuinfo; the last one is ARM's
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 _MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
@@ -149,9 +150,8 @@ def settle_dtype(config: RelaxConfig) -> RelaxConfig:
     gpus = config.placement.gpus_per_node > 0
     if config.model.dtype != AUTO or (config.launcher.name is LauncherKind.ray_job and not gpus):
         return config
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    dtype = DtypeByMachine(fast_dtype(gpus=gpus, cpuinfo=cpuinfo))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    dtype = fast_dtype(gpus=gpus, cpuinfo=CPUINFO.read_text(encoding="utf-8", errors="replace"))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=DtypeByMachine(dtype)))
 
 
 def fast_dtype(*, gpus: bool, cpuinfo: str) -> str:

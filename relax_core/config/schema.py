@@ -311,7 +311,10 @@ class RolloutConfig:
 
 
 class DtypeByMachine(str):
-    """Is a ``model.dtype`` that ``auto`` chose for this machine; a run that is resumed keeps that of its checkpoint."""
+    """Is a ``model.dtype`` that ``auto`` chose for this machine; a run that is resumed keeps that of its checkpoint.
+
+    The launcher makes it plain text before a run starts, because no encoder knows the class.
+    """
 
 
 class FolderByTime(str):
