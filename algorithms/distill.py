@@ -8,7 +8,7 @@ student sampled (GKD, arXiv 2306.13649). `algorithms.functional.teacher_log_rati
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from algorithms import functional as F
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TOP_K = {f"topk_{name}": name for name in F.TOP_K_DIVERGENCES}
 FORMS = ("pure", "advantage", *TOP_K)
+BUILTIN_TEACHER = {"default": "tiny_qwen3_teacher"}
 SERVED_BY = ("forward", "engine")
 
 
@@ -36,7 +37,7 @@ class DistillConfig(P.GroupConfig, P.TokenClipConfig):
 
     name: str = "distill"
     form: str = "pure"
-    teachers: dict[str, str | None] = field(default_factory=lambda: {"default": "tiny_qwen3_teacher"})
+    teachers: dict[str, str | None] | None = None  # None means BUILTIN_TEACHER
     teacher_key: str = ""
     served_by: str = "forward"
     teacher_coef: float = 1.0
@@ -47,12 +48,18 @@ class DistillConfig(P.GroupConfig, P.TokenClipConfig):
 def requirements(config: DistillConfig) -> Requirements:
     """Returns the requirements with the teachers; only the forms ``topk_…`` need the teachers' top-k tokens."""
     teacher = TeacherRequirements(
-        models={name: model for name, model in config.teachers.items() if model is not None},
+        models=_teachers(config),
         key=config.teacher_key,
         top_k=config.top_k if config.form in TOP_K else 0,
         served_by=cast(Literal["forward", "engine"], config.served_by),
     )
     return dataclasses.replace(P.credit_requirements(config), teacher=teacher, every_token=True)
+
+
+def _teachers(config: DistillConfig) -> dict[str, str]:
+    """Returns the folder or built-in model of each teacher by name; a name whose value is null is none."""
+    teachers = BUILTIN_TEACHER if config.teachers is None else config.teachers
+    return {name: model for name, model in teachers.items() if model is not None}
 
 
 def check(config: DistillConfig) -> None:
@@ -70,13 +77,13 @@ def check(config: DistillConfig) -> None:
         problems.append("algo.normalize_std=batch: it would divide the teacher's part too. Use group or none.")
     if config.form in TOP_K:
         problems += _top_k_problems(config)
-    teachers = [name for name, model in config.teachers.items() if model is not None]
+    teachers = _teachers(config)
     if not teachers:
         problems.append("algo.teachers names no teacher. Use algo.teachers.default=<a Hugging Face folder>.")
     if len(teachers) > 1 and not config.teacher_key:
         problems.append(
             f"algo.teachers names {', '.join(teachers)}: with several teachers, algo.teacher_key must name the data "
-            "column that chooses a prompt's teacher. Or keep one: algo.teachers.default=null removes that one."
+            "column that chooses a prompt's teacher. Or name one teacher only."
         )
     P.refuse(problems)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
-from relax_core.config.schema import FolderByTime, RelaxConfig
+from relax_core.config.schema import DtypeByMachine, FolderByTime, RelaxConfig
 from relax_core.contracts.output_path import numbered
 from relax_core.contracts.private_folder import private_folder
 from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
@@ -58,6 +58,8 @@ def run_in_folder(
             resume = newest or named
             kept = None if resume is None else resume.template_date
             config.data.template_date = config.data.template_date or kept or utc_date()
+            if isinstance(config.model.dtype, DtypeByMachine):
+                config.model.dtype = str(config.model.dtype) if resume is None else resume.dtype
             prepare(folder)
             save_plan(plan, folder)
         except (ValueError, OSError) as error:

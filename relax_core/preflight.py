@@ -16,7 +16,7 @@ import msgspec
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import NotYet
 from relax_core.config.modality import mix_problem
-from relax_core.config.model_checks import media_token_ids
+from relax_core.config.model_checks import media_token_ids, settle_dtype
 from relax_core.config.redaction import packed_text
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
@@ -70,8 +70,9 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
     if shape is None:
         return
     yield from trainer_faults(config.parallel, shape)
+    gpus = config.placement.nodes * config.placement.gpus_per_node
     for key, layout in layouts.items():
-        yield from model_faults(layout, shape, key=key)
+        yield from model_faults(layout, shape, key=key, most=gpus or None)
 
 
 def _known_shape(config: RelaxConfig) -> LayoutShape | None:
@@ -307,6 +308,7 @@ def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
     The entry point calls it before the checks. The plug-ins are tried first, in a process that can be killed, because
     what follows calls the environment in this process.
     """
+    config = settle_dtype(config)
     if problems := source_problems(config):
         return config, problems
     config = settle_steps(config)
@@ -315,7 +317,14 @@ def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
     return settle_context(config)
 
 
-settle_evaluation = settle_evaluation_context  # the checks of an evaluation without training
+def settle_evaluation(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
+    """Does the work of `settle` for an evaluation without training."""
+    config = settle_dtype(config)
+    config.model.dtype = str(config.model.dtype)  # there is no run whose type it could take
+    return settle_evaluation_context(config)
+
+
+# The checks of an evaluation without training.
 
 EVAL_CHECKS = (
     family_problems,

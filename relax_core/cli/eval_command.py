@@ -37,8 +37,8 @@ from relax_core.contracts.media import MediaItem
 from relax_core.contracts.output_path import new_private_folder
 from relax_core.control.host.run_paths import run_paths
 from relax_core.data.chat_template import utc_date
-from relax_core.data.eval_sets import NAMED_ROWS, asks_held_out, eval_sets
-from relax_core.data.sources import make_source
+from relax_core.data.eval_sets import NAMED_ROWS, asks_held_out, eval_sets_alone
+from relax_core.data.sources import unsplit_rows
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_pool import EnginePool
@@ -444,10 +444,11 @@ def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> P
 
 async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSet]:
     """Prepares the prompts of every set. Raises ValueError for unusable data."""
-    source = None
-    if asks_held_out(config):
-        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
-    return await prepared_sets(config, eval_sets(config, source), prompts)
+    if asks_held_out(config) and (rows := unsplit_rows(config.data)) is not None:
+        first = "all" if len(rows) <= config.eval.rows else f"the first eval.rows={config.eval.rows}"
+        told = f"the data has {len(rows)} rows, too few to hold data.eval_size={config.data.eval_size} of them out"
+        print(f"relax: {told}, so {first} of them are evaluated", flush=True)
+    return await prepared_sets(config, eval_sets_alone(config), prompts)
 
 
 @contextmanager

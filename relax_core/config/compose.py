@@ -427,10 +427,16 @@ def _copy_words(address: str) -> str:
 
 
 def _absolute_each(paths: Any, *, key: str) -> Any:
-    """Returns the same list or mapping with absolute paths: the keys of `data.paths`, and the values of `eval.sets`."""
+    """Returns the same list or mapping with absolute paths: the keys of `data.paths`, and the values of `eval.sets`.
+
+    Raises `ConfigError` for a value of `eval.sets` that is neither text nor null.
+    """
     if isinstance(paths, dict) and key == "data.paths":
         return {_path(key, path): weight for path, weight in paths.items()}
     if isinstance(paths, dict):
+        if wrong := [name for name, path in paths.items() if not isinstance(path, str | None)]:
+            expected = "expected one file, folder or pattern, or null for the held-out rows"
+            raise ConfigError([f"{key}.{name}={paths[name]}: {expected}: {key}.{name}=FILE." for name in wrong])
         return {name: _path(f"{key}.{name}", path) for name, path in paths.items()}
     return [_path(key, path) for path in paths] if isinstance(paths, list) else paths
 

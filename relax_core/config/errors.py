@@ -45,6 +45,12 @@ def _printable(text: str) -> str:
     return _ODD.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def either(choices: Sequence[object]) -> str:
+    """Returns choices in words, such as "1, 2 or 4"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
     """Returns the choices that resemble ``word`` most, ignoring case, best first, or none if no choice resembles it.
 

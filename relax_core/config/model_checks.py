@@ -5,6 +5,7 @@ The module reads JSON and file names, and no weights.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from relax_core.config.choices import AUDIO, LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, TEXT, VISION
+from relax_core.config.choices import AUDIO, LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, TEXT, VISION, LauncherKind
 from relax_core.config.errors import NotYet
 from relax_core.config.override_words import is_hub_name, of_model
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import DtypeByMachine, RelaxConfig
 from relax_core.contracts.family import Family, HfConfig
 from relax_core.contracts.foreign_files import read_regular
 from relax_core.contracts.foreign_values import decode_json
@@ -28,6 +29,9 @@ from relax_core.registry import find_family, is_builtin, names
 
 MOST_TOKENIZER_BYTES = 256 << 20
 DTYPES = ("float32", "bfloat16")
+AUTO = "auto"  # of model.dtype: `settle_dtype` chooses one of DTYPES
+CPUINFO = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # of /proc/cpuinfo; the last one is ARM's
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 _MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
 _OMNI_KEY = "thinker_config"
@@ -138,11 +142,33 @@ def set_banned_tokens(config: RelaxConfig) -> None:
             rollout.banned_token_ids = unsampled_token_ids(Path(model.path))
 
 
+def settle_dtype(config: RelaxConfig) -> RelaxConfig:
+    """Returns the configuration with the type that ``model.dtype=auto`` means for its machines.
+
+    For a job on the processors of another cluster this happens there.
+    """
+    gpus = config.placement.gpus_per_node > 0
+    if config.model.dtype != AUTO or (config.launcher.name is LauncherKind.ray_job and not gpus):
+        return config
+    dtype = fast_dtype(gpus=gpus, cpuinfo=CPUINFO.read_text(encoding="utf-8", errors="replace"))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=DtypeByMachine(dtype)))
+
+
+def fast_dtype(*, gpus: bool, cpuinfo: str) -> str:
+    """Returns "bfloat16" for GPUs and for processors with instructions that multiply it, else "float32".
+
+    ``cpuinfo`` is the text of /proc/cpuinfo. Without such instructions bfloat16 is slower than float32.
+    """
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = {flag for name, _, rest in lines if name.strip() in ("flags", "Features") for flag in rest.split()}
+    return "bfloat16" if gpus or flags & _BFLOAT16_FLAGS else "float32"
+
+
 def model_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns one sentence for everything about the model that cannot work."""
     model = config.model
-    if model.dtype not in DTYPES:
-        yield f"model.dtype={model.dtype}: expected one of {', '.join(DTYPES)}."
+    if model.dtype not in (*DTYPES, AUTO):
+        yield f"model.dtype={model.dtype}: expected one of {', '.join((*DTYPES, AUTO))}."
     if config.engine.dtype not in (None, *DTYPES):
         yield f"engine.dtype={config.engine.dtype}: expected null (model.dtype), or one of {', '.join(DTYPES)}."
     if model.path is not None and model.builtin is not None:

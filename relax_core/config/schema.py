@@ -39,7 +39,7 @@ class ModelConfig:
     builtin: str | None = None  # a tiny model that Relax makes itself
     task: str | None = None  # the generated task of the builtin model's warm start
     shape: str | None = None  # published dimensions to plan with while there is no path
-    dtype: str = MISSING  # float32 | bfloat16
+    dtype: str = MISSING  # float32 | bfloat16 | auto, until the configuration is settled
     moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
     freeze: list[str] = field(default_factory=list)  # parts that do not train, of choices.MODEL_PARTS
 
@@ -308,6 +308,13 @@ class RolloutConfig:
     def spare_prompts(self) -> int:
         """Returns how many prompts are admitted beyond those that a step needs."""
         return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))
+
+
+class DtypeByMachine(str):
+    """Is a ``model.dtype`` that ``auto`` chose for this machine; a run that is resumed keeps that of its checkpoint.
+
+    The launcher makes it plain text before a run starts, because no encoder knows the class.
+    """
 
 
 class FolderByTime(str):

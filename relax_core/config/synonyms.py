@@ -106,7 +106,7 @@ algo.gamma < algorithm.gamma | of algo=ppo
 algo.gae_lambda < lam gae_lambda algorithm.lam | of algo=ppo
 algo.value_clip < cliprange_value critic.cliprange_value | of algo=ppo
 parallel.recompute < gradient_checkpointing enable_gradient_checkpointing
-model.dtype < bf16 fp16 torch_dtype | float32 or bfloat16
+model.dtype < bf16 fp16 torch_dtype | float32, bfloat16 or auto
 model.path < model_name_or_path model_name model_path @.model.path pretrained | a Hugging Face folder, beside
   model=qwen3
 data.path < dataset dataset_name train_files data.train_files prompt_data data_path | a file of rows, beside data=file

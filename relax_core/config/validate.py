@@ -21,7 +21,7 @@ from typing import Any
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus, WeightTransportName
 from relax_core.config.engine_checks import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.error_messages import missing_name
-from relax_core.config.errors import NotYet
+from relax_core.config.errors import NotYet, either
 from relax_core.config.launcher_checks import launcher_problems
 from relax_core.config.modality import modality_problems
 from relax_core.config.model_checks import freeze_problems, model_problems
@@ -268,8 +268,7 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
 
 
 def _divisors(number: int, *, most: int) -> str:
-    found = [str(one) for one in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % one == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    return either([one for one in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % one == 0])
 
 
 def _check_engine(config: RelaxConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ import yaml
 
 from relax_core.config.learning_rate_schedule import jump_words
 from relax_core.config.saved import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes, plain
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import DtypeByMachine, RelaxConfig
 from relax_core.data.data_identity import data_digest
 from relax_core.train.checkpoints.checkpoint_store import (
     BUS_SNAPSHOT,
@@ -34,7 +34,7 @@ class ResumePoint:
 
     ``snapshot`` is the state of the bus in the checkpoint. ``notes`` are lines for the user, e.g. about settings that
     have changed. ``left`` says which newer checkpoints resume=auto skipped because they are not whole, and why.
-    ``template_date`` is data.template_date of the run, None for a run without it.
+    ``template_date`` is data.template_date of the run, None for a run without it. ``dtype`` is its model.dtype.
     """
 
     folder: Path
@@ -43,6 +43,7 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     template_date: str | None = None
+    dtype: str = ""
 
 
 def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoint | None:
@@ -69,12 +70,14 @@ def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoin
         raise ValueError(
             f"resume={folder}: it holds {step} train steps, but run.steps={config.run.steps}. Raise run.steps."
         )
+    saved = _saved(found)
     return ResumePoint(
         folder=folder,
         step=step,
         snapshot=(folder / BUS_SNAPSHOT).read_bytes(),
         notes=_compare(found, config, what=f"resume={folder}"),
-        template_date=_saved(found)["data"].get("template_date"),
+        template_date=saved["data"].get("template_date"),
+        dtype=saved["model"]["dtype"],
         left=tuple(f"{one}; the run goes on from {folder.name}" for one in found.left),
     )
 
@@ -100,8 +103,10 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
     digest_now = data_digest(config.data) if digest else ""
     moved = DATA_LOCATION_KEYS if digest and digest_now == digest else ()
-    kept = () if config.data.template_date else ("data.template_date",)  # the run takes that of the checkpoint
-    other = changes(before, now, keys=REFUSED, but=(*moved, *kept, *REPORTED_DATA_KEYS))
+    # The run takes these of the checkpoint.
+    date = () if config.data.template_date else ("data.template_date",)
+    dtype = ("model.dtype",) if isinstance(config.model.dtype, DtypeByMachine) else ()
+    other = changes(before, now, keys=REFUSED, but=(*moved, *date, *dtype, *REPORTED_DATA_KEYS))
     if other:
         raise ValueError(
             f"{what}: it was made by another run: {'; '.join(change.words() for change in other)}. "

@@ -22,9 +22,9 @@ from relax_core.observe.alarms import (
     clean,
     read_receivers,
 )
-from relax_core.observe.event_log import MetricRecord, is_resume
+from relax_core.observe.event_log import ACTOR, MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
-from relax_core.observe.summary import SIGNAL_RULES, signal_line
+from relax_core.observe.summary import FIRST_STEPS, SIGNAL_RULES, first_steps_line, signal_line
 from relax_core.server.gateway_client import read_address
 
 REPEAT_S = 3600.0  # a cause that lasts or comes again is told again after so long
@@ -66,6 +66,10 @@ class RunAlarms:
         self._rules = {rule: RuleState() for rule in read_rules(notify.rules)}
         self._signal = {rule: RuleState() for rule in map(read_rule, SIGNAL_RULES)}
         self._signal_line = partial(signal_line, max_new_tokens=config.rollout.max_new_tokens)
+        self._first: list[MetricRecord] | None = []  # of the trainer's first steps; None once the run is beyond them
+        self._first_line = partial(
+            first_steps_line, temperature=config.rollout.temperature, group_size=config.algo.group_size
+        )
         self._without: dict[Rule, int] = {}  # records without the number of a rule
         self._seen: set[Rule] = set()  # rules whose number was measured
         self._began_s = clock()
@@ -134,7 +138,10 @@ class RunAlarms:
             if is_resume(record):
                 self._rules = {rule: RuleState(best=state.best) for rule, state in self._rules.items()}
                 self._signal = dict.fromkeys(self._signal, RuleState())
+                self._first = None
                 continue
+            if self._first is not None and record.source == ACTOR:
+                self._look_at_first(self._first, record)
             for rule, state in self._rules.items():
                 if rule.source == record.source:
                     self._advance(rule, state, record)
@@ -144,6 +151,13 @@ class RunAlarms:
                     self._signal[rule] = after
                     if after.is_true(rule) and not state.is_true(rule):
                         self._lines.append(self._signal_line(rule, record))
+
+    def _look_at_first(self, first: list[MetricRecord], record: MetricRecord) -> None:
+        first.append(record)
+        if len(first) == FIRST_STEPS:
+            self._first = None
+            if (line := self._first_line([one.values for one in first])) is not None:
+                self._lines.append(line)
 
     def _advance(self, rule: Rule, state: RuleState, record: MetricRecord) -> None:
         value = record.values.get(rule.name)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet, PromptSource
-from relax_core.data.sources import read_eval_set, rows_of
+from relax_core.data.data_files import RowFile
+from relax_core.data.sources import make_source, read_eval_set, rows_of, unsplit_rows
 
 Z_95 = 1.959964  # the normal quantile of a two-sided interval of 95 %
 Z_SURE = 4.0  # the normal quantile of an error probability of one in thirty thousand
@@ -58,7 +59,26 @@ def eval_sets(config: RelaxConfig, source: PromptSource | None) -> list[EvalSet]
     Without names, the held-out rows are the only set. ``source`` may be None if no set is its held-out rows. Raises
     ValueError (key, value, fix) for a file that cannot be used, and as `check_bad_rows` does.
     """
-    sets = [_read(config, source, name, file) for name, file in (config.eval.sets or {"": None}).items()]
+    return _all_sets(config, None if source is None else source.held_out())
+
+
+def eval_sets_alone(config: RelaxConfig) -> list[EvalSet]:
+    """Returns the sets of an evaluation without training, as `eval_sets` does.
+
+    Where the data has too few rows to hold some out, its first ``eval.rows`` rows take the place of the held-out ones.
+    """
+    held_out = None
+    if asks_held_out(config):
+        rows = unsplit_rows(config.data)
+        if rows is None:
+            held_out = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows).held_out()
+        else:
+            held_out = _first_rows("", rows, config.eval.rows)
+    return _all_sets(config, held_out)
+
+
+def _all_sets(config: RelaxConfig, held_out: EvalSet | None) -> list[EvalSet]:
+    sets = [_read(config, held_out, name, file) for name, file in (config.eval.sets or {"": None}).items()]
     for one in sets:
         check_bad_rows(one.name, len(one.rows), one.bad, most=config.data.max_bad_rows)
     return sets
@@ -78,13 +98,15 @@ def check_bad_rows(name: str, usable: int, bad: Sequence[BadRow], *, most: float
         )
 
 
-def _read(config: RelaxConfig, source: PromptSource | None, name: str, file: str | None) -> EvalSet:
+def _read(config: RelaxConfig, held_out: EvalSet | None, name: str, file: str | None) -> EvalSet:
     if file is None:
-        assert source is not None
-        held_out = source.held_out()
+        assert held_out is not None
         return EvalSet(name=name, rows=held_out.rows, bad=held_out.bad, parts=held_out.parts)
-    rows = rows_of(file, config.data, key=f"eval.sets.{name}")
-    return read_eval_set(name, ((rows, number) for number in range(min(len(rows), config.eval.rows))))
+    return _first_rows(name, rows_of(file, config.data, key=f"eval.sets.{name}"), config.eval.rows)
+
+
+def _first_rows(name: str, rows: RowFile, most: int) -> EvalSet:
+    return read_eval_set(name, ((rows, number) for number in range(min(len(rows), most))))
 
 
 def name_problems(config: RelaxConfig) -> Iterator[str]:

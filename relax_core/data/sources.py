@@ -175,6 +175,19 @@ def file_rows(config: DataConfig) -> tuple[RowFile, int]:
     return rows, len(rows)
 
 
+def unsplit_rows(config: DataConfig) -> RowFile | None:
+    """Returns all rows of the configured files or plug-in if they are too few to hold ``data.eval_size`` of them out.
+
+    It is None for data with evaluation rows, and for a generated task. Raises ValueError as `make_source` does.
+    """
+    if config.eval_path is not None or config.eval_size <= 0 or not are_rows_named(config):
+        return None
+    _, files = _opened(config)
+    if _own_held_out(config, files) is not None or config.eval_size < sum(map(len, files)):
+        return None
+    return FirstRows(files, [len(file) for file in files])
+
+
 class FirstRows:
     """Holds the first ``counts[i]`` rows of each file, one file after the other."""
 

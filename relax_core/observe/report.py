@@ -143,10 +143,10 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
     if finished:
-        new = [one for one in overrides if not one.startswith("run.dir=")]  # a new run has a folder of its own
+        new = [one for one in overrides if _key(one) != "run.dir"]  # a new run has a folder of its own
         alone = saved.get("rollout", {}).get("workers", 1) == 1 and not saved.get("placement", {}).get("gpus_per_node")
-        if "mode=colocate" not in overrides and alone:
-            dropped = [one for one in new if not one.startswith("mode.max_staleness=")]
+        if saved.get("mode", {}).get("name") != "colocate" and "mode=colocate" not in overrides and alone:
+            dropped = [one for one in new if _key(one) != "mode.max_staleness"]
             commands.append((_command(dropped, "mode=colocate"), "the same run, strictly on-policy"))
         if not saved.get("rollout", {}).get("lockstep"):
             commands.append((_command(new, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
@@ -180,9 +180,14 @@ def _train_on(
 
 def _command(overrides: Sequence[str], *changes: str) -> str:
     """Returns the command line with ``changes``, which replace overrides of the same key or of a key below it."""
-    replaced = tuple(change.split("=")[0] for change in (*changes, "resume="))
-    kept = [one for one in overrides if not any(_covers(key, one.split("=")[0]) for key in replaced)]
+    replaced = tuple(_key(change) for change in (*changes, "resume="))
+    kept = [one for one in overrides if not any(_covers(key, _key(one)) for key in replaced)]
     return shlex.join(["python", "-m", "relax_core", *kept, *changes])
+
+
+def _key(override: str) -> str:
+    """Returns the key of an override, which may be typed with pluses before it."""
+    return override.partition("=")[0].lstrip("+")
 
 
 def _covers(key: str, other: str) -> bool:

@@ -306,6 +306,31 @@ def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str
     return f"In most groups all rewards were equal {when}: {cause}"
 
 
+FIRST_STEPS = 5
+MOST_FIRST_GROUPS = 0.75
+
+
+def first_steps_line(first: Sequence[Values], *, temperature: float, group_size: int) -> str | None:
+    """Returns what to do if hardly any group of the first `FIRST_STEPS` train steps had a signal, else None.
+
+    ``first`` are the trainer's values of these steps, and the other arguments are the run's settings.
+    """
+    equal = [values["groups_without_signal"] for values in first if "groups_without_signal" in values]
+    if not equal or fmean(equal) < MOST_FIRST_GROUPS:
+        return None
+    exact = fmean(values.get("exact", 0.0) for values in first)
+    if exact < MOSTLY_RIGHT:
+        which = "mostly because no answer of a group is right"
+        fix = f"Lower rollout.temperature={temperature:g}, raise algo.group_size={group_size}, or use easier rows"
+    else:
+        which = "mostly because all answers of a group are right"
+        fix = f"Use harder rows, or raise algo.group_size={group_size}"
+    return (
+        f"In {fmean(equal):.0%} of the groups of the first {len(first)} train steps all rewards were equal, {which} "
+        f"({exact:.0%} of all are), and such a group trains nothing. {fix}."
+    )
+
+
 # -- Episodes, modalities, rewards and judges --------------------------------------------------------------------------
 ENDED = "ended/"
 AGENT = "agent/"

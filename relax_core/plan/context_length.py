@@ -13,8 +13,7 @@ from typing import cast
 from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import InteractionConfig
-from relax_core.data.eval_sets import asks_held_out, eval_sets
-from relax_core.data.sources import make_source
+from relax_core.data.eval_sets import eval_sets_alone
 from relax_core.plan.data_check import keep_look, look_at_data
 from relax_core.plan.prompt_maker import positions, prompt_maker
 from relax_core.registry import PluginError, find_engine, find_env
@@ -82,10 +81,7 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
 
 
 def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
-    source = None
-    if asks_held_out(config):
-        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
-    sets = [prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in eval_sets(config, source)]
+    sets = [prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in eval_sets_alone(config)]
     return max((len(row.input_ids) for one in sets for row in one.rows), default=0)
 
 

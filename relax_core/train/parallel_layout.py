@@ -6,10 +6,12 @@ validation calls it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from relax_core.config.choices import Recompute
+from relax_core.config.errors import either
 from relax_core.config.schema import ForwardLayout, ParallelConfig
 
 FORWARD_ROLES = ("actor_fwd", "reference")  # Their layout is parallel.forward.
@@ -129,7 +131,7 @@ def combination_faults(layout: Layout, *, key: str = "parallel") -> Iterator[str
     if in_stage % experts:
         yield (
             f"{key}.ep={layout.ep} x etp={layout.etp} does not divide the tp x cp x dp = {in_stage} ranks of a "
-            f"pipeline stage. Use {key}.ep={_largest_divisor(in_stage, at_most=layout.ep)} {key}.etp=1."
+            f"pipeline stage. Use {key}.etp=1 {key}.ep={_sizes(in_stage, asked=layout.ep, most=None)}."
         )
 
 
@@ -159,19 +161,27 @@ def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -> Iterator[str]:
-    """Yields one sentence (key, value, fix) for each size that does not divide the model's size."""
+def model_faults(
+    layout: Layout, shape: LayoutShape, *, key: str = "parallel", most: int | None = None
+) -> Iterator[str]:
+    """Yields one sentence (key, value, fix) for each size that does not divide the model's sizes.
+
+    A fix names the sizes that do, up to the first one above the layout's own. None of them is above both that and
+    ``most``, the number of GPUs.
+    """
     if layout.ep * layout.etp > 1 and not shape.experts:
         yield (f"{key}.ep={layout.ep}, {key}.etp={layout.etp}: the model has no experts. Set {key}.ep=1 {key}.etp=1.")
     else:
-        yield from _indivisible(f"{key}.ep", layout.ep, shape.experts, "experts")
-        yield from _indivisible(f"{key}.etp", layout.etp, shape.expert_width, "hidden units of an expert")
+        yield from _indivisible(f"{key}.ep", layout.ep, {"experts": shape.experts}, most=most)
+        yield from _indivisible(f"{key}.etp", layout.etp, {"hidden units of an expert": shape.expert_width}, most=most)
     if not isinstance(layout, ParallelConfig) or layout.first_stage_layers is None:
-        yield from _indivisible(f"{key}.pp", layout.pp, shape.layers, "layers")
+        yield from _indivisible(
+            f"{key}.pp", layout.pp, {"layers": shape.layers}, most=most, fits=lambda pp: _holds_deepstack(shape, pp)
+        )
         yield from _deepstack_faults(shape, layout.pp, vpp=1, key=key)
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}  # Megatron could copy the latter
-    for what, count in {**heads, "linear-attention heads": shape.linear_heads, **shape.widths}.items():
-        yield from _indivisible(f"{key}.tp", layout.tp, count, what)
+    counts = {**heads, "linear-attention heads": shape.linear_heads, **shape.widths}
+    yield from _indivisible(f"{key}.tp", layout.tp, counts, most=most)
 
 
 def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
@@ -180,7 +190,12 @@ def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str
     if parallel.first_stage_layers is not None:
         yield from _first_stage_faults(parallel, shape)
     elif shape.layers % parallel.pp == 0 and shape.layers % chunks:
-        fix = _largest_divisor(shape.layers // parallel.pp, at_most=parallel.vpp)
+        fix = _sizes(
+            shape.layers // parallel.pp,
+            asked=parallel.vpp,
+            most=None,
+            fits=lambda vpp: _holds_deepstack(shape, parallel.pp * vpp),
+        )
         yield (
             f"parallel.pp={parallel.pp} x vpp={parallel.vpp} = {chunks} does not divide the model's {shape.layers} "
             f"layers. Use parallel.vpp={fix}."
@@ -224,16 +239,21 @@ def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "paral
 def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Iterator[str]:
     """Yields one sentence if the first chunk lacks a layer that adds outputs of the tower, which only it has."""
     needed, layers = shape.deepstack_layers, shape.layers
-    if shape.layers % (pp * vpp) or layers // (pp * vpp) >= needed:
+    if layers % (pp * vpp) or _holds_deepstack(shape, pp * vpp):
         return
-    fitting_vpp = [one for one in range(1, vpp) if layers % (pp * one) == 0 and layers // (pp * one) >= needed]
-    fitting_pp = [one for one in range(1, pp) if layers % one == 0 and layers // one >= needed]
-    fix = f"{key}.vpp={max(fitting_vpp)}" if fitting_vpp else f"{key}.pp={max(fitting_pp)}"
+    fitting_vpp = [one for one in range(1, vpp) if layers % (pp * one) == 0 and _holds_deepstack(shape, pp * one)]
+    fitting_pp = [one for one in range(1, pp) if layers % one == 0 and _holds_deepstack(shape, one)]
+    fix = f"{key}.vpp={either(fitting_vpp)}" if fitting_vpp else f"{key}.pp={either(fitting_pp)}"
     value = f"{key}.pp={pp}" + (f" x vpp={vpp}" if vpp > 1 else "")
     yield (
         f"{value}: the first chunk of layers has {layers // (pp * vpp)} of the model's {layers}, but the vision "
         f"tower's outputs are added in the first {needed}, which one chunk must hold. Use {fix}."
     )
+
+
+def _holds_deepstack(shape: LayoutShape, chunks: int) -> bool:
+    """Returns whether the first of equal chunks of layers has all that add outputs of the tower."""
+    return shape.layers // chunks >= shape.deepstack_layers
 
 
 def first_stage_sizes(parallel: Layout, shape: LayoutShape, *, vpp: int) -> list[int]:
@@ -273,11 +293,26 @@ def _first_stage_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterato
     )
 
 
-def _indivisible(key: str, size: int, count: int, what: str) -> Iterator[str]:
-    if count % size:
-        fix = _largest_divisor(count, at_most=size)
-        yield f"{key}={size} does not divide the model's {count} {what}. Use {key}={fix}."
+def _indivisible(
+    key: str,
+    size: int,
+    counts: Mapping[str, int],
+    *,
+    most: int | None,
+    fits: Callable[[int], bool] = lambda size: True,
+) -> Iterator[str]:
+    """Yields one sentence if a size does not divide all of the model's ``counts``, each by its name."""
+    wrong = [f"{count} {what}" for what, count in counts.items() if count % size]
+    if wrong:
+        fix = _sizes(math.gcd(*counts.values()), asked=size, most=most, fits=fits)
+        yield f"{key}={size} does not divide the model's {', '.join(wrong)}. Use {key}={fix}."
 
 
-def _largest_divisor(number: int, *, at_most: int) -> int:
-    return next(one for one in range(min(at_most, number), 0, -1) if number % one == 0)
+def _sizes(count: int, *, asked: int, most: int | None, fits: Callable[[int], bool] = lambda size: True) -> str:
+    """Returns in words the divisors of ``count`` that fit, up to the first one above ``asked`` that is within ``most``.
+
+    One process always fits.
+    """
+    divisors = [one for one in range(1, count + 1) if count % one == 0 and fits(one)]
+    above = [one for one in divisors if one > asked and (most is None or one <= most)]
+    return either([*(one for one in divisors if one < asked), *above[:1]])

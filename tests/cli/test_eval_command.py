@@ -15,6 +15,7 @@ from relax_core.cli.eval_command import eval_command
 from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
 from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.data.eval_sets import eval_sets_alone
 from relax_core.data.media_tasks import files_folder
 from relax_core.preflight import EVAL_CHECKS, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -72,6 +73,26 @@ def test_settings_that_cannot_be_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, printed: str
 ) -> None:
     assert printed in refused(capsys, "tiny_qwen3", f"run.dir={tmp_path / 'out'}", override)
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "asked"),
+    [
+        (5, (), range(5)),
+        (5, ("eval.rows=3",), range(3)),
+        (5, ("eval.sets={own: null}",), range(5)),
+        (5, ("data.eval_size=2", "eval.rows=2"), (3, 4)),  # the rows that a run on the file would not train on
+        (300, ("eval.rows=2",), (44, 45)),
+    ],
+)
+def test_a_file_with_too_few_rows_to_hold_some_out_is_evaluated_whole(
+    tmp_path: Path, count: int, more: Sequence[str], asked: Sequence[int]
+) -> None:
+    lines = [json.dumps({"prompt": f"What is 0 + {number}?", "answer": str(number)}) for number in range(count)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    words = (f"data.path={tmp_path}/rows.jsonl", "model.task=arithmetic", *more)
+    (one,) = eval_sets_alone(load_config(words, checks=EVAL_CHECKS, settle=settle_evaluation))
+    assert [int(row["answer"]) for row in one.rows] == list(asked) and not one.bad
 
 
 def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["optimizer.critic_lr=1e-3"], "optimizer.critic_lr=0.001 with algo=grpo, which has no critic."),
         (["algo=ppo", "optimizer.critic_lr=0"], "optimizer.critic_lr=0.0: must be more than 0. null takes"),
         (["algo=ppo", "algo.gae_lambda=2"], "algo.gae_lambda=2.0: must lie in [0, 1]."),
-        (["parallel.tp=3"], "parallel.tp=3 does not divide the model's 4 attention heads. Use parallel.tp=2."),
+        (["parallel.tp=3"], "parallel.tp=3 does not divide the model's 4 attention heads, 2 key-value heads, "),
         (["parallel.ep=2"], "parallel.ep=2, parallel.etp=1: the model has no experts."),
         (["parallel.vpp=2"], "parallel.vpp=2 with parallel.pp=1: there are no stages to interleave."),
         (["parallel.tp=2", "parallel.shard_media=true"], "parallel.shard_media=true without a tower: the model"),

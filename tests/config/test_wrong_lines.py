@@ -52,6 +52,8 @@ LINES = [
     ("rollout.stop=foo", "rollout.stop=foo", "'rollout.stop=[\"foo\"]'"),
     ("'rollout.stop=</answer>'", "rollout.stop", "'rollout.stop=[\"</answer>\"]'"),
     ("eval.sets=a.jsonl", "eval.sets", "eval.sets={NAME: VALUE}"),
+    ("'eval.sets={sums: {path: a.jsonl}}'", "eval.sets.sums={'path': 'a.jsonl'}", "eval.sets.sums=FILE"),
+    ("'eval.sets={sums: [a.jsonl]}'", "eval.sets.sums=['a.jsonl']", "or null"),
     ("'eval.sets={数据: a.jsonl}'", "eval.sets", "ASCII"),
     ("=3", "=3", "key=value"),
     ("name=", "name=", "Give a name"),

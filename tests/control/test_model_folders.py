@@ -55,7 +55,7 @@ def problems(*overrides: str) -> list[str]:
 
 def test_the_builtin_teacher_and_a_folder_of_ones_own(student: Path, other: Path) -> None:
     config = load_config(
-        ["algo=distill", f"algo.teachers.mine={other}", "algo.teacher_key=prompt"],
+        ["algo=distill", f"algo.teachers={{default: tiny_qwen3_teacher, mine: {other}}}", "algo.teacher_key=prompt"],
         checks=[check for check in CHECKS if check.__name__ != "teacher_problems"],
     )
     folders = teacher_folders(config, student=student)
@@ -97,6 +97,12 @@ def test_another_size_of_vocabulary_matters_to_the_top_k_tokens_alone(other: Pat
         teacher_folders(load_config([*keys, "algo.form=topk_jsd"]), student=student)
     with pytest.raises(ValueError, match=r"algo.top_k=5000: the vocabulary has \d+ tokens"):
         teacher_folders(load_config(["algo=distill", "algo.form=topk_jsd", "algo.top_k=5000"]), student=student)
+
+
+@pytest.mark.parametrize("word", ["algo.teachers={mine: FOLDER}", "algo.teachers.mine=FOLDER"])
+def test_who_names_a_teacher_gets_no_other(student: Path, other: Path, word: str) -> None:
+    config = load_config(["algo=distill", word.replace("FOLDER", str(other))], checks=CHECKS)
+    assert teacher_folders(config, student=student) == {"mine": other}
 
 
 def test_a_builtin_teacher_of_an_unknown_task(student: Path, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.config.model_checks import DTYPES
 from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.resume import find_resume_point
+from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.data.data_identity import data_digest
 from relax_core.plan.plan_command import show_plan
+from relax_core.preflight import settle
 from relax_core.train.checkpoints.checkpoint_store import DATA_DIGEST, DATUM, META, TOKEN_TREE, CheckpointStore
 from tests.data.test_plugin_source import ROWS, SQLITE, write_database
 
@@ -203,6 +205,21 @@ def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) 
     moved = ["name=other", "run.steps=500", "run.save_every=7", "run.panel=false", "engine.threads=2", "eval.every=0"]
     point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *moved]))
     assert point is not None and point.notes == ()
+
+
+def test_a_resume_with_an_automatic_dtype_keeps_that_of_the_run(config: RelaxConfig) -> None:
+    """The checkpoint is that of a machine with another kind of processor."""
+
+    def resumed(dtype: str) -> ResumePoint | None:
+        words = [f"run.dir={config.run.dir}", "resume=auto", f"model.dtype={dtype}"]
+        return find_resume_point(load_config(words, settle=settle))
+
+    for dtype in DTYPES:
+        write_checkpoint(Path(config.run.dir), 10, config=load_config([f"model.dtype={dtype}"]))
+        point = resumed("auto")
+        assert point is not None and point.dtype == dtype and point.notes == ()
+    with pytest.raises(ValueError, match=r"model\.dtype was bfloat16, is float32"):
+        resumed("float32")
 
 
 # -- the content of data ----------------------------------------------------------------------------------------------

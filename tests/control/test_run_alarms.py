@@ -199,3 +199,29 @@ def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
     before, after = [record(step, truncated=1.0) for step in (0, 1)], [record(step, truncated=1.0) for step in (1, 2)]
     assert lines([*before, record(1, source="rollout", truncated=1.0), resumed, *after]) == []
     assert [step for step, _ in lines([*before, resumed, *after, record(3, truncated=1.0)])] == [3]
+
+
+@pytest.mark.parametrize(
+    ("shares", "exact", "words"),
+    [
+        ([1.0, 0.5, 0.75, 1.0, 0.5], 0.02, "In 75% of the groups of the first 5 train steps all rewards were equal, "
+         "mostly because no answer of a group is right (2% of all are), and such a group trains nothing. Lower "
+         "rollout.temperature=1, raise algo.group_size=16, or use easier rows."),
+        ([0.9] * 5, 0.95, "because all answers of a group are right (95% of all are), and such a group trains nothing. "
+         "Use harder rows, or raise algo.group_size=16."),
+        ([1.0, 0.5, 0.7, 1.0, 0.5], 0.02, None),
+        ([0.0] * 5 + [1.0] * 10, 0.02, None),
+    ],
+)  # fmt: skip
+def test_first_steps_that_train_hardly_any_group_are_told_once(
+    tmp_path: Path, told: Told, shares: list[float], exact: float, words: str | None
+) -> None:
+    run = alarms(tmp_path, told, "notify.events=[]", clock=Clock(), again=True)
+    run.add_records(record(step, groups_without_signal=share, exact=exact) for step, share in enumerate(shares))
+    lines = run.take_lines()
+    assert len(lines) == (words is not None) and all(words is not None and words in line for line in lines)
+    run.add_records(record(step, groups_without_signal=1.0, exact=exact) for step in range(5, 15))
+    resumed = record(15, source=RUN, **{RESUMED: 1.0})
+    run.add_records([resumed, *(record(step, groups_without_signal=1.0, exact=exact) for step in range(15, 25))])
+    assert run.take_lines() == []
+    run.close("finished", "")

@@ -46,7 +46,11 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
         for place, one in enumerate(examples)
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keys = (f"algo.teachers.trained={taught.folder}/hf", "algo.teacher_key=by", "algo.served_by=engine")
+    keys = (
+        f"algo.teachers={{default: tiny_qwen3_teacher, trained: '{taught.folder}/hf'}}",
+        "algo.teacher_key=by",
+        "algo.served_by=engine",
+    )
     data = ("data=file", f"data.path={rows}", "data.eval_size=100", "model.task=reverse_digits", "eval.rows=100")
     fast = ("optimizer.lr=2e-3", "optimizer.warmup_steps=4")
     more = (*fast, "algo.form=topk_mixed", "algo.group_size=8", "mode=colocate", "run.steps=40", "eval.every=40")

@@ -11,7 +11,7 @@ import yaml
 
 from launchers.local import launch, make_run_folder, save_config
 from relax_core.config.compose import load_config
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import DtypeByMachine, RelaxConfig
 from relax_core.control.resume import ResumePoint
 from relax_core.data.chat_template import utc_date
 
@@ -116,3 +116,18 @@ def test_the_run_has_the_date_of_its_first_start(
     assert launch(config) == 0
     found = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["template_date"]
     assert found == seen[0].data.template_date and found in ((saved,) if saved else (before, utc_date()))
+
+
+@pytest.mark.parametrize("saved", [None, "bfloat16"])
+def test_a_resumed_run_keeps_the_dtype_that_auto_chose_at_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str | None
+) -> None:
+    """The machine of this start would choose another one. No encoder of the run knows the class of the choice."""
+    config, seen = config_for(tmp_path / "run", resume="auto"), []
+    config.model.dtype = DtypeByMachine("float32")
+    point = None if saved is None else ResumePoint(folder=tmp_path, step=1, snapshot=b"", dtype=saved)
+    monkeypatch.setattr("relax_core.control.resume.find_resume_point", lambda config: point)
+    monkeypatch.setattr("relax_core.control.supervisor.supervise", lambda config, resume, run: seen.append(config) or 0)
+    assert launch(config) == 0
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["dtype"]
+    assert kept == seen[0].model.dtype == (saved or "float32") and type(seen[0].model.dtype) is str

@@ -110,8 +110,8 @@ def test_a_train_steps_log_probs_and_gradients(
         )
         for index, (prompt, (ids, _)) in enumerate(zip(prompts[:4], sampled, strict=False))
     ]
-    # SmolLM2's pad token is <|im_end|>, which is in every prompt. transformers leaves its row of the embedding without the
-    # gradient of the inputs, because a pad token has none; Relax has no pad tokens.
+    # SmolLM2's pad token is <|im_end|>, which is in every prompt. transformers leaves the inputs out of the gradient of
+    # its embedding, as of a pad token's; Relax has no pad tokens.
     reference.get_input_embeddings().padding_idx = None
     gaps = trainer_gaps(smollm2, reference, groups=groups)
     assert gaps["trainer"] <= MAX_GAP

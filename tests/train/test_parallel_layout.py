@@ -53,10 +53,10 @@ def test_the_first_chunk_must_hold_the_layers_that_add_outputs_of_the_tower() ->
     assert not faults(layout(pp=4), sees, ranks=4)
     (found,) = faults(layout(pp=6), sees, ranks=6)
     assert found.startswith("parallel.pp=6: the first chunk of layers has 2 of the model's 12, but")
-    assert found.endswith("the first 3, which one chunk must hold. Use parallel.pp=4.")
+    assert found.endswith("the first 3, which one chunk must hold. Use parallel.pp=1, 2, 3 or 4.")
     (found,) = faults(layout(pp=2, vpp=3), sees, ranks=2)
     assert found.startswith("parallel.pp=2 x vpp=3: the first chunk of layers has 2")
-    assert found.endswith("Use parallel.vpp=2.")
+    assert found.endswith("Use parallel.vpp=1 or 2.")
 
 
 @pytest.mark.parametrize(
@@ -164,18 +164,58 @@ def test_layouts_that_hold(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"tp": 3}, "parallel.tp=3 does not divide the model's 32 attention heads. Use parallel.tp=2."),
-        ({"tp": 8}, "parallel.tp=8 does not divide the model's 4 key-value heads. Use parallel.tp=4."),
-        ({"pp": 5}, "parallel.pp=5 does not divide the model's 48 layers. Use parallel.pp=4."),
-        ({"pp": 4, "vpp": 5}, "parallel.pp=4 x vpp=5 = 20 does not divide the model's 48 layers. Use parallel.vpp=4."),
+        (
+            {"tp": 3},
+            "parallel.tp=3 does not divide the model's 32 attention heads, 4 key-value heads, 2048 hidden units.",
+        ),
+        ({"tp": 8}, "parallel.tp=8 does not divide the model's 4 key-value heads. Use parallel.tp=1, 2 or 4."),
+        ({"pp": 5}, "parallel.pp=5 does not divide the model's 48 layers. Use parallel.pp=1, 2, 3, 4 or 6."),
+        (
+            {"pp": 4, "vpp": 5},
+            "= 20 does not divide the model's 48 layers. Use parallel.vpp=1, 2, 3, 4 or 6.",
+        ),
         ({"vpp": 2}, "parallel.vpp=2 with parallel.pp=1: there are no stages to interleave. Set parallel.vpp=1."),
-        ({"ep": 3, "dp": 3}, "parallel.ep=3 does not divide the model's 128 experts. Use parallel.ep=2."),
+        ({"ep": 3, "dp": 3}, "parallel.ep=3 does not divide the model's 128 experts. Use parallel.ep=1, 2 or 4."),
         ({"ep": 8, "dp": 4}, "parallel.ep=8 x etp=1 does not divide the tp x cp x dp = 4 ranks of a pipeline stage."),
         ({"etp": 5, "dp": 5}, "parallel.etp=5 does not divide the model's 768 hidden units of an expert."),
     ],
 )
 def test_a_fault_names_key_value_and_fix(sizes: dict[str, int], text: str) -> None:
     assert any(text in fault for fault in faults(layout(**sizes)))
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("key", ["tp", "pp", "ep", "etp"])
+def test_every_size_that_a_fix_names_divides_all_of_the_model(key: str, size: int) -> None:
+    """The shape has 9 heads and 3 key-value heads, as SmolLM2-135M has; its first 3 of 30 layers add a tower's rows."""
+    shape = LayoutShape(
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        linear_heads=0,
+        experts=60,
+        expert_width=48,
+        widths={"hidden units": 1536},
+        deepstack_layers=3,
+    )
+    found = list(model_faults(layout(sequence_parallel=None, **{key: size}), shape))
+    if size in {"tp": (3,), "pp": (2, 3, 5, 6), "ep": (2, 3, 4, 5, 6), "etp": (2, 3, 4, 6, 8)}[key]:
+        assert found == []
+        return
+    (named,) = re.findall(rf"Use parallel.{key}=(.*)\.", " ".join(found))
+    sizes = [int(one) for one in re.split(", | or ", named)]
+    assert sizes[0] == 1 and all(
+        not list(model_faults(layout(sequence_parallel=None, **{key: one}), shape)) for one in sizes
+    )
+    assert sizes[-1] > size or {"tp": 3, "pp": 10}[key] == sizes[-1], "a larger size is named, if there is one"
+
+
+def test_no_size_above_the_number_of_gpus_is_named() -> None:
+    shape = dataclasses.replace(DENSE, heads=9, kv_heads=3, widths={"hidden units": 1536})
+    for gpus, named in ((None, "1 or 3"), (4, "1 or 3"), (2, "1")):
+        (found,) = model_faults(layout(tp=2), shape, most=gpus)
+        told = "parallel.tp=2 does not divide the model's 9 attention heads, 3 key-value heads."
+        assert found == f"{told} Use parallel.tp={named}."
 
 
 def test_a_layout_fills_its_gpus() -> None:
