@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.ray_bus import RayBus
 from relax_core.config.choices import Partial
 from relax_core.config.modality import media_kinds
@@ -287,7 +288,7 @@ class RolloutWorker(Worker):
         return open_encoders(
             context.config,
             model_folder=context.model_folder,
-            media_folder=asyncio.run(bus.media_folder(timeout_s=context.config.run.start_timeout_s)),
+            media_folder=blocking(bus.media_folder(timeout_s=context.config.run.start_timeout_s)),
             log_dir=context.log_dir,
         )
 
