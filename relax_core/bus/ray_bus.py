@@ -16,6 +16,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.journal import LedgerUnwritable
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import (
@@ -172,7 +173,7 @@ class RayBus:
             return FolderReader(folder)
 
         def bring(digests: Sequence[str]) -> None:
-            asyncio.run(self.bring_media(digests, timeout_s=timeout_s))
+            blocking(self.bring_media(digests, timeout_s=timeout_s))
 
         return NodeReader(node_folder(folder, self._node()), bring=bring)
 

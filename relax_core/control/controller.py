@@ -15,7 +15,6 @@ ends; the bus closes, so that no worker waits on it; the workers end, and the ow
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import shutil
 import time
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ray.exceptions import RayError
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.journal import LedgerUnwritable
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost, BusProgress, BusTimeout
@@ -332,7 +332,7 @@ class Controller:
 
     def _last_progress(self) -> BusProgress:
         try:
-            return asyncio.run(self._services.bus.progress(timeout_s=CALL_TIMEOUT_S))
+            return blocking(self._services.bus.progress(timeout_s=CALL_TIMEOUT_S))
         except BusLost as error:
             raise ServicesLost("the bus died", log=str(error)) from error
 
@@ -382,7 +382,7 @@ class Controller:
         if has_own_ray and not supervisor.trained and not supervisor.ordered:
             start = self._context.start_step
             try:
-                progress = asyncio.run(self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S))
+                progress = blocking(self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S))
             except (BusLost, BusTimeout) as error:
                 raise ServicesLost("the bus did not answer while the run was being stopped", log=str(error)) from error
             if progress.version == start:

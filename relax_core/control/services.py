@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -12,6 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_bus import RayBus
 from relax_core.bus.settings import BusSettings
@@ -115,7 +115,7 @@ class Services:
             node_options=node_options(config.launcher, BUS, 0),
         )
         if snapshot is not None:
-            asyncio.run(bus.restore(snapshot, timeout_s=CALL_TIMEOUT_S))
+            blocking(bus.restore(snapshot, timeout_s=CALL_TIMEOUT_S))
         return bus
 
     def _start(self, role: str, rank: int) -> Any:
@@ -208,7 +208,7 @@ class Services:
         """Closes the bus and kills all processes. It does not ask the workers, which may be in a long operation."""
         try:
             with suppress(BusLost):
-                asyncio.run(self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s))
+                blocking(self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s))
         finally:
             self.kill()
 
@@ -224,7 +224,7 @@ class Services:
         timeout_s = self._context.config.run.stop_timeout_s
         try:
             with suppress(BusLost):  # no worker waits on a bus that has exited
-                asyncio.run(self.bus.close(reason=reason, timeout_s=timeout_s))
+                blocking(self.bus.close(reason=reason, timeout_s=timeout_s))
         finally:
             ranks = self._ranks_with(failed) if failed is not None else set()
             asked = [worker for name, worker in self.workers.items() if name not in ranks]

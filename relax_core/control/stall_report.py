@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from relax_core.bus.blocking import blocking
 from relax_core.contracts.bus import BusLost, BusTimeout, BusWait
 from relax_core.contracts.monitor import Finding
 from relax_core.contracts.process_trees import process_state
@@ -98,7 +98,7 @@ class Watchdog:
     def _text(self, beats: Mapping[str, Beat], what: str) -> str:
         waits: list[BusWait] | str
         try:
-            waits = asyncio.run(self._services.bus.waits(timeout_s=BUS_S))
+            waits = blocking(self._services.bus.waits(timeout_s=BUS_S))
         except (BusLost, BusTimeout) as error:
             waits = str(error)
         found = chain(beats, waits, start=worker_name("actor", 0))

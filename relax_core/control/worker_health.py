@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Literal, Protocol
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 from relax_core.contracts.monitor import Check, Elapsed, Finding
@@ -336,7 +336,7 @@ class BusHealth:
 
     def _look(self) -> Finding | None:
         try:
-            self.progress = asyncio.run(self._bus.progress(timeout_s=self._call_timeout_s))
+            self.progress = blocking(self._bus.progress(timeout_s=self._call_timeout_s))
         except BusLost as error:
             # If another process was lost, such as a storage unit, the error names it.
             how = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.factory import connect_bus
 from relax_core.bus.ray_bus import RayBus
 from relax_core.contracts.bus import CALL_TIMEOUT_S
@@ -209,7 +210,7 @@ class EngineMedia:
         timeout_s = CALL_TIMEOUT_S
         if media and (node_id := self._node(engine, url, timeout_s=timeout_s)):
             digests = list({one.item.digest: None for one in media})
-            asyncio.run(self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s))
+            blocking(self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s))
 
     def _node(self, engine: int, url: str, *, timeout_s: float) -> str:
         if url not in self._nodes:

@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.ray_bus import RayBus
 from relax_core.config.choices import Partial
 from relax_core.config.modality import media_kinds
@@ -47,6 +49,7 @@ from relax_core.roles.traced_rollout import TracedRewardPool, record_with_reward
 from relax_core.roles.worker import Worker
 from relax_core.rollout.dynamic_sampling import GroupFilter
 from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.episodes.group_assembly import MakeExtras
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.evaluator import Evaluator, answer_sets, eval_versions, prepared_sets, versions_left
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
@@ -55,7 +58,6 @@ from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import open_encoders
 from relax_core.rollout.partial_rollout import MAX_ABORTS, WeightUpdateHandler
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import BadRows, Record, RolloutLoop, RolloutLoopSettings, teacher_chooser
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.weights.engine_members import MemberList
@@ -164,6 +166,28 @@ REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
 CLOSE_SAMPLES_S = 10.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutParts:
+    """Holds what one rollout worker samples and evaluates with.
+
+    ``reclaimed`` are the admissions of an earlier process of the worker, or tells that the bus is closed. ``encoders``
+    is None in a run on text, and ``advantages`` is None if another role computes them.
+    """
+
+    bus: RayBus
+    pool: EnginePool
+    metrics: EventWriter
+    source: PromptSource
+    run_env: RunEnv
+    reclaimed: list[Admission] | BusClosed
+    encoders: EncodePool | None
+    rewards: TracedRewardPool
+    prompts: PromptMaker
+    spec: AlgorithmSpec
+    advantages: MakeExtras | None
+    reached: VersionsReached
+
+
 class RolloutWorker(Worker):
     """Is rollout worker ``rank``. Its state is in the bus, so a restarted worker reclaims its predecessor's groups.
 
@@ -182,12 +206,31 @@ class RolloutWorker(Worker):
         asyncio.run(self._run())
 
     async def _run(self) -> None:
-        context, config = self.context, self.context.config
+        bus, pool = await self._connect()
+        parts = await self._load(bus, pool)
+        evaluator = await self._evaluator(parts)
+        closing = AsyncExitStack()
+        loop = await self._rollout_loop(parts, evaluator, closing)
+        self.set_state("running")
+        try:
+            await self._run_loops(parts, loop, evaluator)
+        except* Exception as failures:
+            raise first_cause(failures) from failures
+        finally:
+            await closing.aclose()
+
+    async def _connect(self) -> tuple[RayBus, EnginePool]:
+        """Returns the bus and the engines, once their list has been read."""
         bus = discover_bus(self.context, self.waiting)
+        directory = EngineDirectory(self.context)
+        pool = traced_pool(self.context, directory, self.waiting)
+        self._follower = await engine_follower(self.context, pool, directory)
+        return bus, pool
+
+    async def _load(self, bus: RayBus, pool: EnginePool) -> RolloutParts:
+        """Opens the data, the env, the rewards and the tokenizer, and takes the groups that a lost worker left."""
+        context, config = self.context, self.context.config
         metrics = context.event_writer(self.name)
-        directory = EngineDirectory(context)
-        pool = traced_pool(context, directory, self.waiting)
-        self._follower = await engine_follower(context, pool, directory)
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
@@ -195,67 +238,81 @@ class RolloutWorker(Worker):
         rewards = self._rewards()  # its workers see the folder of media, which is there now
         prompts = self._prompts(run_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
-        teachers = spec.requirements(config.algo).teacher
-        advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
-        reached, evaluator = await self._versions(bus), None
-        if self._rank == 0:
-            await rewards.check_judges(config, partial(metrics.record, "judge_check", context.start_step))
-            evaluator = await open_evaluator(
-                context, source, reached, metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
-            )
-        settings = self._settings(prompts.tokenizer)
-        serving = AsyncExitStack()
-        await serving.enter_async_context(run_env.serving(prompts.tokenizer, token=context.token_file.read_text()))
-        player = run_env.player(
-            prompts, pool, settings.sampling, seed=config.seed, ends=self._early_ends(), reached=reached.wait
-        )
-        samples = open_sample_log(context, self.name, tokenizer=self._rank == 0)
-        loop = RolloutLoop(
+        return RolloutParts(
             bus=bus,
+            pool=pool,
+            metrics=metrics,
             source=source,
-            prompts=prompts,
+            run_env=run_env,
+            reclaimed=reclaimed,
+            encoders=encoders,
             rewards=rewards,
+            prompts=prompts,
+            spec=spec,
+            advantages=group_advantages(spec, config) if computes_advantages_per_group(config) else None,
+            reached=await self._versions(bus),
+        )
+
+    async def _evaluator(self, parts: RolloutParts) -> Evaluator | None:
+        """Returns the evaluator after a check of the judges, or None for all workers but the first."""
+        if self._rank != 0:
+            return None
+        context = self.context
+        await parts.rewards.check_judges(
+            context.config, partial(parts.metrics.record, "judge_check", context.start_step)
+        )
+        return await open_evaluator(context, parts)
+
+    async def _rollout_loop(
+        self, parts: RolloutParts, evaluator: Evaluator | None, closing: AsyncExitStack
+    ) -> RolloutLoop:
+        """Returns the loop, for which it opens the log of samples and the endpoint of agents.
+
+        ``closing`` gets what must be closed, and closes the endpoint first and the log last.
+        """
+        context, config, run_env = self.context, self.context.config, parts.run_env
+        settings = self._settings(parts.prompts.tokenizer)
+        samples = open_sample_log(context, self.name, tokenizer=self._rank == 0)
+        if samples is not None:
+            closing.push_async_callback(asyncio.to_thread, samples.close, timeout_s=CLOSE_SAMPLES_S)
+        _close_at_end(parts, closing)
+        await closing.enter_async_context(
+            run_env.serving(parts.prompts.tokenizer, token=context.token_file.read_text())
+        )
+        teachers = parts.spec.requirements(config.algo).teacher
+        return RolloutLoop(
+            bus=parts.bus,
+            source=parts.source,
+            prompts=parts.prompts,
+            rewards=parts.rewards,
             settings=settings,
-            record=self._record(metrics, rewards, pool),
+            record=self._record(parts.metrics, parts.rewards, parts.pool),
             gate=_no_gate if evaluator is None else evaluator.gate,
-            bad_rows=self._bad_rows(len(source), metrics),
-            refuse=group_filter(spec, config.algo, config.reward),
+            bad_rows=self._bad_rows(len(parts.source), parts.metrics),
+            refuse=group_filter(parts.spec, config.algo, config.reward),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
-            weight_update_handler=self._weight_update_handler(bus, pool),
-            advantages=advantages,
-            player=player,
+            weight_update_handler=self._weight_update_handler(parts.bus, parts.pool),
+            advantages=parts.advantages,
+            player=run_env.player(
+                parts.prompts,
+                parts.pool,
+                settings.sampling,
+                seed=config.seed,
+                ends=self._early_ends(),
+                reached=parts.reached.wait,
+            ),
             samples=samples,
         )
-        self.set_state("running")
-        try:
-            await self._run_loops(
-                loop, evaluator, reclaimed=reclaimed, metrics=metrics, needs_torch=advantages is not None
-            )
-        except* Exception as failures:
-            raise first_cause(failures) from failures
-        finally:
-            await serving.aclose()
-            await _close(rewards, run_env, encoders)
-            if samples is not None:
-                await asyncio.to_thread(samples.close, timeout_s=CLOSE_SAMPLES_S)
 
-    async def _run_loops(
-        self,
-        loop: RolloutLoop,
-        evaluator: Evaluator | None,
-        *,
-        reclaimed: list[Admission] | BusClosed,
-        metrics: EventWriter,
-        needs_torch: bool,
-    ) -> None:
+    async def _run_loops(self, parts: RolloutParts, loop: RolloutLoop, evaluator: Evaluator | None) -> None:
         """Samples and evaluates, and follows the list of the engines until both have ended."""
         assert self._follower is not None
         async with asyncio.TaskGroup() as group:
             following = group.create_task(self._follower.follow())
-            if needs_torch:  # torch is imported before the engine has its first weights
+            if parts.advantages is not None:  # torch is imported before the engine has its first weights
                 group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
-            work = [] if evaluator is None else [group.create_task(self._evaluate(evaluator, metrics))]
-            work.append(group.create_task(self._sample(loop, reclaimed)))
+            work = [] if evaluator is None else [group.create_task(self._evaluate(evaluator, parts.metrics))]
+            work.append(group.create_task(self._sample(loop, parts.reclaimed)))
             await asyncio.wait(work)
             following.cancel()
 
@@ -287,7 +344,7 @@ class RolloutWorker(Worker):
         return open_encoders(
             context.config,
             model_folder=context.model_folder,
-            media_folder=asyncio.run(bus.media_folder(timeout_s=context.config.run.start_timeout_s)),
+            media_folder=blocking(bus.media_folder(timeout_s=context.config.run.start_timeout_s)),
             log_dir=context.log_dir,
         )
 
@@ -428,12 +485,13 @@ class RolloutWorker(Worker):
 async def _no_gate(version: int) -> None: ...
 
 
-async def _close(rewards: TracedRewardPool, run_env: RunEnv, encoders: EncodePool | None) -> None:
-    rewards.close()
-    await rewards.close_judges()
-    run_env.close()
-    if encoders is not None:
-        encoders.close()
+def _close_at_end(parts: RolloutParts, closing: AsyncExitStack) -> None:
+    """Makes ``closing`` close the rewards, then the judges, the env workers and the encoders."""
+    if parts.encoders is not None:
+        closing.callback(parts.encoders.close)
+    closing.callback(parts.run_env.close)
+    closing.push_async_callback(parts.rewards.close_judges)
+    closing.callback(parts.rewards.close)
 
 
 def group_filter(spec: AlgorithmSpec, config: object, reward: RewardConfig) -> GroupFilter | None:
@@ -448,49 +506,39 @@ def group_filter(spec: AlgorithmSpec, config: object, reward: RewardConfig) -> G
 log = logging.getLogger(__name__)
 
 
-async def open_evaluator(
-    context: RunContext,
-    source: PromptSource,
-    reached: VersionsReached,
-    metrics: EventWriter,
-    *,
-    pool: EnginePool,
-    prompts: PromptMaker,
-    rewards: RewardPool,
-    run_env: RunEnv,
-) -> Evaluator:
+async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
     """Returns the evaluator of the versions that are still to come.
 
     If this process replaces one that ended before an evaluation was recorded, the version reached is evaluated too.
     """
     config = context.config
     planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
-    recorded = reached.version
+    recorded = parts.reached.version
     # With in_order the version waits for the evaluation. An evaluation for run.keep_best needs a checkpoint of its own.
     if planned and not config.in_order and config.run.keep_best is None:
         recorded = await asyncio.to_thread(_newest_recorded, context)
-    versions = versions_left(planned, reached=reached.version, recorded=recorded)
-    sets = eval_sets(config, source) if versions else []
-    prepared = await prepared_sets(config, sets, prompts)
+    versions = versions_left(planned, reached=parts.reached.version, recorded=recorded)
+    sets = eval_sets(config, parts.source) if versions else []
+    prepared = await prepared_sets(config, sets, parts.prompts)
     return Evaluator(
         versions=versions,
         ask=lambda version: answer_sets(
             config,
             prepared,
             version=version,
-            pool=pool,
-            prompts=prompts,
-            rewards=rewards,
-            env=run_env,
+            pool=parts.pool,
+            prompts=parts.prompts,
+            rewards=parts.rewards,
+            env=parts.run_env,
             media_folder=str(context.media_folder or ""),
         ),
-        wait_version=reached.wait,
+        wait_version=parts.reached.wait,
         # Episodes that hold places in env workers while they wait for weights could take those that training needs,
         # and an agent would wait in vain.
-        steps_ahead=0 if run_env.env.isolated or run_env.env.agent is not None else 1,
+        steps_ahead=0 if parts.run_env.env.isolated or parts.run_env.env.agent is not None else 1,
         in_order=config.in_order,
-        record=metrics.record,
-        record_texts=lambda version, rows: metrics.record_texts(EVAL, version, rows),
+        record=parts.metrics.record,
+        record_texts=lambda version, rows: parts.metrics.record_texts(EVAL, version, rows),
         ends_run=None if config.run.keep_best is None else partial(_report, context),
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from typing import Any
+
+from relax_core.bus.blocking import blocking
 
 
 class BlockingBus:
@@ -20,4 +21,4 @@ class BlockingBus:
         value = getattr(self.bus, name)
         if not inspect.iscoroutinefunction(value):
             return value
-        return lambda *args, **kwargs: asyncio.run(value(*args, **kwargs))
+        return lambda *args, **kwargs: blocking(value(*args, **kwargs))

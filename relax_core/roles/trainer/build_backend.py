@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 from dataclasses import replace
@@ -10,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.factory import connect_bus
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.bus import CALL_TIMEOUT_S
@@ -96,7 +96,7 @@ def _media_reader(context: RunContext) -> MediaReader | None:
     if folder is None or context.config.launcher.ray_address is None:
         return None if folder is None else FolderReader(folder)
     bus = cache(lambda: connect_bus(BUS, context.namespace))
-    return NodeReader(folder, bring=lambda digests: asyncio.run(bus().bring_media(digests, timeout_s=timeout_s)))
+    return NodeReader(folder, bring=lambda digests: blocking(bus().bring_media(digests, timeout_s=timeout_s)))
 
 
 def _setup(

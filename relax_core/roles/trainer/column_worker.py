@@ -8,7 +8,6 @@ what it waits for and retries. Work whose result must not depend on when each gr
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from abc import abstractmethod
@@ -17,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from relax_core.bus.blocking import blocking
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LEASE_S, Bus, BusTimeout, Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.media import MediaGone
@@ -44,12 +44,12 @@ def write_then_lease(
 ) -> Lease:
     """Writes a lease's columns and returns the next lease, with one call if groups are ready within ``timeout_s``."""
     try:
-        following = asyncio.run(bus.write(lease_id, columns, then=request, timeout_s=timeout_s))
+        following = blocking(bus.write(lease_id, columns, then=request, timeout_s=timeout_s))
         assert following is not None, "a write with a lease request returns a lease"
         return following
     except BusTimeout as late:  # the bus has stored the columns
         log.warning("waits on: %s", late)
-    return without_timeout(lambda: asyncio.run(bus.lease(request, timeout_s=timeout_s)))
+    return without_timeout(lambda: blocking(bus.lease(request, timeout_s=timeout_s)))
 
 
 def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeout_s: float) -> None:
@@ -59,15 +59,13 @@ def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeou
     """
     if isinstance(lost, MediaGone):
         try:
-            asyncio.run(
-                bus.read(lease.lease_id, [row.group_uid for row in lease.rows], columns=(), timeout_s=timeout_s)
-            )
+            blocking(bus.read(lease.lease_id, [row.group_uid for row in lease.rows], columns=(), timeout_s=timeout_s))
         except LeaseLost:
             pass
         else:
             raise lost
     log.warning("lease %d is given up, and its groups are leased again: %s", lease.lease_id, lost)
-    asyncio.run(bus.release([lease.lease_id], timeout_s=timeout_s))
+    blocking(bus.release([lease.lease_id], timeout_s=timeout_s))
 
 
 SLICE_S = 5.0  # the time after which a waiting lease checks if the step needs fewer groups
@@ -83,7 +81,7 @@ def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice
     whole = msgspec.structs.replace(request, min_groups=request.max_groups)
     while True:
         try:
-            return asyncio.run(bus.lease(whole, timeout_s=slice_s))
+            return blocking(bus.lease(whole, timeout_s=slice_s))
         except BusTimeout:
             if time.monotonic() > deadline:
                 raise
@@ -95,14 +93,14 @@ def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice
 def _lease_rest_of_step(bus: Bus, request: LeaseRequest, *, timeout_s: float) -> Lease | None:
     """Leases the groups that are ready if they are all that the current step still needs; otherwise returns None."""
     try:
-        ready = asyncio.run(bus.lease(request, timeout_s=timeout_s))
+        ready = blocking(bus.lease(request, timeout_s=timeout_s))
     except BusTimeout:
         return None
-    progress = asyncio.run(bus.progress(timeout_s=timeout_s))
+    progress = blocking(bus.progress(timeout_s=timeout_s))
     done = progress.leased + progress.waiting - len(ready.rows)
     if 0 < request.max_groups - done <= len(ready.rows):
         return ready
-    asyncio.run(bus.release([ready.lease_id], timeout_s=timeout_s))
+    blocking(bus.release([ready.lease_id], timeout_s=timeout_s))
     return None
 
 
@@ -146,12 +144,12 @@ class ColumnWorker(Worker):
             lease_s=LEASE_S,
         )
         self.set_state("running")
-        asyncio.run(bus.revoke(request.task, timeout_s=timeout_s))  # a killed predecessor may have left leases
+        blocking(bus.revoke(request.task, timeout_s=timeout_s))  # a killed predecessor may have left leases
 
         def next_lease() -> Lease:
             if whole_steps:
                 return lease_whole_step(bus, request, timeout_s=timeout_s)
-            return asyncio.run(bus.lease(request, timeout_s=timeout_s))
+            return blocking(bus.lease(request, timeout_s=timeout_s))
 
         lease = without_timeout(next_lease)
         while True:
@@ -160,7 +158,7 @@ class ColumnWorker(Worker):
                 if self.recorded:
                     metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
                 if whole_steps:
-                    asyncio.run(bus.write(lease.lease_id, columns, timeout_s=timeout_s))
+                    blocking(bus.write(lease.lease_id, columns, timeout_s=timeout_s))
                     lease = without_timeout(next_lease)
                 else:
                     lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)

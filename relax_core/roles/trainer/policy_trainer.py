@@ -16,7 +16,6 @@ an update. Then the last checkpoint is saved, the samples' files are closed, hf/
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.staleness import oldest_version
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
@@ -213,7 +213,7 @@ class PolicyTrainer(Worker):
         while True:
             try:
                 return self._clock.timed_lease(
-                    lambda: asyncio.run(self._bus.lease(request, timeout_s=STOP_SLICE_S)), timeout_s=STOP_SLICE_S
+                    lambda: blocking(self._bus.lease(request, timeout_s=STOP_SLICE_S)), timeout_s=STOP_SLICE_S
                 )
             except BusTimeout:
                 if self.stopping and may_stop:
@@ -264,7 +264,7 @@ class PolicyTrainer(Worker):
         then = None if due or last else self._request(version, self._plan.groups)
         try:
             lease = self._clock.timed_lease(
-                lambda: asyncio.run(
+                lambda: blocking(
                     self._bus.ack(
                         consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
                     )

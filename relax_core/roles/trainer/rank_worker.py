@@ -5,7 +5,6 @@ The rank executes the calls of the role's lead, rank 0. The lead names the parts
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ray
 
+from relax_core.bus.blocking import blocking
 from relax_core.bus.staleness import Window, oldest_version
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
@@ -96,7 +96,7 @@ class RankGroups:
 
     def _read(self, lease_id: int, group_uids: list[str]) -> None:
         oldest = oldest_version(self._step, self._window)
-        rows = asyncio.run(self._bus.read(lease_id, group_uids, columns=self._columns, timeout_s=self._timeout_s))
+        rows = blocking(self._bus.read(lease_id, group_uids, columns=self._columns, timeout_s=self._timeout_s))
         for row in rows:
             self._groups[row.group_uid], _ = decode_train_tree(row, step=self._step, oldest_version=oldest)
 

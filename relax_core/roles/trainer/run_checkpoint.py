@@ -6,7 +6,6 @@ end without a better one.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_core.bus.blocking import blocking
 from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
@@ -137,7 +137,7 @@ class RunCheckpoints:
         if version == self._taken:
             return
         self.finish()
-        snapshot = asyncio.run(self._bus.snapshot(timeout_s=self._timeout_s))
+        snapshot = blocking(self._bus.snapshot(timeout_s=self._timeout_s))
         self._worker_group.copy_state()
 
         meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}
