@@ -120,7 +120,7 @@ def trainer_gaps(
     (-(expected * weights).sum()).backward()
     backend.begin_step(0)
     backend.accumulate(groups)
-    ours = HfWeights(backend.models, backend.architecture, tensor_of=_accumulated)
+    ours = HfWeights(backend.models, backend.architecture, tensor_of=accumulated)
     theirs = _gradients(model)
     relative = [
         float((gradient - theirs[name]).abs().max() / theirs[name].abs().max()) for name, gradient in ours.export()
@@ -128,7 +128,7 @@ def trainer_gaps(
     return {"trainer": float(gap), "gradients": max(relative)}
 
 
-def _accumulated(parameter: torch.nn.Parameter) -> Tensor:
+def accumulated(parameter: torch.nn.Parameter) -> Tensor:
     gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
 
