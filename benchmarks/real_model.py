@@ -89,7 +89,7 @@ TRAIN_PROMPT, TRAIN_LONGEST, TRAIN_MEAN = 64, 192, 64  # tokens
 PACKED_TOKENS = 1024
 NORM_REACH = {"float32": 2e-3, "bfloat16": 0.1}
 RUN_ROWS, ANSWER_TOKENS, LEARNING_RATE = 2048, 24, 1e-5
-DECODED, RATE = "tokens/s", "samples/s"
+DECODED, RATE = "tokens/s", "samples/s, mean"
 
 
 @dataclass(frozen=True, kw_only=True)
