@@ -92,16 +92,17 @@ def decode(batches: Sequence[int], *, new_tokens: int, rounds: int) -> Iterator[
                 wall, spent = time.perf_counter() - began, max(0.01, cpu_s() - cpu)
                 return {"tokens/s": tokens / wall, "tokens/CPU s": tokens / spent}
 
-            ways = {BASE: partial(timed, partial(_generate, model, prompts, new_tokens), time.process_time)}
+            ways = {BASE: partial(timed, partial(transformers_tokens, model, prompts, new_tokens), time.process_time)}
             for name, (process, client) in engines.items():
-                generate = partial(_ask, loop, client, prompts, new_tokens)
+                generate = partial(engine_tokens, loop, client, prompts, new_tokens)
                 ways[name] = partial(timed, generate, partial(_cpu_s, process.pid))
             yield take_turns(f"decode, batch {batch}", ways, rounds=rounds)
         for _, client in engines.values():
             loop.run_until_complete(client.aclose())
 
 
-def _generate(model: Any, prompts: torch.Tensor, new_tokens: int, seed: int) -> int:
+def transformers_tokens(model: Any, prompts: torch.Tensor, new_tokens: int, seed: int) -> int:
+    """Samples ``new_tokens`` behind each row of ``prompts`` with transformers, and returns how many that are."""
     torch.manual_seed(seed)
     with torch.inference_mode():
         out = model.generate(
@@ -119,9 +120,10 @@ def _generate(model: Any, prompts: torch.Tensor, new_tokens: int, seed: int) -> 
     return int(out.shape[0] * (out.shape[1] - prompts.shape[1]))
 
 
-def _ask(
+def engine_tokens(
     loop: asyncio.AbstractEventLoop, client: EngineClient, prompts: torch.Tensor, new_tokens: int, seed: int
 ) -> int:
+    """Samples the same with an engine; its model must have no token that ends a response."""
     requests = [
         PromptRequest(rid=f"{seed}-{place}", input_ids=row, sampling_seed=seed + place)
         for place, row in enumerate(prompts.tolist())

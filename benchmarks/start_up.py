@@ -1,20 +1,22 @@
 """What a start and a recovery cost: ``python -m benchmarks.start_up [--runs 3] [--kills 2] [key=value …]``.
 
-Runs of the text demo. Measured are the seconds from the command until its first train step, and from a SIGKILL of the
-trainer until the first train step of the next one, which trains on from the newest checkpoint. Below are the medians by
-process: when it was born, and the processor time that it took until that step, or since that kill. Processor time
-depends less than seconds on what else the machine does; the load is printed.
+Runs of the text demo. Measured are the seconds from the command until its engine has drawn a first token and until its
+first train step, and from a SIGKILL of the trainer until the first train step of the next one, which trains on from the
+newest checkpoint. Below are the medians by process: when it was born, and the processor time that it took until that
+step, or since that kill. Processor time depends less than seconds on what else the machine does; the load is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +29,7 @@ import psutil
 
 from benchmarks.chaos_runs import Training, find_process
 from tests.integration.live_run import LiveRun
+from tests.ports import free_port
 
 OVERRIDES = (
     "mode=async",
@@ -37,6 +40,7 @@ OVERRIDES = (
     "eval.every=0",
 )
 LOOK_S = 0.2  # seconds between two looks at the processes
+LOAD_S = 60.0  # an engine answers between two steps of its decoder
 STEPS_BETWEEN = 30  # train steps before a kill
 TRAINER = "actor_rank_0"
 # psutil knows the time at which the machine started to a second.
@@ -48,6 +52,7 @@ class Phase:
     """Holds what a start or a recovery took: seconds, and by process when it was born and its processor time."""
 
     seconds: float = 0.0
+    token_s: float = 0.0  # until the first token; 0 for a recovery
     born: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 
@@ -122,9 +127,12 @@ def phase(before: Mapping[int, Look], after: Mapping[int, Look], *, began: float
 def measure(folder: Path, *, kills: int, overrides: Sequence[str]) -> tuple[Phase, list[Phase]]:
     """Measures one run: its start, and a recovery after each of ``kills`` kills of the trainer."""
     began, training = time.time(), Training(folder)
-    with LiveRun(folder, *OVERRIDES, *overrides) as live, Looks(live).going_on() as looks:
+    port = free_port()
+    with LiveRun(folder, *OVERRIDES, f"engine.port={port}", *overrides) as live, Looks(live).going_on() as looks:
+        token = _await(live, lambda: _first_token(port))
         ended = _await(live, lambda: training.time_of(0, behind=-1, event=0, since=began))
         start, recoveries = phase({}, looks.now(), began=began, ended=ended), []
+        start.token_s = token - began
         for _ in range(kills):
             goal = training.newest() + STEPS_BETWEEN
             live.wait_for(f"step {goal}", lambda goal=goal: training.newest() >= goal)  # type: ignore[misc]
@@ -146,6 +154,16 @@ def _recovery(live: LiveRun, training: Training, looks: Looks) -> Phase:
     since = psutil.Process(int(_await(live, successor))).create_time() + CLOCK_S
     ended = _await(live, lambda: training.time_of(0, behind=-1, event=0, since=since))
     return phase(before, looks.now(), began=began, ended=ended)
+
+
+def _first_token(port: int) -> float | None:
+    """Returns the time, if the embedded engine at this port has drawn a token."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/loads", timeout=LOAD_S) as reply:
+            drawn = json.load(reply)["loads"][0]["generated_tokens"]
+    except OSError:  # it does not listen yet
+        return None
+    return time.time() if drawn else None
 
 
 def _await(live: LiveRun, found: Callable[[], float | None]) -> float:
@@ -190,6 +208,7 @@ def main() -> int:
         recoveries += after
         words = ", ".join(f"{one.seconds:.1f} s and {sum(one.cpu_s.values()):.1f} CPU s" for one in (start, *after))
         print(f"run {number + 1}: {words} (load {os.getloadavg()[0]:.1f})", flush=True)
+    print(f"first token: {median(one.token_s for one in starts):.1f} s")
     print(table("first train step", starts))
     if recoveries:
         print(table("a train step after the trainer's loss", recoveries))

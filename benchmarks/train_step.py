@@ -28,7 +28,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -204,11 +204,16 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
         return {"tokens/s": tokens / (time.process_time() - began), "gradient norm": norm}
 
     found = take_turns(case, {name: partial(timed, step) for name, step in ways.items()}, rounds=rounds)
-    first = next(iter(ways))
-    for way in ways:
-        off = max(abs(ratio - 1) for ratio in found.ratios(way, "gradient norm", base=first))
-        assert off < NORM_REACH, f"{case}: the gradient of {way} differs from that of {first} by {off:.0e}"
+    check_norms(found, ways)
     return found
+
+
+def check_norms(found: Comparison, ways: Iterable[str], *, reach: float = NORM_REACH) -> None:
+    """Raises AssertionError if the gradient's norm of a way differs from that of the first by ``reach`` or more."""
+    first, *others = ways
+    for way in others:
+        off = max(abs(ratio - 1) for ratio in found.ratios(way, "gradient norm", base=first))
+        assert off < reach, f"{found.title}: the gradient of {way} differs from that of {first} by {off:.0e}"
 
 
 @contextmanager

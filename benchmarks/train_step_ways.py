@@ -1,7 +1,7 @@
 """What `benchmarks.train_step` compares: one train step of our back end and of transformers, on the same groups.
 
 All of them: GRPO's gradient with the ratio 1 (−Σ A log p over the trained tokens), AdamW, the gradient clipped at 1,
-float32, one thread, micro-batches of about the same number of token rows.
+the same dtype and threads, micro-batches of about the same number of token rows.
 """
 
 from __future__ import annotations
@@ -129,7 +129,13 @@ class Ours:
     """`MegatronBackend` on one rank."""
 
     def __init__(
-        self, folder: Path, *, family: str, learning_rate: float = LEARNING_RATE, media: MediaReader | None = None
+        self,
+        folder: Path,
+        *,
+        family: str,
+        learning_rate: float = LEARNING_RATE,
+        media: MediaReader | None = None,
+        dtype: str = "float32",
     ) -> None:
         from algorithms import grpo
         from benchmarks.one_rank import one_rank_parallel, one_rank_setup
@@ -152,6 +158,7 @@ class Ours:
             family=family,
             parallel=one_rank_parallel(micro_batch_tokens=MICRO_BATCH_TOKENS),
             optimizer=optimizer,
+            dtype=dtype,
             total_steps=1000,
             algorithm=grpo.SPEC,
             config=grpo.GrpoConfig(old_logprobs="current", correction="none", routing_replay=family.endswith("_moe")),
@@ -183,13 +190,13 @@ class Ours:
 class HuggingFace:
     """A plain loop over transformers' model, which computes logits of response tokens alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, learning_rate: float = LEARNING_RATE, dtype: str = "float32") -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0
+            self.model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0
         )
 
     def padded_step(self, rows: Sequence[TokenTree]) -> float:
@@ -217,7 +224,7 @@ class HuggingFace:
         for batch in batches:
             logits = self.model.lm_head(hidden_states(batch))
             targets = torch.from_numpy(np.concatenate([row.token_ids[row.sampled] for row in batch]).astype(np.int64))
-            logprobs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+            logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None])[:, 0]
             advantages = torch.from_numpy(np.concatenate([row.extras["advantages"] for row in batch]))
             (-(logprobs * advantages).sum() / tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)

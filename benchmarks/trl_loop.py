@@ -3,8 +3,8 @@
     pip install --no-deps --target FOLDER trl accelerate datasets dill multiprocess pandas pyarrow python-dateutil six
     python -m benchmarks.throughput --trl-path FOLDER
 
-TRL is no part of Relax: FOLDER is searched after the libraries that are installed. One thread. Prints one line of JSON:
-one entry a step.
+TRL is no part of Relax: FOLDER is searched after the libraries that are installed. Prints one line of JSON: one entry a
+step. With ``--rows`` it trains on the prompts and answers of a file, by the reward of benchmarks/last_number_reward.py.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, cycle, islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.plain_loop import CLIP_GRAD, GROUP_SIZE, PROMPTS, TASK, WARMUP_STEPS, loop_arguments
+
+if TYPE_CHECKING:
+    from relax_core.contracts.reward import RewardOutput
 
 
 def main() -> None:
     parser = loop_arguments(__doc__)
     parser.add_argument("--trl-path", required=True, help="folder with TRL and what it needs beside our own libraries")
+    parser.add_argument("--rows", type=Path, help="a .jsonl file of prompt and answer, in place of the demo's")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and optimizer")
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     sys.path.append(arguments.trl_path)
     import torch
     from transformers import TrainerCallback
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     ends: list[float] = []
     tokens: list[float] = []  # of the answers, by step
 
@@ -54,17 +62,18 @@ def main() -> None:
 def _trainer(given: argparse.Namespace, *, folder: str, tokens: list[float], callbacks: list[Any]) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from relax_core.data.generated import example
     from relax_core.tools.make_tiny import tiny_model_folder
 
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     model_folder = given.model or tiny_model_folder("tiny_qwen3", task=TASK)
     steps = given.steps + 1
-    examples = [example(TASK, split="train", seed=given.seed, index=index) for index in range(steps * PROMPTS)]
-    rows = [{"prompt": [{"role": "user", "content": one.prompt}], "answer": one.answer} for one in examples]
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt}], "answer": answer}
+        for prompt, answer in islice(_examples(given), steps * PROMPTS)
+    ]
     return trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32"),
-        reward_funcs=_reward_function(given.new_tokens, tokens),
+        model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=given.dtype),
+        reward_funcs=_reward_function(given, tokens),
         args=trl.GRPOConfig(
             output_dir=folder,
             use_cpu=True,
@@ -91,20 +100,38 @@ def _trainer(given: argparse.Namespace, *, folder: str, tokens: list[float], cal
     )
 
 
-def _reward_function(new_tokens: int, tokens: list[float]) -> Callable[..., list[float]]:
-    """Returns the demo's reward as TRL calls it, once a step; it appends the number of the step's answer tokens."""
-    from relax_core.contracts.reward import RewardInput
-    from rewards.reverse_digits import ReverseDigitsConfig, score
+def _examples(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yields prompts and answers, in turn for ever."""
+    from relax_core.data.generated import example
 
-    config = ReverseDigitsConfig()
+    if given.rows is not None:
+        for line in cycle(given.rows.read_text(encoding="utf-8").splitlines()):
+            row = json.loads(line)
+            yield row["prompt"], row["answer"]
+    for index in count():
+        one = example(TASK, split="train", seed=given.seed, index=index)
+        yield one.prompt, one.answer
+
+
+def _reward_function(given: argparse.Namespace, tokens: list[float]) -> Callable[..., list[float]]:
+    """Returns the reward as TRL calls it, once a step; it appends the number of the step's answer tokens."""
+    from benchmarks import last_number_reward
+    from relax_core.contracts.reward import RewardInput
+    from rewards import reverse_digits
+
+    score: Callable[[RewardInput], RewardOutput]
+    if given.rows is not None:
+        score = partial(last_number_reward.score, config=last_number_reward.LastNumberConfig(near=True))
+    else:
+        score = partial(reverse_digits.score, config=reverse_digits.ReverseDigitsConfig())
 
     def rewards(completions: list[list[dict[str, str]]], answer: list[str], **others: Any) -> list[float]:
         tokens.append(float(sum(map(len, others["completion_ids"]))))
-        given = [
-            RewardInput(response=completion[0]["content"], stopped=len(ids) < new_tokens, answer=wanted, row={})
+        inputs = [
+            RewardInput(response=completion[0]["content"], stopped=len(ids) < given.new_tokens, answer=wanted, row={})
             for completion, ids, wanted in zip(completions, others["completion_ids"], answer, strict=True)
         ]
-        return [float(score(one, config).reward or 0.0) for one in given]
+        return [float(score(one).reward or 0.0) for one in inputs]
 
     return rewards
 
