@@ -16,13 +16,16 @@ STEPS = 3
 OVERRIDES = (
     "experiment=smollm2_sums",
     "model.dtype=float32",
+    "reward.name=f1",  # it differs between answers that the length cuts
+    "optimizer.lr=1e-4",
+    "optimizer.warmup_steps=0",
     "mode.max_staleness=1",
     f"run.steps={STEPS}",
     "run.save_every=1",
     "run.keep_last=1",
     "rollout.prompts_per_step=2",
-    "rollout.max_new_tokens=8",
-    "algo.group_size=4",
+    "rollout.max_new_tokens=12",
+    "algo.group_size=6",
     "eval.every=0",
     "eval.rows=4",
 )
@@ -46,7 +49,7 @@ def test_a_run_that_was_killed_goes_on_and_its_export_loads(tmp_path: Path, smol
     trained = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     before = reference.state_dict()
     moved = max(float((value - before[name]).abs().max()) for name, value in trained.state_dict().items())
-    assert 0 < moved < 1e-3
+    assert 0 < moved <= 0.01  # three steps of Adam, each weight rounded to bfloat16
     assert AutoTokenizer.from_pretrained(folder / "hf").encode("27") == AutoTokenizer.from_pretrained(smollm2).encode(
         "27"
     )
