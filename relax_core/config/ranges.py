@@ -69,7 +69,7 @@ RANGES: dict[str, Range] = {
     "engine.max_running_samples": _COUNT,
     "engine.max_total_tokens": _COUNT,
     "engine.context_length": _COUNT,
-    "engine.threads": _COUNT,
+    "engine.threads": Range(0, why="0 takes all cores for a large model in colocate, 1 otherwise"),
     "engine.start_timeout_s": _POSITIVE,
     "engine.elastic.max_count": _COUNT,
     "engine.autoscaler.cooldown_s": _FROM_ZERO,

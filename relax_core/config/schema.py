@@ -198,7 +198,7 @@ class EngineConfig:
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
     context_length: int | None = MISSING  # None until it is derived, before the start (plan/context_length.py)
-    threads: int = MISSING
+    threads: int = MISSING  # 0 until it is derived, before the start (plan/threads.py)
     start_timeout_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
     elastic: ElasticConfig = field(default_factory=ElasticConfig)

@@ -16,6 +16,7 @@ from relax_core.contracts.env import InteractionConfig
 from relax_core.data.eval_sets import eval_sets_alone
 from relax_core.plan.data_check import keep_look, look_at_data
 from relax_core.plan.prompt_maker import positions, prompt_maker
+from relax_core.plan.threads import with_threads
 from relax_core.registry import PluginError, find_engine, find_env
 from relax_core.rollout.evaluator import prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -45,7 +46,7 @@ def settle_evaluation_context(config: RelaxConfig) -> tuple[RelaxConfig, list[st
 
 def planned_context(config: RelaxConfig) -> RelaxConfig:
     """Does the work of `settle_context` for a plan only; files on another cluster are planned with a guess."""
-    return _with_context(settle_context(config)[0], UNKNOWN_PROMPT)
+    return with_threads(_with_context(settle_context(config)[0], UNKNOWN_PROMPT))
 
 
 def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:
@@ -54,7 +55,7 @@ def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[st
     if isinstance(config.env, InteractionConfig) and config.env.max_turns < 1:
         return config, []
     settled, problems = _settle_length(config, longest)
-    return _with_prefix_cache(settled), problems
+    return with_threads(_with_prefix_cache(settled)), problems
 
 
 def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:

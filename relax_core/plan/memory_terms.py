@@ -73,8 +73,12 @@ def dtype_bytes(config: RelaxConfig) -> int:
 
 
 def engine_bytes(config: RelaxConfig) -> int:
-    """Returns the bytes of a number in an engine."""
-    return 2 if (config.engine.dtype or config.model.dtype) == "bfloat16" else FLOAT
+    """Returns the bytes of a number in an engine.
+
+    On a CPU a bfloat16 engine may compute in float32, with its weights twice in 16 bits.
+    """
+    half = (config.engine.dtype or config.model.dtype) == "bfloat16" and config.placement.gpus_per_node
+    return 2 if half else FLOAT
 
 
 def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:

@@ -341,7 +341,7 @@ def encode_nodes(
     if work.media is None:
         return []
     nodes = max(config.placement.nodes, config.launcher.nodes)
-    cores, memory = _cores(config), _host_memory(config)
+    cores, memory = cores_of_a_node(config), _host_memory(config)
     found = []
     for number, rollouts in sorted(Counter(rank % nodes for rank in range(roles["rollout"])).items()):
         workers = rollouts * config.modality.workers
@@ -364,10 +364,19 @@ def _runs_here(config: RelaxConfig) -> bool:
     return config.launcher.name is LauncherKind.local and config.launcher.ray_address is None and one_node
 
 
-def _cores(config: RelaxConfig) -> int | None:
+def cores_of_a_node(config: RelaxConfig) -> int | None:
+    """Returns the CPU cores that the run may use on each of its nodes, None if that is not known here."""
     if isinstance(config.launcher, SlurmLauncherConfig | RayJobLauncherConfig):
         return config.launcher.cpus_per_node
-    return len(os.sched_getaffinity(0)) if _runs_here(config) else None
+    return _own_cores() if _runs_here(config) else None
+
+
+def _own_cores() -> int:
+    """Returns the cores that this process may use, by its affinity and its container's limit (control group v2)."""
+    cores = len(os.sched_getaffinity(0))
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def _host_memory(config: RelaxConfig) -> int | None:

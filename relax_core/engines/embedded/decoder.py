@@ -19,6 +19,7 @@ from torch import Tensor
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.engines.embedded.decoder_model import LanguageModel
+from relax_core.engines.embedded.half_products import computing_dtype
 from relax_core.engines.embedded.kv_cache import (
     CacheViews,
     DecodeAttention,
@@ -314,8 +315,8 @@ class SlotTable:
 class Decoder:
     """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns.
 
-    Beside them it keeps up to ``prefix_cache_tokens`` tokens of samples that have ended. ``cached`` says of each prefix
-    of the newest admission how many of its tokens were not computed for it.
+    ``dtype`` is that of the model's weights. Beside the samples it keeps up to ``prefix_cache_tokens`` tokens of ended
+    ones. ``cached`` says of each prefix of the newest admission how many of its tokens were not computed for it.
     """
 
     def __init__(
@@ -330,6 +331,7 @@ class Decoder:
         prefix_cache_tokens: int = 0,
     ) -> None:
         config = model.config
+        dtype = computing_dtype(dtype)
         self._model = model
         self.features = features  # for a model that sees only
         self.max_samples = max_samples
@@ -712,6 +714,7 @@ def score(
     videos change. Raises NonFiniteLogits if the weights yield
     logits that are not finite.
     """
+    dtype = computing_dtype(dtype)
     # The logits of the last token are not computed, because they score no token of the item.
     sequences = [item.token_ids[:-1] or item.token_ids for item in items]
     kv = empty_kv(model, count=len(sequences), width=max(map(len, sequences)), dtype=dtype)

@@ -76,7 +76,7 @@ class LanguageModel:
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
         self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
         self._activation = getattr(F, config.activation)
-        self._dtype = weights.embedding.dtype
+        self._dtype = weights.dtype
         places = {
             layer: place for kind in (config.attention_layers, config.delta_layers) for place, layer in enumerate(kind)
         }
@@ -139,9 +139,11 @@ class LanguageModel:
         config = self.config
         rotation = self._rotations(positions, media)
         x = self.weights.embedding.index_select(0, ids)
+        if x.dtype != self._dtype:
+            x = x.to(self._dtype)
         deepstack: Sequence[Tensor] = () if media is None else media.deepstack
         if media is not None:
-            x.index_copy_(0, media.rows, media.features)
+            x.index_copy_(0, media.rows, media.features.to(x.dtype))
         # In this layer only the wanted tokens go on; there is none if deepstack rows are added after every layer.
         last = config.num_layers - 1 if len(deepstack) < config.num_layers else -1
         for index, layer in enumerate(self.weights.layers):
@@ -162,7 +164,7 @@ class LanguageModel:
                 gate, up = product(normed, layer.mlp.gate_up_t).chunk(2, 1)
                 x = add_product(x, self._activation(gate).mul_(up), layer.mlp.down_t)
             if media is not None and index < len(deepstack):
-                x.index_add_(0, media.rows, deepstack[index])
+                x.index_add_(0, media.rows, deepstack[index].to(x.dtype))
         return x if wanted is None or last >= 0 else x.index_select(0, wanted)
 
     def _attend(

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from relax_core.contracts.family import DeltaNet, ExpertLayout, Experts
 from relax_core.engines.asgi_server import clipped
+from relax_core.engines.embedded.half_products import HalfMatrix, computing_dtype, pack_all
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.architecture import AudioTower, VisionTower
 
+# A transposed view [in, out], or what stands for it where bfloat16 is slow.
+Matrix = Tensor | HalfMatrix
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors
 
 
@@ -29,21 +32,21 @@ class AttentionWeights(NamedTuple):
     attention has an output gate has the gates' heads before those of the queries.
     """
 
-    qkv_t: Tensor  # [hidden, (gates + heads + 2 * kv_heads) * head_dim]
+    qkv_t: Matrix  # [hidden, (gates + heads + 2 * kv_heads) * head_dim]
     qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim], float32
-    output_t: Tensor  # [heads * head_dim, hidden]
+    output_t: Matrix  # [heads * head_dim, hidden]
 
 
 class DeltaNetWeights(NamedTuple):
     """Holds the weights of one layer's gated delta net; those of the decay are float32, as is the norm."""
 
-    into_t: Tensor  # [hidden, channels + values + 2 * value_heads]: convolved, gate, writing strength, decay
+    into_t: Matrix  # [hidden, channels + values + 2 * value_heads]: convolved, gate, writing strength, decay
     convolution: Tensor  # [channels, kernel]
     a_log: Tensor  # [value_heads]
     dt_bias: Tensor  # [value_heads]
     norm: Tensor  # [value_dim]
-    output_t: Tensor  # [values, hidden]
+    output_t: Matrix  # [values, hidden]
 
 
 class LayerWeights(NamedTuple):
@@ -93,10 +96,13 @@ class FusedWeights:
     """Holds all weights of one model, which are zeros until `apply`.
 
     ``vision`` and ``audio`` are the towers of the model, Hugging Face's modules as they are; None if it has none.
+    ``dtype`` is the type of the numbers that the language model computes in (`computing_dtype`).
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._targets: dict[str, Target] = {}
+        self._packed: list[HalfMatrix] = []
+        self.dtype = computing_dtype(dtype)
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = torch.zeros(vocab, hidden, dtype=dtype)
         self._whole(f"{config.prefix}embed_tokens.weight", self.embedding)
@@ -106,11 +112,18 @@ class FusedWeights:
         if not config.tie_word_embeddings:
             head = torch.zeros(vocab, hidden, dtype=dtype)
             self._whole(config.output_weight, head)
-        self.head_t = head.t()
+        self.head_t = self._matrix(head)
         self.vision = None if config.vision is None else self._tower(config.vision, config.vision.vision.prefix, dtype)
         self.audio = None if config.audio is None else self._tower(config.audio, config.audio.audio.prefix, dtype)
         self._ignored = config.ignored_weights
         self.passes = config.passes
+
+    def _matrix(self, stored: Tensor) -> Matrix:
+        """Returns the matrix of products with ``stored``, which is ``[out, in]``."""
+        if stored.dtype == self.dtype:
+            return stored.t()
+        self._packed.append(HalfMatrix(stored))
+        return self._packed[-1]
 
     def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0, shift: float = 0.0) -> None:
         self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale, shift)
@@ -163,7 +176,9 @@ class FusedWeights:
         for kind, fused in projections.items():
             self._whole(f"{name}v_proj.{kind}", fused[first * dim :])
         self._whole(f"{name}o_proj.weight", output)
-        return AttentionWeights(projections["weight"].t(), projections.get("bias"), qk_norm, output.t())
+        return AttentionWeights(
+            self._matrix(projections["weight"]), projections.get("bias"), qk_norm, self._matrix(output)
+        )
 
     def _delta_net(self, name: str, net: DeltaNet, hidden: int, dtype: torch.dtype) -> DeltaNetWeights:
         widths = (net.channels, net.values, net.value_heads, net.value_heads)
@@ -183,14 +198,14 @@ class FusedWeights:
             ("out_proj.weight", output),
         ):
             self._whole(name + part, tensor)
-        return DeltaNetWeights(into.t(), convolution, a_log, dt_bias, norm, output.t())
+        return DeltaNetWeights(self._matrix(into), convolution, a_log, dt_bias, norm, self._matrix(output))
 
     def _dense(self, prefix: str, hidden: int, width: int, dtype: torch.dtype) -> DenseWeights:
         gate_up, down = torch.zeros(2 * width, hidden, dtype=dtype), torch.zeros(hidden, width, dtype=dtype)
         self._whole(f"{prefix}gate_proj.weight", gate_up[:width])
         self._whole(f"{prefix}up_proj.weight", gate_up[width:])
         self._whole(f"{prefix}down_proj.weight", down)
-        return DenseWeights(gate_up.t(), down.t())
+        return DenseWeights(self._matrix(gate_up), self._matrix(down))
 
     def _experts(
         self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype, *, layout: ExpertLayout
@@ -213,8 +228,8 @@ class FusedWeights:
             for part, stored in (("gate_up_proj", gate_up), ("down_proj", down)):
                 transposed = layout is ExpertLayout.transposed
                 self._whole(f"{prefix}experts.{part}", stored.transpose(1, 2) if transposed else stored)
-            each = [DenseWeights(one.t(), two.t()) for one, two in zip(gate_up, down, strict=True)]
-        return ExpertWeights(router.t(), each, shared, shared_gate.t())
+            each = [DenseWeights(self._matrix(one), self._matrix(two)) for one, two in zip(gate_up, down, strict=True)]
+        return ExpertWeights(self._matrix(router), each, shared, self._matrix(shared_gate))
 
     def _tower(self, tower: VisionTower | AudioTower, prefix: str, dtype: torch.dtype) -> torch.nn.Module:
         """Builds a tower, whose parameters are targets under their Hugging Face names."""
@@ -270,6 +285,8 @@ class FusedWeights:
                     target.view.add_(target.shift)
                 if target.scale != 1.0:
                     target.view.mul_(target.scale)
+            if self._packed:
+                pack_all(self._packed)
 
 
 ONEDNN_FROM = 1 << 21  # multiply-adds, for which MKL takes about 40 µs
@@ -277,15 +294,19 @@ ONEDNN_FROM = 1 << 21  # multiply-adds, for which MKL takes about 40 µs
 _STEP = 64
 
 
-def product(tokens: Tensor, weight_t: Tensor) -> Tensor:
+def product(tokens: Tensor, weight_t: Matrix) -> Tensor:
     """Returns ``tokens`` ``[tokens, in]`` times ``weight_t`` ``[in, out]``, a transposed view: ``[tokens, out]``."""
+    if isinstance(weight_t, HalfMatrix):
+        return weight_t.product(tokens)
     if _for_onednn(tokens, weight_t):
         return _onednn(tokens, weight_t)
     return torch.mm(tokens, weight_t)
 
 
-def add_product(x: Tensor, tokens: Tensor, weight_t: Tensor) -> Tensor:
+def add_product(x: Tensor, tokens: Tensor, weight_t: Matrix) -> Tensor:
     """Returns the product plus ``x``, which is ``[tokens, out]``, or ``[out]`` and then added to every token."""
+    if isinstance(weight_t, HalfMatrix):
+        return weight_t.product(tokens).add_(x)
     if _for_onednn(tokens, weight_t):
         return _onednn(tokens, weight_t).add_(x)
     return torch.addmm(x, tokens, weight_t)
@@ -311,20 +332,20 @@ def _onednn(tokens: Tensor, weight_t: Tensor) -> Tensor:
 class DenseWeights(NamedTuple):
     """Holds the weights of a gated feed-forward network; a name that ends in ``_t`` is that of a transposed view."""
 
-    gate_up_t: Tensor  # [hidden, 2 * intermediate]
-    down_t: Tensor  # [intermediate, hidden]
+    gate_up_t: Matrix  # [hidden, 2 * intermediate]
+    down_t: Matrix  # [intermediate, hidden]
 
 
 class ExpertWeights(NamedTuple):
     """Holds one layer's router and experts, in the model's dtype; ``shared`` is the expert that every token uses."""
 
-    router_t: Tensor  # [hidden, experts]
+    router_t: Matrix  # [hidden, experts]
     each: list[DenseWeights]
     shared: DenseWeights | None
-    shared_gate_t: Tensor  # [hidden, 1]
+    shared_gate_t: Matrix  # [hidden, 1]
 
 
-def choose_experts(tokens: Tensor, router_t: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def choose_experts(tokens: Tensor, router_t: Matrix, experts: Experts) -> tuple[Tensor, Tensor]:
     """Returns the router's weights and chosen experts by Qwen3-MoE's rule, both ``[tokens, per_token]``.
 
     The rule takes the softmax over all experts in float32 and the ``per_token`` most likely ones, most likely first.

@@ -21,6 +21,10 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _UNIT = 2.0**-48  # 48 bits keep u below 1 even after it was multiplied by a rounded total
+WIDE_FROM = 1 << 20  # logits from which `_sample_wide` is faster, because its parts stay in the processor's cache
+_WIDE_ELEMENTS = 1 << 18  # logits of one of its parts
+_BLOCK = 128  # tokens whose probabilities it sums at first
+_BELOW_ONE = 1.0 - 2.0**-50  # two sums of the same block may differ in their last bits
 _CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds the float64 temporary to 64 MiB
 
 
@@ -165,6 +169,8 @@ def sample(
     ``kept``, in parts.
     """
     batch, vocab = logits.shape
+    if batch * vocab >= WIDE_FROM and plan.top_k is None and plan.kept is None:
+        return _sample_wide(logits, plan, random)
     if batch * vocab <= _CHUNK_ELEMENTS:
         return _sample_part(logits, plan, random, kept)
     step = max(1, _CHUNK_ELEMENTS // vocab)
@@ -195,6 +201,44 @@ def _sample_part(
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
     return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
+
+
+def _sample_wide(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples from a large vocabulary as `_sample_part` does, in parts that stay in the processor's cache.
+
+    Probabilities are summed in float64, first over blocks of tokens, and then over the tokens of the block that holds
+    the target.
+    """
+    if plan.banned is not None:
+        logits[plan.banned] = float("-inf")
+    batch, vocab = logits.shape
+    rows = min(batch, max(1, _WIDE_ELEMENTS // vocab))
+    blocks = -(-vocab // _BLOCK)
+    weights = torch.zeros(rows, blocks, _BLOCK, dtype=torch.float64)  # zero behind the last token
+    flat = weights.view(rows, -1)
+    ids, logprobs = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.float32)
+    for start in range(0, batch, rows):
+        part = slice(start, start + rows)
+        some = logits[part]
+        if plan.inverse_temperature is not None:
+            some.mul_(plan.inverse_temperature[part])
+        every = some.log_softmax(-1)
+        count = len(some)
+        flat[:count, :vocab].copy_(every.exp())
+        cumulative = weights[:count].sum(-1).cumsum_(-1)
+        target = random[part, None] * cumulative[:, -1:]
+        block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks - 1)
+        before = cumulative.gather(1, (block - 1).clamp_(min=0)).mul_(block > 0)
+        inside = weights[torch.arange(count)[:, None], block].squeeze(1).cumsum_(-1).add_(before)
+        target = torch.minimum(target, inside[:, -1:] * _BELOW_ONE)
+        # The first token whose cumulative probability exceeds the target never has probability 0.
+        place = torch.searchsorted(inside, target, right=True).clamp_(max=_BLOCK - 1)
+        found = (block * _BLOCK).add_(place).clamp_(max=vocab - 1)
+        if plan.greedy is not None:
+            found = torch.where(plan.greedy[part, None], every.argmax(-1, keepdim=True), found)
+        ids[part] = found[:, 0]
+        logprobs[part] = every.gather(1, found)[:, 0]
+    return ids, logprobs
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:

@@ -182,3 +182,22 @@ def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str) -> No
     assert torch.isnan(logprobs).tolist() == [False, True, False]
     masks = [KeptTokens.joined(one).mask() for one in (found, expected)]
     assert np.array_equal(masks[0][[0, 2]], masks[1][[0, 2]])
+
+
+@pytest.mark.parametrize("vocab", [300, 1024])
+def test_parts_that_stay_in_the_cache_give_the_same_tokens(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    choices = (one(), one(temperature=0.0), one(temperature=0.7, banned_token_ids=(3, 5)))
+    plan = sampling_plan([choices[row % 3] for row in range(50)], vocab_size=vocab)
+    logits, random = 4 * torch.randn(50, vocab), torch.rand(50, dtype=torch.float64)
+    random[0] = 1 - 2.0**-48
+    logits[0, -40:] = float("-inf")
+    logits[1, 7] = float("nan")
+    monkeypatch.setattr(sampler, "_WIDE_ELEMENTS", 8 * vocab)
+    found = []
+    for least in (0, 1 << 60):
+        monkeypatch.setattr(sampler, "WIDE_FROM", least)
+        found.append(sample(logits.clone(), plan, random))
+    assert torch.equal(found[0][0][2:], found[1][0][2:]) and found[0][0][0] == found[1][0][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0, equal_nan=True)
+    assert found[0][1][1].isnan() and int(found[0][1].isnan().sum()) == 1

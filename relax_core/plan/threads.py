@@ -1,0 +1,43 @@
+"""Derives `engine.threads` if it is 0: the CPU threads of one engine, and of one trainer rank on CPU cores.
+
+In colocate, engines and ranks take turns, so that each side may use all cores; its threads sleep while it waits. In
+async mode they share the cores. More threads make a small model slower, because each operator waits for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relax_core.config.choices import ModeName
+from relax_core.config.schema import RelaxConfig
+from relax_core.plan.model_dimensions import find_dimensions
+from relax_core.plan.placement import cores_of_a_node
+from relax_core.train.parallel_layout import world_size
+
+LARGE = 50_000_000  # parameters from which a second thread pays
+
+
+def with_threads(config: RelaxConfig) -> RelaxConfig:
+    """Returns the configuration with the derived number of threads."""
+    if config.engine.threads:
+        return config
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, threads=_threads(config)))
+
+
+def _threads(config: RelaxConfig) -> int:
+    takes_turns = config.mode.name is ModeName.colocate and config.placement.nodes == 1
+    cores = cores_of_a_node(config)
+    if not takes_turns or config.placement.gpus_per_node or cores is None:
+        return 1
+    processes = max(1, config.engine.count, world_size(config.parallel))
+    return max(1, cores // processes) if is_large(config) else 1
+
+
+def is_large(config: RelaxConfig) -> bool:
+    """Is True for a model of which a second thread computes faster; False for one that another check refuses."""
+    if config.model.builtin is not None:  # tiny
+        return False
+    try:
+        return find_dimensions(config).parameters >= LARGE
+    except (ValueError, OSError):
+        return False
