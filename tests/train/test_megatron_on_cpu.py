@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,14 @@ message = "cuda stays in longer texts"
     assert scope["x"].device.type == "cpu"
     assert scope["kind"] is True
     assert scope["message"] == "cuda stays in longer texts"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_rounded_once(dtype: torch.dtype) -> None:
+    x, w = torch.randn(7, 300).to(dtype), torch.randn(5, 300).to(dtype)
+    scope: dict[str, Any] = {NAMESPACE: cpu_namespace(), "x": x, "w": w}
+    exec(compile_for_cpu(b"import torch  # not cuda\na, b = torch.matmul(x, w.t()), x.matmul(w.t())", "x.py"), scope)
+    exact = (x.double() @ w.double().t()).to(dtype)
+    for product in (scope["a"], scope["b"]):
+        assert product.dtype == dtype
+        torch.testing.assert_close(product, exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
