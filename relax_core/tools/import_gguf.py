@@ -2,7 +2,7 @@
 
 The package gguf reads the file and dequantises the tensors, so the weights are those of the quantised model, not the
 original ones. Everything else of the folder comes from the file's metadata: config.json, the tokenizer, the chat
-template and the tokens that end a response. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+template and the tokens that end a response. The documentation of ggml describes the format.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model=tiny_qwen3_moe", "model.moe_aux_loss_coef=-1"], "model.moe_aux_loss_coef=-1.0: must be at least 0"),
         (["engine.dtype=int8"], "engine.dtype=int8: expected null (model.dtype), or one of float32, bfloat16."),
         (["model.family=phi3"], "model.family=phi3 is not known. What exists: llama, mistral, qwen2,"),
-        (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16."),
+        (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16, auto."),
         (["model.builtin=huge"], "model.builtin=huge"),
         (["model.task=chess"], "model.task=chess: tiny_qwen3 has no warm start for it. What exists:"),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
