@@ -119,12 +119,13 @@ def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> S
     banned = [index for index, one in enumerate(settings) for _ in one.banned_token_ids]
     ids = [token for one in settings for token in one.banned_token_ids]
     min_p = [one.min_p if cut else 0.0 for one, cut in zip(settings, truncates, strict=True)]
+    sorts = any(cut and (one.top_k > 0 or one.top_p < 1.0) for one, cut in zip(settings, truncates, strict=True))
     kept = [index for index, one in enumerate(settings) if one.tells_kept]
     return SamplingPlan(
         inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
         greedy=torch.from_numpy(greedy) if greedy.any() else None,
-        top_k=torch.tensor(top_k).clamp_(max=vocab_size)[:, None] if any(truncates) else None,
-        top_p=torch.tensor(top_p, dtype=torch.float64)[:, None] if any(truncates) else None,
+        top_k=torch.tensor(top_k).clamp_(max=vocab_size)[:, None] if sorts else None,
+        top_p=torch.tensor(top_p, dtype=torch.float64)[:, None] if sorts else None,
         min_p=torch.tensor(min_p, dtype=torch.float64)[:, None] if any(min_p) else None,
         banned=(torch.tensor(banned), torch.tensor(ids)) if banned else None,
         kept=torch.tensor(kept) if kept else None,
@@ -169,7 +170,8 @@ def sample(
     ``kept``, in parts.
     """
     batch, vocab = logits.shape
-    if batch * vocab >= WIDE_FROM and plan.top_k is None and plan.kept is None:
+    truncates = plan.top_k is not None or plan.min_p is not None
+    if batch * vocab >= WIDE_FROM and not truncates and plan.kept is None:
         return _sample_wide(logits, plan, random)
     if batch * vocab <= _CHUNK_ELEMENTS:
         return _sample_part(logits, plan, random, kept)
@@ -190,6 +192,10 @@ def _sample_part(
         logits.mul_(plan.inverse_temperature)
     if plan.top_k is not None and plan.top_p is not None:
         _truncate(logits, plan.top_k, plan.top_p, plan.min_p)
+    elif plan.min_p is not None:
+        # p < min_p * p_max by logits: a sort of a large vocabulary takes longer than the decode step.
+        least = logits.max(-1, keepdim=True).values.double() + plan.min_p.log()
+        logits.masked_fill_(logits < least, float("-inf"))
     logprobs = logits.log_softmax(-1)
     if plan.kept is not None and kept is not None:
         # The mask is made from log-probs, because a sample whose logits are not finite has NaN there and no empty set.
