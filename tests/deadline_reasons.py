@@ -244,6 +244,10 @@ REASONS = {
         "CriticTrainer._run",
     ): "the model's own thread computes; the lead's call has a deadline",
     (
+        "relax_core/engines/embedded/half_products.py",
+        "pack_all",
+    ): "its threads compute; who updates the weights has a deadline",
+    (
         "relax_core/control/model_folders.py",
         "making_models",
     ): "makes or finds model folders: file work, no other process",
