@@ -83,7 +83,7 @@ def test_relax_check_model_accepts_it(smollm2: Path, capsys: pytest.CaptureFixtu
     assert "134,515,008 parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("context", "words"), [(9000, "8192"), (64, "engine.context_length=71")])
+@pytest.mark.parametrize(("context", "words"), [(9000, "8192"), (48, "data.overlong")])
 def test_rows_longer_than_the_context_are_refused_with_the_key(
     context: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

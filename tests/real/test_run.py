@@ -19,6 +19,7 @@ OVERRIDES = (
     "reward.name=f1",  # it differs between answers that the length cuts
     "optimizer.lr=1e-4",
     "optimizer.warmup_steps=0",
+    "mode=async",
     "mode.max_staleness=1",
     f"run.steps={STEPS}",
     "run.save_every=1",
