@@ -16,6 +16,7 @@ NAMES_ONE = {
     "relax_core/families/table.py": "each family's own name",
     "relax_core/families/tiny_configs.py": "a built-in model's config.json has a model_type",
     "relax_core/data/tool_parsers.py": "a form of tool calls has the name of the family that writes it",
+    "relax_core/tools/import_gguf.py": "a GGUF architecture has the name of the family that it becomes",
     "relax_core/tools/tiny_media.py": "a built-in model is written in its family's published layout",
     "relax_core/contracts/judge.py": "the default of a judge's engine, since no YAML file has the judges",
     "relax_core/engines/engine_process.py": "the folder of a server that leaves things behind",
