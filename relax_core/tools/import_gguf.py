@@ -163,7 +163,7 @@ def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None) -> l
             _copy_tokenizer(tokenizer, folder)
         architecture = folder_architecture(folder)
         shapes = {each.name: each.shape for each in stored_weights(architecture)}
-        _check_tensors(source, shapes)
+        _check_tensors(source, shapes, experts=architecture.experts.count if architecture.experts else 0)
         _check_room(shapes, target)
         export_hf_folder(
             _tensors(source, architecture, shapes),
@@ -258,17 +258,21 @@ def _gguf_name(name: str) -> tuple[str, int | None]:
     return f"blk.{number}.{_MODULES[module]}.{kind}", None
 
 
-def _check_tensors(source: _File, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises ValueError for a missing tensor, for a tensor of another shape, and for a tensor without a use."""
+def _check_tensors(source: _File, shapes: Mapping[str, Sequence[int]], *, experts: int) -> None:
+    """Raises ValueError for a missing tensor, for a tensor of another shape, and for a tensor without a use.
+
+    A tensor of a file holds all ``experts`` of a layer.
+    """
     used: set[str] = set()
     for name, shape in shapes.items():
         stored, expert = _gguf_name(name)
         tensor = source.tensors.get(stored)
         if tensor is None:
             raise ValueError(f"{source.path}: the tensor {stored} is missing ({name}). Fetch the file again.")
-        found = tuple(int(size) for size in reversed(tensor.shape))[0 if expert is None else 1 :]
-        if found != tuple(shape):
-            raise ValueError(f"{source.path}: the tensor {stored} has shape {found}; config.json wants {tuple(shape)}.")
+        found = tuple(int(size) for size in reversed(tensor.shape))
+        wanted = tuple(shape) if expert is None else (experts, *shape)
+        if found != wanted:
+            raise ValueError(f"{source.path}: the tensor {stored} has shape {found}; its metadata wants {wanted}.")
         used.add(stored)
     if unused := sorted(source.tensors.keys() - used):
         raise ValueError(

@@ -156,6 +156,14 @@ def test_a_missing_or_a_scaling_tensor_is_refused(tmp_path: Path, capsys: pytest
     assert_refused(file, match=("output_norm.weight", "(8,)", "(32,)"), capsys=capsys)
 
 
+@pytest.mark.parametrize("experts", [3, 8])
+def test_another_number_of_experts_than_the_tensors_have_is_refused(
+    experts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = made_file(tmp_path, "qwen3moe", qwen3moe__expert_count=experts)
+    assert_refused(file, match=("ffn_gate", "(4,", f"({experts},"), capsys=capsys)
+
+
 @pytest.mark.parametrize("left", [0, 3, 40, 4_000, 60_000])
 def test_a_truncated_file_is_refused(left: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = made_file(tmp_path)
