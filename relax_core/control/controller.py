@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ray.exceptions import RayError
 
-from relax_core.bus.blocking import blocking
 from relax_core.bus.journal import LedgerUnwritable
+from relax_core.bus.ray_bus import blocking
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost, BusProgress, BusTimeout
 from relax_core.contracts.monitor import Check, Finding, Monitor

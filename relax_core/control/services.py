@@ -11,9 +11,8 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from relax_core.bus.blocking import blocking
 from relax_core.bus.factory import create_bus
-from relax_core.bus.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus, blocking
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost
 from relax_core.contracts.process_trees import kill, kill_trees

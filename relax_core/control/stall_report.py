@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 from relax_core.contracts.bus import BusLost, BusTimeout, BusWait
 from relax_core.contracts.monitor import Finding
 from relax_core.contracts.process_trees import process_state

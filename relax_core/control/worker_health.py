@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from relax_core.bus.blocking import blocking
-from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
+from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus, blocking
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 from relax_core.contracts.monitor import Check, Elapsed, Finding
 from relax_core.contracts.process_trees import EXITED, OwnedProcesses, process_state

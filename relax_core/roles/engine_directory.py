@@ -14,9 +14,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from relax_core.bus.blocking import blocking
 from relax_core.bus.factory import connect_bus
-from relax_core.bus.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus, blocking
 from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.engine import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, EngineUnreachable, PromptRequest
 from relax_core.contracts.media import Media

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError
 
-from relax_core.bus.blocking import blocking
-from relax_core.bus.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus, blocking
 from relax_core.config.choices import Partial
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.algorithm import AlgorithmSpec

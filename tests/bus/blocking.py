@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 
 
 class BlockingBus:

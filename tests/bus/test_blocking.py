@@ -11,7 +11,7 @@ from asyncio import AbstractEventLoop
 
 import pytest
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 
 
 async def current_loop() -> AbstractEventLoop:
@@ -78,7 +78,7 @@ def test_a_loop_refuses_a_blocking_call() -> None:
 
 ENDING = """
 import asyncio, threading, time
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 from asyncio import get_running_loop
 
 async def loop():

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_core.bus.blocking import blocking
 from relax_core.bus.factory import connect_bus
+from relax_core.bus.ray_bus import blocking
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.engine import WeightManifest

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LEASE_S, Bus, BusTimeout, Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.media import MediaGone

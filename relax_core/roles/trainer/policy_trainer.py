@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 from relax_core.bus.staleness import oldest_version
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig

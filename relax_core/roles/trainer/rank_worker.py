@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ray
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 from relax_core.bus.staleness import Window, oldest_version
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.bus.blocking import blocking
+from relax_core.bus.ray_bus import blocking
 from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
