@@ -39,7 +39,7 @@ def build_app(arguments: argparse.Namespace, *, token: str) -> tuple[EngineApp, 
 
     Raises ValueError, or OSError for a file that cannot be read, with a text for the user.
     """
-    torch.set_num_threads(max(1, arguments.threads))  # 0 in a configuration whose values are not derived
+    torch.set_num_threads(arguments.threads)
     config = read_model_config(arguments.model_path, family=arguments.family)
     _check(arguments, config.max_positions)
     dtype = getattr(torch, arguments.dtype)
