@@ -325,7 +325,6 @@ def settle_evaluation(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
 
 
 # The checks of an evaluation without training.
-
 EVAL_CHECKS = (
     family_problems,
     builtin_model_problems,

@@ -219,6 +219,11 @@ class EngineConfig:
         assert self.context_length is not None, "preflight derives it"
         return self.context_length
 
+    @property
+    def cpu_threads(self) -> int:
+        """Returns the CPU threads of an engine and of a trainer rank: 1 until `threads` is derived."""
+        return max(1, self.threads)
+
 
 @dataclass
 class BusConfig:

@@ -283,7 +283,7 @@ def rank_setup(
         moe_aux_loss_coef=config.model.moe_aux_loss_coef,
         banned_token_ids=config.rollout.banned(),
         frozen=frozen_parts(config),
-        threads=max(1, config.engine.threads),  # 0 in a configuration whose values are not derived
+        threads=config.engine.cpu_threads,
         token=token,
     )
 

@@ -30,7 +30,7 @@ def command(launch: EngineStart) -> list[str]:
         "--max-total-tokens": engine.max_total_tokens,
         "--context-length": engine.context_tokens,
         "--prefix-cache-tokens": engine.prefix_cache_tokens or 0,
-        "--threads": max(1, engine.threads),  # 0 in a configuration whose values are not derived
+        "--threads": engine.cpu_threads,
         "--dtype": launch.dtype,
     }
     words = [word for option, value in options.items() for word in (option, str(value))]

@@ -95,7 +95,7 @@ def environment(launch: EngineStart) -> dict[str, str]:
     set_compile_cache(given)
     return {
         **given,
-        "OMP_NUM_THREADS": str(max(1, launch.engine.threads)),
+        "OMP_NUM_THREADS": str(launch.engine.cpu_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
