@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -200,3 +202,24 @@ def file_locked(path: Path, *, deadline_s: float, makes: str) -> Iterator[None]:
                     ) from None
                 time.sleep(_POLL_S)
         yield
+
+
+def folder_made_once(folder: Path, make: Callable[[Path], None], *, deadline_s: float, makes: str) -> Path:
+    """Returns a folder of the user's cache, which ``make`` fills on first use.
+
+    ``make`` gets an empty temporary folder, which is then renamed, so that no process sees a half-made folder. Other
+    processes that call it at the same time wait for the first. Raises as ``make`` does, and as `private_folder` and
+    `file_locked` do; nothing half-made is left behind.
+    """
+    if folder.is_dir():
+        return folder
+    root = private_folder(folder.parent, key=CACHE_KEY)
+    with file_locked(root / f".{folder.name}.lock", deadline_s=deadline_s, makes=makes):
+        if not folder.is_dir():
+            partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
+            try:
+                make(partial)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder

@@ -10,13 +10,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +22,7 @@ import msgspec
 from relax_core.contracts.child import cause_in, import_path, module_command
 from relax_core.contracts.foreign_files import open_regular, read_regular
 from relax_core.contracts.foreign_values import decode_json
-from relax_core.contracts.private_folder import CACHE_KEY, file_locked, private_folder, user_cache
+from relax_core.contracts.private_folder import folder_made_once, user_cache
 
 RECORD_FILE = "relax_import.json"
 _IMPORT_VERSION = 1  # to be raised when a change of the import gives other files
@@ -86,11 +84,8 @@ def pretrained_folder(name: str, *, cache_root: Path | None = None) -> Path:
     folder = root / f"{name}-{model.sha256[:12]}-{_IMPORT_VERSION}"
     if not folder.is_dir():
         file = _package_file(model, key=f"model={name}")
-        private_folder(root, key=CACHE_KEY)
-        with file_locked(root / f".{folder.name}.lock", deadline_s=_DEADLINE_S, makes=f"the model {name}"):
-            if not folder.is_dir():
-                print(f"relax: converting {name} from {file.name}, once, about 10 s", file=sys.stderr, flush=True)
-                _convert(file, folder, sha256=model.sha256)
+        convert = partial(_convert, file, sha256=model.sha256)
+        folder_made_once(folder, convert, deadline_s=_DEADLINE_S, makes=f"the model {name}")
     check_import(folder)
     return folder
 
@@ -111,25 +106,20 @@ def _package_file(model: Pretrained, *, key: str) -> Path:
 
 
 def _convert(file: Path, folder: Path, *, sha256: str) -> None:
-    """Converts in a temporary folder and renames it, so that no process sees a half-made folder."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        done = subprocess.run(
-            module_command("relax_core.tools.import_gguf", str(file), str(partial / "model")),
-            env=os.environ | {"PYTHONPATH": import_path()},
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise ValueError(f"{cause_in(done.stderr).removeprefix('relax: ')} (while {file} was converted)")
-        made = partial / "model"
-        files = {each.name: _sha256(each) for each in sorted(made.iterdir())}
-        (made / RECORD_FILE).write_bytes(msgspec.json.encode(ImportRecord(source=sha256, files=files)))
-        made.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Fills an empty folder with the model of a GGUF file, whose SHA-256 is given, and with its record."""
+    print(f"relax: converting {file.name} to a Hugging Face folder, once, about 10 s", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        module_command("relax_core.tools.import_gguf", str(file), str(folder)),
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ValueError(f"{cause_in(done.stderr).removeprefix('relax: ')} (while {file} was converted)")
+    files = {each.name: _sha256(each) for each in sorted(folder.iterdir())}
+    (folder / RECORD_FILE).write_bytes(msgspec.json.encode(ImportRecord(source=sha256, files=files)))
 
 
 def check_import(folder: Path) -> None:

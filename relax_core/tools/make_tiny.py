@@ -14,15 +14,14 @@ import argparse
 import hashlib
 import importlib.metadata
 import os
-import shutil
 import subprocess
-import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from relax_core.contracts.child import cause_in, import_path, module_command
 from relax_core.contracts.output_path import check_output_folder
-from relax_core.contracts.private_folder import file_locked, private_folder, user_cache
+from relax_core.contracts.private_folder import folder_made_once, user_cache
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_text import WARM_STARTS, write_text_model
 
@@ -71,13 +70,8 @@ def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -
     check_tiny_model(name, task=task)
     root = cache_root or default_cache_root()
     folder = root / f"{name}-{task}-{_cache_key(name, task)}"
-    if folder.is_dir():
-        return folder
-    private_folder(root, key="XDG_CACHE_HOME")
-    with file_locked(root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S, makes="the tiny model"):
-        if not folder.is_dir():
-            _make_in_subprocess(folder, name=name, task=task)
-    return folder
+    make = partial(_make_in_subprocess, name=name, task=task)
+    return folder_made_once(folder, make, deadline_s=_MAKE_DEADLINE_S, makes="the tiny model")
 
 
 def _cache_key(name: str, task: str) -> str:
@@ -87,28 +81,22 @@ def _cache_key(name: str, task: str) -> str:
 
 
 def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
-    """Makes the model in a temporary folder and renames it, so that no process sees a half-made folder."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        done = subprocess.run(
-            module_command("relax_core.tools.make_tiny", f"--name={name}", f"--task={task}", f"--into={partial}"),
-            env=os.environ
-            | {
-                "OMP_NUM_THREADS": "1",
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "PYTHONPATH": import_path(),
-            },
-            capture_output=True,
-            text=True,
-            timeout=_MAKE_DEADLINE_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            why = f"{cause_in(done.stderr)}\n{done.stderr[-2000:]}"
-            raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}: {why}")
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    done = subprocess.run(
+        module_command("relax_core.tools.make_tiny", f"--name={name}", f"--task={task}", f"--into={folder}"),
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONPATH": import_path(),
+        },
+        capture_output=True,
+        text=True,
+        timeout=_MAKE_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        why = f"{cause_in(done.stderr)}\n{done.stderr[-2000:]}"
+        raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}: {why}")
 
 
 def main() -> None:
