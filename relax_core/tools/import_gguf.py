@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {"qwen2": rf"{_WORDS}\p{{N}}{_REST}", "llama-bpe": rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"}
 _PLAIN = ("default", "gpt-2")  # the pattern of GPT-2 alone
+_GIVE = "Give the original tokenizer with --tokenizer FOLDER."
 _SINGLE_DIGITS = "smollm"  # each digit is apart, then GPT-2's pattern
 
 
@@ -367,9 +368,8 @@ def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> To
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     kind, pre = source.value("tokenizer.ggml.model", str), source.value("tokenizer.ggml.pre", str, default="default")
-    give = "Give the original tokenizer with --tokenizer FOLDER."
     if kind != "gpt2":
-        raise ValueError(f"{source.path}: tokenizer.ggml.model={shown(kind)}: only byte-level BPE is imported. {give}")
+        raise ValueError(f"{source.path}: tokenizer.ggml.model={shown(kind)}: only byte-level BPE is imported. {_GIVE}")
     if len(kinds) != len(tokens) or not all(isinstance(each, str) for each in tokens):
         raise ValueError(f"{source.path}: tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens.")
     vocabulary = {text: number for number, text in enumerate(tokens)}
@@ -380,7 +380,7 @@ def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> To
             raise ValueError(f"{source.path}: tokenizer.ggml.merges has {shown(each)}, which joins no two tokens.")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, byte_fallback=False))
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre, refuse=lambda: _unknown_pre(source, pre, give))
+    tokenizer.pre_tokenizer = _pre_tokenizer(source, pre)
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -399,23 +399,20 @@ def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> To
     return tokenizer
 
 
-def _pre_tokenizer(pre: str, *, refuse: Callable[[], ValueError]) -> Any:
+def _pre_tokenizer(source: _File, pre: str) -> Any:
+    """Returns what splits text before the merges. Raises ValueError for a name that Relax does not know."""
     from tokenizers import Regex, pre_tokenizers
 
-    if pre in _PATTERNS:
-        split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    if pre != _SINGLE_DIGITS and pre not in _PLAIN:
-        raise refuse()
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre in _PLAIN:
         return plain
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-
-
-def _unknown_pre(source: _File, pre: str, give: str) -> ValueError:
+    if pre == _SINGLE_DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    if pre in _PATTERNS:
+        split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = ", ".join((*_PLAIN, _SINGLE_DIGITS, *_PATTERNS))
-    return ValueError(f"{source.path}: tokenizer.ggml.pre={shown(pre)}: Relax knows {known}. {give}")
+    raise ValueError(f"{source.path}: tokenizer.ggml.pre={shown(pre)}: Relax knows {known}. {_GIVE}")
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
