@@ -46,7 +46,7 @@ AT_ONCE = 32  # samples that the engine decodes together
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt's answer with the log-probs of the engine that sampled it."""
+    """Holds a prompt and its answer with the log-probs of the engine that sampled it."""
 
     prompt: list[int]
     ids: list[int]
@@ -79,7 +79,7 @@ def answers(
     stop: Sequence[int],
     new_tokens: int = NEW_TOKENS,
 ) -> list[Answer]:
-    """One answer to each prompt, decoded in one batch."""
+    """Returns one answer to each prompt, decoded in one batch."""
     decoder = Decoder(
         engine, dtype=torch.float32, max_samples=len(prompts), max_tokens=len(prompts) * CONTEXT, context_length=CONTEXT
     )
@@ -112,19 +112,19 @@ def answers(
 
 @torch.inference_mode()
 def reference_logprobs(model: Any, given: Sequence[Answer]) -> Tensor:
-    """What transformers says of every answer token, in float32."""
+    """Returns the log-probs of all answer tokens by transformers, in float32 ``[tokens]``."""
     return torch.cat([logprobs_of(model, one.tokens)[-len(one.ids) :].float() for one in given])
 
 
 @torch.inference_mode()
 def scored(model: LanguageModel, given: Sequence[Answer], dtype: torch.dtype) -> Tensor:
-    """What the embedded engine's score route says of every answer token."""
+    """Returns the log-probs of all answer tokens by the scores of the embedded engine ``[tokens]``."""
     items = [ScoreItem(token_ids=one.tokens, start=len(one.prompt) - 1, top_k=1, temperature=1.0) for one in given]
     return torch.cat([torch.tensor(one.logprobs) for one in score(model, items, dtype=dtype)])
 
 
 def groups_of(given: Sequence[Answer]) -> list[TokenTree]:
-    """A group of one sample for each answer, with random advantages."""
+    """Returns a group of one sample for each answer, with random advantages."""
     random = np.random.default_rng(0)
     return [
         answers_tree(
@@ -139,7 +139,7 @@ def groups_of(given: Sequence[Answer]) -> list[TokenTree]:
 
 
 class Trainer:
-    """A train rank that is alone."""
+    """Runs the trainer of one rank."""
 
     def __init__(self, folder: Path, *, dtype: str = "float32") -> None:
         from relax_core.train.policy_backend import MegatronBackend
@@ -159,7 +159,7 @@ class Trainer:
         return torch.from_numpy(np.concatenate([of_tokens(g, own) for g, own in zip(groups, found, strict=True)]))
 
     def gradients(self, given: Sequence[Answer]) -> dict[str, Tensor]:
-        """Of minus the sum of log-probs times advantages, by the names of a folder."""
+        """Returns the gradients of minus the sum of log-probs times advantages, by Hugging Face names."""
         from relax_core.train.hf.hf_weights import HfWeights
 
         self._backend.begin_step(0)
@@ -180,12 +180,12 @@ def reference_gradients(folder: Path, given: Sequence[Answer], dtype: torch.dtyp
 
 
 def gradient_gaps(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference relative to a tensor's largest entry, and that tensor's name."""
+    """Returns the largest difference relative to a tensor's largest entry, and the name of that tensor."""
     return max((float((found[name].double() - one).abs().max() / one.abs().max()), name) for name, one in exact.items())
 
 
 def served_logprobs(kind: str, folder: Path, given: Sequence[Answer]) -> Tensor | None:
-    """What a process of an engine says of every answer token; None where the engine is not installed."""
+    """Returns the log-probs of all answer tokens by an engine process; None if the engine is not installed."""
     kinds = engine_kinds()
     if kind not in kinds:
         return None
