@@ -313,7 +313,7 @@ class Case:
         model = self._given.model
         theirs = HuggingFace(model, learning_rate=0.0, dtype=dtype)
         family = json.loads((model / "config.json").read_text(encoding="utf-8"))["model_type"]
-        ours = Ours(model, family=family, learning_rate=0.0, dtype=dtype)
+        ours = Ours(model, family=family, learning_rate=0.0, dtype=dtype, threads=self._given.threads)
         steps: dict[str, tuple[Callable[[], float], Sequence[TokenTree]]] = {
             f"{TRANSFORMERS}, padded": (partial(theirs.padded_step, rows), rows),
             f"{TRANSFORMERS}, packed": (partial(theirs.packed_step, rows, budget=PACKED_TOKENS), rows),

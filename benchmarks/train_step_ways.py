@@ -136,6 +136,7 @@ class Ours:
         learning_rate: float = LEARNING_RATE,
         media: MediaReader | None = None,
         dtype: str = "float32",
+        threads: int = 1,
     ) -> None:
         from algorithms import grpo
         from benchmarks.one_rank import one_rank_parallel, one_rank_setup
@@ -159,6 +160,7 @@ class Ours:
             parallel=one_rank_parallel(micro_batch_tokens=MICRO_BATCH_TOKENS),
             optimizer=optimizer,
             dtype=dtype,
+            threads=threads,
             total_steps=1000,
             algorithm=grpo.SPEC,
             config=grpo.GrpoConfig(old_logprobs="current", correction="none", routing_replay=family.endswith("_moe")),

@@ -25,7 +25,7 @@ from relax_core.contracts.foreign_values import decode_json
 from relax_core.contracts.private_folder import folder_made_once, user_cache
 
 RECORD_FILE = "relax_import.json"
-_IMPORT_VERSION = 1  # to be raised when a change of the import gives other files
+_IMPORT_VERSION = 2  # to be raised when a change of the import gives other files
 _DEADLINE_S = 600.0
 _MOST_RECORD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 22

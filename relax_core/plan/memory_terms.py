@@ -86,12 +86,17 @@ def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
     return 12 if config.model.dtype == "bfloat16" else 8
 
 
-def activation_values(model: ModelDimensions) -> int:
+def widens(config: RelaxConfig) -> bool:
+    """Returns True if norms and attention of the trainer compute in float32 although the model is bfloat16."""
+    return dtype_bytes(config) != FLOAT and not config.placement.gpus_per_node
+
+
+def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
     """Returns how many numbers of one token row one layer keeps for its backward pass, without recomputation.
 
     They are counted from what autograd saves in the CPU build (docs/plan.md): two norms with normed input and output;
     the query, key and value projections, the norms of query and key if there are any, and their rotations; the
-    feed-forward network's five widths.
+    feed-forward network's five widths. With ``widened`` (see `widens`) a float32 number counts as two.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
     attention = norm_values(model) + 4 * query + 3 * key + heads
@@ -99,9 +104,11 @@ def activation_values(model: ModelDimensions) -> int:
         attention += key + 4 * model.head_dim + heads + (query if model.delta_net is not None else 0)
     if model.output_gate:
         attention += 2 * query
+    if widened:  # the norms' inputs and normed inputs, and query, key, value and output beside the bfloat16 output
+        attention += 3 * norm_values(model) // 2 + 2 * query + key + (3 * (query + key) if model.qk_norm else 0)
     if model.delta_net is not None:
         one = model.delta_net
-        linear = norm_values(model) + 4 * one.keys + 6 * one.values
+        linear = norm_values(model) * (5 if widened else 2) // 2 + 4 * one.keys + 6 * one.values
         share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:
@@ -119,13 +126,13 @@ def norm_values(model: ModelDimensions) -> int:
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
     """Returns the bytes that say which row sees which, for a micro-batch on one rank.
 
-    On a CPU this is a mask in the model's dtype; on a GPU a plan of blocks with four int32 for each pair of blocks
+    On a CPU this is a mask in float32; on a GPU a plan of blocks with four int32 for each pair of blocks
     (FlexAttention's lists of partial and of full blocks, by query and by key).
     """
     if config.placement.gpus_per_node:
         blocks = -(-work.micro_batch_rows // FLEX_BLOCK)
         return 4 * 4 * blocks * -(-blocks // parallel.cp)
-    return _mask_pairs(parallel, work) // parallel.cp * dtype_bytes(config)
+    return _mask_pairs(parallel, work) // parallel.cp * FLOAT
 
 
 def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
@@ -149,15 +156,15 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
     """Returns the bytes of the logits of one chunk in float32, and of the output weight's gradient.
 
-    ``split`` is the number of tp ranks. In bfloat16 a CPU also has a float32 copy of the weight, and a GPU a bfloat16
-    copy of the chunk for its products.
+    ``split`` is the number of tp ranks. In bfloat16 the backward pass also has a copy of the chunk for its products, and
+    on a CPU a float32 copy of the weight and a bfloat16 gradient of it.
     """
     rows = min(work.micro_batch_tokens, LOGPROB_CHUNK_ROWS)
     chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit
     weight = model.vocabulary * model.hidden * FLOAT
     copy = 0
     if dtype_bytes(config) != FLOAT:
-        copy = rows * model.vocabulary * dtype_bytes(config) if config.placement.gpus_per_node else weight
+        copy = rows * model.vocabulary * dtype_bytes(config) + (weight * 3 // 2 if widens(config) else 0)
     return (chunk + weight + copy) // split
 
 
@@ -253,7 +260,7 @@ def activation_terms(
     in_flight = _in_flight(parallel, work, later=later)
     rows = work.micro_batch_rows // cp
     layers = stage_layers(parallel, model, later=later)
-    a_layer = rows * row_values(parallel, model) * size
+    a_layer = rows * row_values(config, parallel, model) * size
     if parallel.recompute is Recompute.full:  # the input of each layer, and one layer at a time
         inputs = rows * model.hidden * size // (parallel.tp if parallel.sequence_parallel else 1)
         activations = round(in_flight * layers * inputs) + a_layer
@@ -298,12 +305,13 @@ def patches_of_rank(parallel: ParallelConfig, work: Workload) -> int:
     return max(-(-patches // (parallel.tp * parallel.cp)), work.media.item_patches)
 
 
-def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
-    """Returns how many numbers one layer keeps of one token row on one rank.
+def row_values(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> int:
+    """Returns how many numbers of the model's dtype one layer keeps of one token row on one rank.
 
     Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
     """
-    every, norms = activation_values(model), norm_values(model)
+    widened = widens(config)
+    every, norms = activation_values(model, widened=widened), norm_values(model) * (5 if widened else 2) // 2
     return (every - norms) // parallel.tp + norms // (parallel.tp if parallel.sequence_parallel else 1)
 
 
@@ -313,7 +321,7 @@ def forward_terms(
     """Returns what a rank that only computes forward holds of a micro-batch at a time."""
     size = dtype_bytes(config)
     terms = {
-        "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * size,
+        "one layer": work.micro_batch_rows // parallel.cp * row_values(config, parallel, model) * size,
         "attention mask": mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work),
     }
     if model.patches is not None and work.media is not None:

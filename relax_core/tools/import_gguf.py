@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-DTYPE = "bfloat16"
+DTYPES = ("float32", "bfloat16")
 INSTALL = "pip install 'relax-core[real]'"
 USAGE = 2
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
@@ -141,11 +141,12 @@ def _reader(path: Path) -> GGUFReader:
         raise ValueError(f"FILE={path} cannot be read as GGUF ({cause}). Fetch the file again.") from error
 
 
-def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None) -> list[str]:
-    """Writes a GGUF file as a Hugging Face folder in bfloat16, which appears complete or not at all.
+def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None, dtype: str = DTYPES[0]) -> list[str]:
+    """Writes a GGUF file as a Hugging Face folder, which appears complete or not at all.
 
-    ``tokenizer`` is a folder with the original tokenizer, which replaces the tokenizer of the file. Returns the
-    quantised types whose weights were dequantised, such as ``Q4_1``; the list is empty for a file of plain weights.
+    ``tokenizer`` is a folder with the original tokenizer, which replaces the tokenizer of the file. ``dtype`` is that
+    of the weights: float32 holds dequantised weights exactly, bfloat16 takes half the space. Returns the quantised
+    types whose weights were dequantised, such as ``Q4_1``; the list is empty for a file of plain weights.
 
     Raises:
         ValueError: for a file that is no GGUF file, is truncated, lacks a tensor, or needs code that Relax lacks.
@@ -157,7 +158,7 @@ def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None) -> l
     source = _File(file)
     with tempfile.TemporaryDirectory(prefix="relax-gguf-") as name:
         folder = Path(name)
-        _write_json(folder / CONFIG_FILE, _hf_config(source))
+        _write_json(folder / CONFIG_FILE, _hf_config(source, dtype))
         if tokenizer is None:
             _write_tokenizer(source, folder)
         else:
@@ -165,12 +166,12 @@ def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None) -> l
         architecture = folder_architecture(folder)
         shapes = {each.name: each.shape for each in stored_weights(architecture)}
         _check_tensors(source, shapes, experts=architecture.experts.count if architecture.experts else 0)
-        _check_room(shapes, target)
+        _check_room(shapes, target, dtype)
         export_hf_folder(
             _tensors(source, architecture, shapes),
             shapes=shapes,
-            own_dtype=DTYPE,
-            dtype=DTYPE,
+            own_dtype=dtype,
+            dtype=dtype,
             source_folder=folder,
             target=target,
             replace=False,
@@ -178,7 +179,7 @@ def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None) -> l
     return source.quantised
 
 
-def _hf_config(source: _File) -> dict[str, Any]:
+def _hf_config(source: _File, dtype: str) -> dict[str, Any]:
     family, embedding = source.family, source.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError(f"{source.path}: the tensor token_embd.weight is missing. Fetch the file again.")
@@ -211,7 +212,7 @@ def _hf_config(source: _File) -> dict[str, Any]:
         },
         "tie_word_embeddings": "output.weight" not in source.tensors,
         "vocab_size": int(embedding.shape[-1]),
-        "dtype": DTYPE,
+        "dtype": dtype,
     }
     if family.model_type == "llama":
         values["mlp_bias"] = False
@@ -282,15 +283,20 @@ def _check_tensors(source: _File, shapes: Mapping[str, Sequence[int]], *, expert
         )
 
 
-def _check_room(shapes: Mapping[str, Sequence[int]], target: Path) -> None:
+def _check_room(shapes: Mapping[str, Sequence[int]], target: Path, dtype: str) -> None:
     """Raises OSError before anything is written if the disk of ``target`` lacks the space."""
     from math import prod
 
-    needed = 2 * sum(prod(shape) for shape in shapes.values())
+    import torch
+
+    needed = getattr(torch, dtype).itemsize * sum(prod(shape) for shape in shapes.values())
     parent = next(each for each in (target, *target.absolute().parents) if each.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
-        raise OSError(f"OUT={target}: the folder needs {needed:,} bytes, and {free:,} are free there. Make room.")
+        raise OSError(
+            f"OUT={target}: the folder needs {needed:,} bytes, and {free:,} are free there. Make room"
+            + (" or give --dtype bfloat16." if dtype == DTYPES[0] else ".")
+        )
 
 
 def _tensors(
@@ -434,17 +440,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file; of several parts, join them first")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new Hugging Face folder")
     parser.add_argument("--tokenizer", type=Path, help="a folder with the original tokenizer, instead of the file's")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights; float32 rounds none")
     words = parser.parse_args(arguments)
     try:
         if not words.file.is_file():
             raise ValueError(f"FILE={words.file}: no such file. Name a GGUF file.")
         check_output_folder(words.out, option="OUT")
-        quantised = import_gguf(words.file, words.out, tokenizer=words.tokenizer)
+        quantised = import_gguf(words.file, words.out, tokenizer=words.tokenizer, dtype=words.dtype)
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
     how = f"dequantised from {', '.join(quantised)}" if quantised else "converted"
-    print(f"relax: {words.out}: weights {how} to {DTYPE}; model=folder model.path={words.out} trains it")
+    print(f"relax: {words.out}: weights {how} to {words.dtype}; model=folder model.path={words.out} trains it")
     return 0
 
 

@@ -104,6 +104,17 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
+def attention_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which this process computes attention over numbers of ``dtype``: on a CPU at least float32.
+
+    torch's backward pass of attention in bfloat16 takes up to five times as long as in float32 for branches of 40
+    tokens, and 0.8 times for 900 (AMD EPYC with AVX-512).
+    """
+    import torch
+
+    return dtype if has_cuda() else torch.promote_types(dtype, torch.float32)
+
+
 @functools.cache
 def cpu_namespace() -> ModuleType:
     """Returns this process's stand-in module; names that it lacks (types in annotations) come from ``torch.cuda``."""

@@ -6,7 +6,7 @@ no state of it. The parts are those that `model.freeze` names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,16 +139,10 @@ def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dic
     found = {}
     for one in _optimizers(optimizer):
         for parameter in parameters:
-            if isinstance(one, DistributedOptimizer):
-                if parameter not in one.model_param_group_index_map:
-                    continue
-                state = one._get_main_param_and_optimizer_states(parameter)
-                main, start = state["param"], one._get_model_param_range_map(parameter)["param"].start
-            else:
-                main, start = getattr(parameter, "main_param", parameter), 0
-                if main not in one.optimizer.state:
-                    continue
-                state = one.optimizer.state[main]
+            main, start = _main_weight(one, parameter)
+            if main is None or main not in one.optimizer.state:
+                continue
+            state = one.optimizer.state[main]
             found[parameter] = AdamState(
                 start=start,
                 main=None if parameter.dtype is torch.float32 else main.detach().view(-1),
@@ -156,6 +150,32 @@ def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dic
                 exp_avg_sq=state["exp_avg_sq"].view(-1),
             )
     return found
+
+
+def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor]) -> None:
+    """Sets the float32 copies that the optimizer updates to ``weights``, float32 tensors with the parameters' shapes.
+
+    A parameter that is float32 or that does not train has no copy and is left as it is.
+    """
+    for one in _optimizers(optimizer):
+        for parameter, weight in weights.items():
+            main, start = _main_weight(one, parameter)
+            if main is not None and main is not parameter:
+                main.detach().view(-1).copy_(weight.view(-1)[start : start + main.numel()])
+
+
+def _main_weight(one: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
+    """Returns the tensor that the optimizer ``one`` updates for a parameter, and its first element within it.
+
+    It is the parameter itself if that is float32, and None if this rank does not update it with ``one``.
+    """
+    if not isinstance(one, DistributedOptimizer):
+        return getattr(parameter, "main_param", parameter), 0
+    if parameter not in one.model_param_group_index_map:
+        return None, 0
+    group, order = one.model_param_group_index_map[parameter]
+    main = one.optimizer.param_groups[group]["params"][order]
+    return main, one._get_model_param_range_map(parameter)["param"].start
 
 
 def updates_done(optimizer: Any) -> int:

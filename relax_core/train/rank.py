@@ -41,6 +41,7 @@ from relax_core.registry import find_algorithm
 from relax_core.train import process_group
 from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
 from relax_core.train.context_parallel import RowSharding
+from relax_core.train.hf.hf_export import stored_dtypes
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu import has_cuda, training_device, wait_for_passes
@@ -49,7 +50,7 @@ from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
 from relax_core.train.model.moe import balance_metrics, clear_counts, router_rows, routers
 from relax_core.train.model.tree_attention import TreeBatch
-from relax_core.train.optimizer import build_optimizer, freeze_parts, wrap_for_training
+from relax_core.train.optimizer import build_optimizer, freeze_parts, set_main_weights, wrap_for_training
 from relax_core.train.parallel_layout import world_size
 from relax_core.weights.folder_stream import open_safetensors
 
@@ -392,6 +393,23 @@ class MegatronRank:
         self._balanced = list(routers(self.models))
         self._parameters = [parameter.detach() for model in self.models for parameter in model.parameters()]
         self.load_weights(open_safetensors(setup.model_folder))
+        if trainable and self._dtype != torch.float32:
+            self._load_main_weights(setup.model_folder, value_head=value_head)
+
+    def _load_main_weights(self, folder: Path, *, value_head: bool) -> None:
+        """Starts the optimizer's float32 copies with the float32 weights of ``folder``, where it has such weights.
+
+        Copies of rounded weights start in the middle between two numbers of bfloat16. The first updates are smaller
+        than half that distance, so they would not change the model.
+        """
+        wide = (name for name, dtype in stored_dtypes(folder).items() if dtype == "float32")
+        if all(self.architecture.stays_float32(name) for name in wide):
+            return
+        weights = {each: each.detach().float() for model in self.models for each in model.parameters()}
+        HfWeights(self.models, self.architecture, value_head=value_head, tensor_of=weights.__getitem__).load(
+            open_safetensors(folder)
+        )
+        set_main_weights(self.optimizer, weights)
 
     # -- One update ---------------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:

@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_goes_on_and_its_export_loads(tmp_path: Path, smol
     trained = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     before = reference.state_dict()
     moved = max(float((value - before[name]).abs().max()) for name, value in trained.state_dict().items())
-    assert 0 < moved <= 0.01  # three steps of Adam, each weight rounded to bfloat16
+    assert 0 < moved <= 0.01  # three steps of Adam
     assert AutoTokenizer.from_pretrained(folder / "hf").encode("27") == AutoTokenizer.from_pretrained(smollm2).encode(
         "27"
     )

@@ -14,10 +14,12 @@ from relax_core.plan.memory_terms import FLOAT, activation_values
 from relax_core.plan.model_dimensions import read_dimensions
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2", "mistral"])
-def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> None:
+def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str, dtype: str) -> None:
     make_family_model(tmp_path, variant)
-    backend = make_backend(tmp_path, family=variant)
+    backend = make_backend(tmp_path, family=variant, dtype=dtype)
+    widened = dtype == "bfloat16"
     batch = backend.pack(make_groups([[30] * 4] * 3, prompt_lengths=[25] * 3))
     layout = batch.layout
     parameters = {parameter.untyped_storage().data_ptr() for parameter in backend.model.parameters()}
@@ -33,8 +35,9 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> No
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = backend.model_chunks[0](batch)
     assert hidden.requires_grad
+    size = 2 if widened else FLOAT
     model = read_dimensions(json.loads((tmp_path / "config.json").read_text()), name="tiny")
-    layers = len(layout.token_ids) * model.layers * activation_values(model) * FLOAT
-    final_norm = len(layout.token_ids) * model.hidden * FLOAT
+    layers = len(layout.token_ids) * model.layers * activation_values(model, widened=widened) * size
+    final_norm = len(layout.token_ids) * model.hidden * (2 * FLOAT if widened else FLOAT)
     mask = batch.attention.mask.nbytes  # The stream is small, so attention runs on a grid.
     assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + mask, rel=0.03)

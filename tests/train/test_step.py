@@ -264,6 +264,21 @@ def test_bfloat16_trains(folder: Path) -> None:
     assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_updates_smaller_than_a_step_of_bfloat16_are_not_lost(folder: Path, sharded: bool) -> None:
+    """Over all weights the first update has the size that it has in float32, because the folder is in float32."""
+    groups = [make_groups([[6, 4]], prompt_lengths=[5])]
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        backend = make_backend(folder, dtype=dtype, distributed_optimizer=sharded, optimizer={"lr": 1e-5})
+        before = weights(backend)
+        train_step(backend, groups)
+        moved[dtype] = torch.cat([(one.float() - before[name].float()).flatten() for name, one in backend.export()])
+    wanted = moved["float32"]
+    assert 0 < float(wanted.abs().max()) < 2e-5
+    assert float((moved["bfloat16"] * wanted.sign()).sum() / wanted.abs().sum()) == pytest.approx(1.0, abs=0.2)
+
+
 def test_a_forward_only_back_end_takes_published_weights(folder: Path, tmp_path: Path) -> None:
     make_model(tmp_path, seed=1)
     trainer, reader = make_backend(folder), make_backend(tmp_path, trainable=False)

@@ -170,12 +170,13 @@ def sample(
     ``kept``, in parts.
     """
     batch, vocab = logits.shape
-    truncates = plan.top_k is not None or plan.min_p is not None
-    if batch * vocab >= WIDE_FROM and not truncates and plan.kept is None:
+    wide, min_p_alone = batch * vocab >= WIDE_FROM, plan.min_p is not None and plan.top_k is None
+    if wide and plan.top_k is None and plan.min_p is None and plan.kept is None:
         return _sample_wide(logits, plan, random)
-    if batch * vocab <= _CHUNK_ELEMENTS:
+    elements = _WIDE_ELEMENTS if wide and min_p_alone else _CHUNK_ELEMENTS
+    if batch * vocab <= elements:
         return _sample_part(logits, plan, random, kept)
-    step = max(1, _CHUNK_ELEMENTS // vocab)
+    step = max(1, elements // vocab)
     parts = [
         _sample_part(logits[at : at + step], plan.part(at, min(at + step, batch)), random[at : at + step], kept)
         for at in range(0, batch, step)
@@ -193,20 +194,55 @@ def _sample_part(
     if plan.top_k is not None and plan.top_p is not None:
         _truncate(logits, plan.top_k, plan.top_p, plan.min_p)
     elif plan.min_p is not None:
-        # p < min_p * p_max by logits: a sort of a large vocabulary takes longer than the decode step.
-        least = logits.max(-1, keepdim=True).values.double() + plan.min_p.log()
-        logits.masked_fill_(logits < least, float("-inf"))
+        return _sample_min_p(logits, plan, plan.min_p, random, kept)
     logprobs = logits.log_softmax(-1)
     if plan.kept is not None and kept is not None:
         # The mask is made from log-probs, because a sample whose logits are not finite has NaN there and no empty set.
         kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
+    ids = _draw(logprobs, plan, random)
+    return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
+
+
+def _draw(logprobs: Tensor, plan: SamplingPlan, random: Tensor) -> Tensor:
+    """Returns for each sample the index of a log-prob that its random number chooses, int64 ``[batch, 1]``."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    target = random.unsqueeze(1) * cumulative.narrow(1, logits.shape[1] - 1, 1)
+    target = random.unsqueeze(1) * cumulative.narrow(1, logprobs.shape[1] - 1, 1)
     # The first token whose cumulative probability exceeds the target never has probability 0.
-    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[1] - 1)
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
-    return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
+    return ids
+
+
+def _sample_min_p(
+    logits: Tensor, plan: SamplingPlan, min_p: Tensor, random: Tensor, kept: list[KeptTokens] | None
+) -> tuple[Tensor, Tensor]:
+    """Samples as `_sample_part` does with min-p alone, which needs no sort of the vocabulary.
+
+    Softmax and sums run over the kept tokens only, in the order of their ids. With min-p these are few.
+    """
+    floor = logits.max(-1, keepdim=True).values.double() + min_p.log()  # p >= min_p * p_max, by logits
+    least = floor.float()
+    # Rounded up, so that float32 logits compare with it as float64 ones do with the floor. -inf is never kept.
+    least = torch.where(least < floor, least.nextafter(torch.tensor(float("inf"))), least)
+    mask = logits >= least.clamp_(min=torch.finfo(torch.float32).min)
+    counts = mask.sum(-1)
+    broken = counts == 0  # logits that are not finite; their log-prob becomes NaN
+    mask[broken, 0] = True
+    counts.clamp_(min=1)
+    rows, tokens = mask.nonzero(as_tuple=True)
+    places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    most = int(counts.max())
+    ids = torch.zeros(len(logits), most, dtype=torch.int64)
+    values = torch.full((len(logits), most), float("-inf"))
+    ids[rows, places] = tokens
+    values[rows, places] = logits[rows, tokens]
+    values[broken] = float("nan")
+    logprobs = values.log_softmax(-1)
+    if plan.kept is not None and kept is not None:
+        kept.append(KeptTokens.of_mask(mask[plan.kept].numpy()))
+    drawn = _draw(logprobs, plan, random)
+    return ids.gather(1, drawn).squeeze(1), logprobs.gather(1, drawn).squeeze(1)
 
 
 def _sample_wide(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from relax_core.contracts.family import DeltaNet
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.context_parallel import WHOLE, RowSharding, TokenSharding
-from relax_core.train.megatron_on_cpu import product_dtype
+from relax_core.train.megatron_on_cpu import attention_dtype
 from relax_core.train.micro_batches import TreeLayout, tree_starts
 from relax_core.train.model.branch_attention import BranchPlan
 from relax_core.train.model.delta_net import SegmentLevels
@@ -345,7 +345,7 @@ class TreeBatch:
             targets=_put(layout.targets[own_tokens], device),
             max_position=int(layout.positions.max()),
             padded_rows=padded,
-            attention=attention_over(layout.end, sharding, padded=padded, device=device, dtype=product_dtype(dtype)),
+            attention=attention_over(layout.end, sharding, padded=padded, device=device, dtype=attention_dtype(dtype)),
             sharding=sharding,
             tokens=tokens,
             rotary=None if layout.rotary is None else _rotary(layout.rotary, padded, mine, device),
@@ -391,7 +391,7 @@ class TreeBatch:
             # The backward pass of the gather sums the ranks' gradients and returns each rank those of its own rows.
             gathered = gather_from_sequence_parallel_region(both, group=self.sharding.group)
             key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
-        of_products = (tensor.to(product_dtype(tensor.dtype)) for tensor in (query, key, value))
+        of_products = (tensor.to(attention_dtype(tensor.dtype)) for tensor in (query, key, value))
         return self.attention.attend(*of_products, scale=scale).to(query.dtype)
 
 

@@ -168,12 +168,13 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
     assert torch.isnan(logprobs).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"min_p": 0.5}])
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
-def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str) -> None:
+def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str, truncation: dict[str, float]) -> None:
     """Weights that have overflowed may yield any of these values, in a whole row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
-    plan = sampling_plan([one(top_p=0.6, tells_kept=True)] * 3, vocab_size=6)
+    plan = sampling_plan([one(**truncation, tells_kept=True)] * 3, vocab_size=6)
     expected: list[KeptTokens] = []
     sample(logits.clone(), plan, random, kept=expected)
     logits[1] = float(odd)
@@ -184,10 +185,13 @@ def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str) -> No
     assert np.array_equal(masks[0][[0, 2]], masks[1][[0, 2]])
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
 @pytest.mark.parametrize("vocab", [300, 1024])
-def test_parts_that_stay_in_the_cache_give_the_same_tokens(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_stay_in_the_cache_give_the_same_tokens(
+    vocab: int, min_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    choices = (one(), one(temperature=0.0), one(temperature=0.7, banned_token_ids=(3, 5)))
+    choices = (one(min_p=min_p), one(temperature=0.0), one(temperature=0.7, banned_token_ids=(3, 5)))
     plan = sampling_plan([choices[row % 3] for row in range(50)], vocab_size=vocab)
     logits, random = 4 * torch.randn(50, vocab), torch.rand(50, dtype=torch.float64)
     random[0] = 1 - 2.0**-48
