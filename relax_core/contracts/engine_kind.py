@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from relax_core.contracts.child import OPENMP_WAITS
 from relax_core.contracts.media import MediaKind
 from relax_core.contracts.private_folder import set_compile_cache
 
@@ -111,7 +112,7 @@ def environment_of_threads(start: EngineStart) -> dict[str, str]:
     """Returns this process's environment with ``engine.threads`` for every maths library, and a private code cache."""
     threads = str(start.engine.threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    given = {**os.environ, **dict.fromkeys(names, threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    given = {**os.environ, **dict.fromkeys(names, threads), **OPENMP_WAITS, "PYTHONUNBUFFERED": "1"}
     set_compile_cache(given)
     return given
 

@@ -156,8 +156,8 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
     """Returns the bytes of the logits of one chunk in float32, and of the output weight's gradient.
 
-    ``split`` is the number of tp ranks. In bfloat16 the backward pass also has a copy of the chunk for its products, and
-    on a CPU a float32 copy of the weight and a bfloat16 gradient of it.
+    ``split`` is the number of tp ranks. In bfloat16 the backward pass also has a copy of the chunk for its products,
+    and on a CPU a float32 copy of the weight and a bfloat16 gradient of it.
     """
     rows = min(work.micro_batch_tokens, LOGPROB_CHUNK_ROWS)
     chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit

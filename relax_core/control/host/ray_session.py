@@ -18,7 +18,7 @@ from typing import Self
 import psutil
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
-from relax_core.contracts.child import Child, module_command
+from relax_core.contracts.child import OPENMP_WAITS, Child, module_command
 from relax_core.contracts.private_folder import set_compile_cache
 from relax_core.contracts.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
@@ -48,7 +48,7 @@ ONE_THREAD = {  # the defaults of libraries; every process sets its own number o
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
+    **OPENMP_WAITS,
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }

@@ -13,6 +13,7 @@ from relax_core.config.engine_checks import MASK_TOKENS, sglang_file_problems, s
 from relax_core.config.errors import NotYet
 from relax_core.config.model_checks import family_of_run
 from relax_core.config.schema import RelaxConfig, RolloutConfig
+from relax_core.contracts.child import OPENMP_WAITS
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec, EngineStart
 from relax_core.contracts.private_folder import set_compile_cache
@@ -96,7 +97,7 @@ def environment(launch: EngineStart) -> dict[str, str]:
     return {
         **given,
         "OMP_NUM_THREADS": str(launch.engine.cpu_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **OPENMP_WAITS,
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.host.startswith("127.") else {}),

@@ -15,8 +15,9 @@ int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and g
 computed from them are float32 even for bfloat16 inputs (float64 stays float64). On a CPU the factors of the logits are
 float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are float32. The
 logits' gradient is rounded to the inputs' dtype, on a CPU only if that has products in it, and the weight's gradient
-takes a temporary. All ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming gradients. The gradient of
-``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has its tensor's dtype.
+takes a temporary. All ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming
+gradients. The gradient of ``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has
+its tensor's dtype.
 
 **Truncation.** With ``truncation`` the softmax of each row covers only the tokens that are kept. The logits of other
 tokens are set to `OUTSIDE` inside a chunk, in the forward pass and again in the backward pass. A token that is left out
