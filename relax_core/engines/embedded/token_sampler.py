@@ -21,8 +21,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _UNIT = 2.0**-48  # 48 bits keep u below 1 even after it was multiplied by a rounded total
-WIDE_FROM = 1 << 20  # logits from which `_sample_wide` is faster, because its parts stay in the processor's cache
-_WIDE_ELEMENTS = 1 << 18  # logits of one of its parts
+WIDE_FROM = 1 << 20  # logits from which parts that stay in the processor's cache are faster, unless they are sorted
+_WIDE_ELEMENTS = 1 << 18  # logits of such a part
 _BLOCK = 128  # tokens whose probabilities it sums at first
 _BELOW_ONE = 1.0 - 2.0**-50  # two sums of the same block may differ in their last bits
 _CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds the float64 temporary to 64 MiB
@@ -170,10 +170,10 @@ def sample(
     ``kept``, in parts.
     """
     batch, vocab = logits.shape
-    wide, min_p_alone = batch * vocab >= WIDE_FROM, plan.min_p is not None and plan.top_k is None
-    if wide and plan.top_k is None and plan.min_p is None and plan.kept is None:
+    wide = batch * vocab >= WIDE_FROM and plan.top_k is None
+    if wide and plan.min_p is None and plan.kept is None:
         return _sample_wide(logits, plan, random)
-    elements = _WIDE_ELEMENTS if wide and min_p_alone else _CHUNK_ELEMENTS
+    elements = _WIDE_ELEMENTS if wide else _CHUNK_ELEMENTS
     if batch * vocab <= elements:
         return _sample_part(logits, plan, random, kept)
     step = max(1, elements // vocab)
