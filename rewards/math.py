@@ -33,7 +33,7 @@ from typing import Any
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
 from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, framed, last_boxed
-from rewards.mathematics.literals import not_written_out
+from rewards.mathematics.literals import is_literal, not_written_out, stands_alone
 from rewards.mathematics.magnitude import same_size
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
@@ -101,6 +101,8 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     answer, why = _written(found), ""
     if exact and not config.evaluate:
         why = not_written_out(written if boxed is not None else answer, written_label, given.row)
+        if not why and boxed is None and is_literal(answer) and not stands_alone(answer, text):
+            why = f"{answer!r} is one of several numbers"
         exact = not why
     return RewardOutput(
         reward=float(exact), exact=exact, answer=answer, why=why or compared(answer or None, _formula(label))

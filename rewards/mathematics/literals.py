@@ -32,6 +32,7 @@ _NUMBER = re.compile(
 _BRACKETS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}"), ("{", "}"))
 _BETWEEN = re.compile(r"\s*(?:[,;](?!\d{3}(?!\d))|[,;]\s+|\\cup|\band\b|\\text\s*\{\s*and\s*\})\s*")
 _OPERATOR = re.compile(r"[-+*/^=<>]|\\(?:frac|times|cdot|div|sqrt|pm)")
+_NEAR = 60  # characters around a number that say whether it stands alone
 _MOST_CHARACTERS = 2000  # of a literal; a longer text is none
 
 
@@ -71,6 +72,29 @@ def _is_list(text: str, opening: str, closing: str) -> bool:
         return False
     parts = _BETWEEN.split(text[len(opening) : len(text) - len(closing)])
     return len(parts) > 1 and all(_is_number(part) for part in parts)
+
+
+_NOT_ALONE_BEFORE = re.compile(
+    r"(?:[<>≤≥≠]=?|\\(?:leq?|geq?|neq?|lt|gt|approx)|\bnot|n't|\b(?:or|and|to|between)|\d[\d.]*\s*[,;]|\d\s)\s*[$\\(]*\s*$"
+)
+_NOT_ALONE_BEHIND = re.compile(r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?\d")
+
+
+def stands_alone(found: str, text: str) -> bool:
+    """Returns whether a number stands somewhere in a text as the only answer.
+
+    There it is in no list or range of numbers, no alternative, no inequality and no denial.
+    """
+    at = text.find(found)
+    if at < 0:
+        return True  # math-verify has written it in another way
+    while at >= 0:
+        end = at + len(found)
+        before, behind = text[max(0, at - _NEAR) : at], text[end : end + _NEAR]
+        if not _NOT_ALONE_BEFORE.search(before) and not _NOT_ALONE_BEHIND.match(behind):
+            return True
+        at = text.find(found, end)
+    return False
 
 
 def not_written_out(found: str, label: str, row: Mapping[str, Any]) -> str:
