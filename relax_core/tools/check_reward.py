@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=AUDITED_ROWS, help=f"rows of the data; {AUDITED_ROWS}")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"share of the rows of a family; {LIMIT}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     try:
         if given.rows < 1 or not 0.0 <= given.limit < 1.0:
             raise ValueError(f"--rows={given.rows} --limit={given.limit}: use 1 row or more, and a limit in [0, 1).")
@@ -74,7 +74,7 @@ def _audit(config: RelaxConfig, *, most: int) -> RewardAudit:
         scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
         return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
 
-    patient: Any = plugin_config("reward", spec.name, vars(config.reward) | {"max_failed": 1.0}, section="reward")
+    patient: Any = plugin_config("reward", config.reward.name, vars(config.reward) | {"max_failed": 1.0}, section="reward")
 
     async def scored() -> RewardAudit:
         with RewardPool(spec, patient, workers=config.rollout.reward_workers, concurrency=REWARD_CALLS) as pool:

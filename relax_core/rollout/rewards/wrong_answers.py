@@ -143,7 +143,7 @@ WITH_LABEL: Mapping[str, Family] = {
 def wrong_answers(row: AuditedRow) -> Iterator[tuple[str, str]]:
     """Yields (family, answer) for answers that are wrong for this row."""
     label = re.escape(row.label.strip())
-    stands = re.compile(rf"(?<![\w.]){label}(?![\w%])(?!\.\d)", re.IGNORECASE) if label else None
+    stands = re.compile(rf"(?<![\w.-]){label}(?![\w%])(?!\.\d)", re.IGNORECASE) if label else None
     for family, make in WITHOUT_LABEL.items():
         for answer in dict.fromkeys(make(row)):
             if stands is None or not stands.search(answer):
