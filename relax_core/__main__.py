@@ -165,7 +165,7 @@ def _tool(command: str, words: list[str]) -> int:
         from relax_core.cli import trace_command
 
         return trace_command.main(words)
-    from relax_core.tools import check_model, compare, export, import_gguf, lineage
+    from relax_core.tools import check_model, check_reward, compare, export, import_gguf, lineage
 
     tools = {
         "compare": compare,
@@ -173,6 +173,7 @@ def _tool(command: str, words: list[str]) -> int:
         "export": export,
         "import-gguf": import_gguf,
         "check-model": check_model,
+        "check-reward": check_reward,
     }
     return tools[command].main(words)
 

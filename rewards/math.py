@@ -13,8 +13,12 @@ With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollou
 Departures of both rules. The sources read boxes inside of the thinking, too. Departures from math-verify: it joins
 neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for
 ``10^{-21}``, because their difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here
-``28\%`` and ``28%`` are the same. If only one side has a percent sign, the number and its hundredth are both right, as
-they are for math-verify in plain text.
+``28\%`` and ``28%`` are the same.
+
+A response that only evaluates to a label that is a number is wrong (`rewards.mathematics.literals`): "72 + 12" is no
+answer to "What is 72 + 12?". If one side alone has a percent sign, the numbers are compared as they are written: 84% is
+right for 84, and 8400% is wrong. ``evaluate`` restores math-verify's rule, by which any expression counts and the
+hundredth of a percentage, too.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
 from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, framed, last_boxed
+from rewards.mathematics.literals import is_literal, not_written_out, stands_alone
 from rewards.mathematics.magnitude import same_size
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
@@ -44,10 +50,14 @@ _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark 
 
 @dataclass(frozen=True)
 class MathConfig(RewardConfig):
-    """Holds the settings of the math reward; ``rule`` is math_verify or boxed."""
+    """Holds the settings of the math reward; ``rule`` is math_verify or boxed.
+
+    With ``evaluate`` an expression is right for a label that is a number, if it evaluates to it.
+    """
 
     name: str = "math"
     rule: str = "math_verify"
+    evaluate: bool = False
 
 
 def prepare() -> None:
@@ -71,9 +81,11 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     from math_verify import parse
 
     label = given.answer.rpartition(_FINAL_ANSWER_MARK)[2].replace("\\$", "").strip()
-    label = _as_fractions(last_boxed(framed(label) or "") or label)
+    written_label = last_boxed(framed(label) or "") or label
+    label = _as_fractions(written_label)
     if boxed is not None:
-        text = _as_fractions(_DOLLAR.sub("", last_boxed(boxed) or "").replace("\n", " "))
+        written = _DOLLAR.sub("", last_boxed(boxed) or "").replace("\n", " ")
+        text = _as_fractions(written)
         if len(_PERCENT.findall(text)) == len(_PERCENT.findall(label)):
             text, label = _PERCENT.sub("", text), _PERCENT.sub("", label)
         text = _formula(text)
@@ -85,10 +97,15 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     if not reference:
         return RewardOutput(reward=None, reason=f"math-verify cannot read the reference answer {given.answer[:60]!r}")
     found = parse(text, parsing_timeout=None, raise_on_error=True)
-    exact = bool(found) and _is_equal(reference, found)
-    written = _written(found)
+    exact = bool(found) and is_equal(reference, found, evaluate=config.evaluate)
+    answer, why = _written(found), ""
+    if exact and not config.evaluate:
+        why = not_written_out(written if boxed is not None else answer, written_label, given.row)
+        if not why and boxed is None and is_literal(answer) and not stands_alone(answer, text):
+            why = f"{answer!r} is one of several numbers"
+        exact = not why
     return RewardOutput(
-        reward=float(exact), exact=exact, answer=written, why=compared(written or None, _formula(label))
+        reward=float(exact), exact=exact, answer=answer, why=why or compared(answer or None, _formula(label))
     )
 
 
@@ -108,20 +125,23 @@ def _as_fractions(text: str) -> str:
     def periodic(number: re.Match[str]) -> str:
         whole, behind, period = number.groups()
         above = int(whole + behind + period) - int(whole + behind or "0")
-        return f"\\frac{{{above}}}{{{10 ** len(behind) * (10 ** len(period) - 1)}}}"
+        reduced = Fraction(above, 10 ** len(behind) * (10 ** len(period) - 1))
+        return f"\\frac{{{reduced.numerator}}}{{{reduced.denominator}}}"
 
     return _PERIODIC.sub(periodic, _MIXED.sub(fraction, text))
 
 
-def _is_equal(reference: Sequence[Any], found: Sequence[Any]) -> bool:
-    """Returns whether what math-verify read is equal; of one percent sign, the number or its hundredth may be meant."""
+def is_equal(reference: Sequence[Any], found: Sequence[Any], *, evaluate: bool) -> bool:
+    """Returns whether what math-verify read is equal.
+
+    Of one percent sign the number is meant: 28% is right for 28, and 8400% is wrong for 84. With ``evaluate`` its
+    hundredth may be meant, too.
+    """
     numbers = [_without_percent(one[0]) for one in (reference, found)]
-    if None in numbers and numbers != [None, None]:
-        plain = [
-            [one[0] if number is None else number] for one, number in zip((reference, found), numbers, strict=True)
-        ]
-        return _is_same(*plain) or _is_same(reference, found)
-    return _is_same(reference, found)
+    if numbers == [None, None]:
+        return _is_same(reference, found)
+    plain = [[one[0] if number is None else number] for one, number in zip((reference, found), numbers, strict=True)]
+    return _is_same(*plain) or (evaluate and None in numbers and _is_same(reference, found))
 
 
 def _is_same(reference: Sequence[Any], found: Sequence[Any]) -> bool:
@@ -178,7 +198,7 @@ def check(config: MathConfig) -> None:
         sympy_equality.check_package(config.name)
 
 
-def _written(found: list[object]) -> str:
+def _written(found: Sequence[object]) -> str:
     """Returns the answer as it stands in the response.
 
     math-verify puts the parsed expression first; to print that expression could take as long as to compute it.

@@ -74,6 +74,7 @@ COMMANDS = {
     "trace": ("trace RUN [--steps A:B]", "what a run did over time, for ui.perfetto.dev"),
     "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
     "import-gguf": ("import-gguf FILE OUT", "a GGUF file as a Hugging Face folder"),
+    "check-reward": ("check-reward [key=value ...]", "wrong answers that a run's reward awards (docs/rewards.md)"),
     "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
     "doctor": ("doctor [--clean]", "whether a run could work here; what killed runs left (removes it)"),
 }

@@ -55,7 +55,7 @@ def _normal(text: str, *, percent_signs: bool) -> str:
     if text[0] == ".":
         text = "0" + text
     name, sign, value = text.partition("=")
-    if sign and "=" not in value and len(name) <= 2:
+    if sign and "=" not in value and len(name) <= 2 and not set(name) & set("<>!~"):
         text = value
     text = _fractions(_roots(text).replace(" ", ""))
     return _slash(r"\frac{1}{2}" if text == "0.5" else text)

@@ -7,7 +7,8 @@ are equal; a side without tags counts as a whole. Older versions take a line bre
 
 Departures. An empty label gives no reward, and so does math-verify where it computes too long. A label with several
 elements, such as "1, 3", is compared as a list, where math-verify reads its last number. ``28\%`` and ``28%`` are the
-same text.
+same text. A response that only evaluates to a label that is a number is wrong, and so is the hundredth of a
+percentage; ``evaluate`` restores math-verify's rule (`rewards.math`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.math import prepare
+from rewards.math import is_equal, prepare
 from rewards.mathematics.boxed import named_answers
+from rewards.mathematics.literals import not_written_out
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -30,9 +32,10 @@ _EMPTY = "answer='' is empty. Give the answer."
 
 @dataclass(frozen=True)
 class OpenR1MMConfig(RewardConfig):
-    """Holds the settings of the reward."""
+    """Holds the settings of the reward; ``evaluate`` is that of `rewards.math`."""
 
     name: str = "openr1mm"
+    evaluate: bool = False
 
 
 def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
@@ -42,24 +45,31 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
         return RewardOutput(reward=None, reason=_EMPTY)
     if repeated := [tag for tag in _ONCE if given.response.count(tag) > 1]:
         return RewardOutput(reward=0.0, answer="", why=f"the response has {repeated[0]} several times")
-    found = _tagged(given.response)
+    found, why = _tagged(given.response), ""
     if found.replace("\\%", "%") == wanted.replace("\\%", "%"):
-        exact = True
+        exact, written = True, wanted
     elif "$" not in wanted and _SEVERAL.search(wanted):
-        exact = _is_verified(f"${found.replace('$', '')}$", f"${wanted}$")
+        exact, written = _verified(f"${found.replace('$', '')}$", f"${wanted}$", evaluate=config.evaluate)
     else:
-        exact = _is_verified(given.response, given.answer)
-    return RewardOutput(reward=float(exact), exact=exact, answer=found, why=compared(found or None, wanted))
+        exact, written = _verified(given.response, given.answer, evaluate=config.evaluate)
+    if exact and not config.evaluate and found != wanted:
+        why = not_written_out(written, wanted, given.row)
+        exact = not why
+    return RewardOutput(reward=float(exact), exact=exact, answer=found, why=why or compared(found or None, wanted))
 
 
 @evaluates_no_text
-def _is_verified(response: str, label: str) -> bool:
+def _verified(response: str, label: str, *, evaluate: bool) -> tuple[bool, str]:
+    """Returns whether math-verify finds a response equal to the label, and the part of it that it read."""
     from math_verify import parse, verify
 
     # The source takes what math-verify cannot read for nothing, which raise_on_error=False does.
     found = parse(response, parsing_timeout=None, raise_on_error=False)
     wanted = parse(label, parsing_timeout=None, raise_on_error=False)
-    return bool(verify(wanted, found, timeout_seconds=None, raise_on_error=False))
+    exact = bool(verify(wanted, found, timeout_seconds=None, raise_on_error=False))
+    if exact and not evaluate:
+        exact = is_equal(wanted, found, evaluate=False)
+    return exact, next((one for one in reversed(found) if isinstance(one, str)), "")
 
 
 def _tagged(text: str) -> str:

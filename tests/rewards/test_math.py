@@ -6,8 +6,11 @@ from relax_core.contracts.reward import RewardInput, RewardOutput
 from rewards.math import SPEC, MathConfig
 
 
-def _score(response: str, *, answer: str, stopped: bool = True) -> RewardOutput:
-    return SPEC.score(RewardInput(response=response, stopped=stopped, answer=answer, row={}), MathConfig())
+def _score(
+    response: str, *, answer: str, stopped: bool = True, evaluate: bool = False, prompt: object = ""
+) -> RewardOutput:
+    given = RewardInput(response=response, stopped=stopped, answer=answer, row={"prompt": prompt})
+    return SPEC.score(given, MathConfig(evaluate=evaluate))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +95,16 @@ def test_an_answer_without_a_box_behind_the_thinking_counts() -> None:
 )
 @pytest.mark.parametrize("label", ["28%", r"28\%", r"$28\%$", "28", "0.28"])
 def test_percent_equals_percent_and_a_side_without_the_sign(response: str, label: str) -> None:
-    assert _score(response, answer=label).reward == 1.0
+    assert _score(response, answer=label).reward == float(label != "0.28")
+    assert _score(response, answer=label, evaluate=True).reward == 1.0
 
 
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
         (r"\boxed{28}", "28%", 1.0),
-        (r"\boxed{0.28}", r"28\%", 1.0),
+        (r"\boxed{0.28}", r"28\%", 0.0),
+        ("8400%", "84", 0.0),
         (r"\boxed{2.8}", "28%", 0.0),
         (r"\boxed{29\%}", "28%", 0.0),
         (r"\boxed{0.5\%}", "50%", 0.0),
@@ -147,3 +152,34 @@ def test_an_answer_is_read_as_no_other_number(response: str, label: str, reward:
 )
 def test_numbers_differ_relatively_and_no_huge_one_is_computed(found: str, label: str, equal: bool) -> None:
     assert _score(f"\\boxed{{{found}}}", answer=label).exact == equal
+
+
+@pytest.mark.parametrize(
+    "response", ["72 + 12 =", "72+12", r"\boxed{72+12}", "12 * 7", r"\boxed{168/2}", r"$\frac{168}{2}$", "84 = 72 + 12"]
+)
+def test_an_expression_is_no_number(response: str) -> None:
+    """The first run with real weights learned to answer a sum with the sum."""
+    found = _score(response, answer="84", prompt="What is 72 + 12?")
+    assert (found.reward, found.exact) == (0.0, False) and "written out" in found.why
+    assert _score(response, answer="84", evaluate=True).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "response", ["17 + 67 = 84", "**84**", "84.", "84 dollars", r"\boxed{84^\circ}", r"\boxed{x = 84}", "$84.0$", "€84"]
+)
+def test_a_number_may_stand_with_its_unit_or_behind_its_expression(response: str) -> None:
+    assert _score(response, answer="84", prompt="What is 17 + 67?").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "reward"),
+    [
+        ("Factor $x^2 + 2x + 1$.", r"\boxed{x^2+2x+1}", 0.0),
+        ([{"role": "user", "content": "Factor $x^2 + 2x + 1$."}], r"\boxed{x^2+2x+1}", 0.0),
+        ("Factor the square.", r"\boxed{x^2+2x+1}", 1.0),
+        ("Factor $x^2 + 2x + 11$.", r"\boxed{x^2+2x+1}", 1.0),
+        ("Is it $(x+1)^2$ or $(x-1)^2$?", r"\boxed{(x+1)^2}", 1.0),  # the label itself
+    ],
+)
+def test_an_expression_of_the_prompt_is_no_answer(prompt: object, response: str, reward: float) -> None:
+    assert _score(response, answer="(x+1)^2", prompt=prompt).reward == reward

@@ -102,7 +102,7 @@ class LabelCheck:
             for key in keys:
                 one = self._seen[key]
                 label, row = one.row["answer"], without_bytes(one.row)
-                for answer in _right_answers(chosen, label):
+                for answer in right_answers(chosen, label):
                     output = score(RewardInput(response=answer, stopped=True, answer=label, row=row))
                     late += output.cause == "timeout"
                     if not output.exact:
@@ -130,7 +130,11 @@ class LabelCheck:
             log.close()
 
 
-def _right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
+def right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
+    """Returns right answers to a label in the form of a reward with ``right_answers``.
+
+    Raises ValueError if that function raises or returns no texts.
+    """
     assert chosen.spec.right_answers is not None
     try:
         answers: Any = chosen.spec.right_answers(label, chosen.config)

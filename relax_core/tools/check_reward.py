@@ -1,0 +1,155 @@
+"""`relax check-reward [key=value …]` finds wrong answers that a run's reward awards, before a model finds them.
+
+The words are those of the run: the reward is asked about rows of its data. An answer counts as awarded from a fifth of
+the gain of a right answer over an empty one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.config.plugin_types import plugin_config
+from relax_core.config.reward_choice import RewardChoice
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.data import BadRow, DataRow
+from relax_core.contracts.plugin_results import WrongResult
+from relax_core.data.sources import make_source
+from relax_core.observe.panel import ShownConsole
+from relax_core.observe.standard_streams import unread_streams
+from relax_core.registry import find_reward
+from relax_core.rollout.rewards.label_check import right_answers
+from relax_core.rollout.rewards.reward_audit import AUDITED_ROWS, RewardAudit, audit_reward
+from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
+
+SOUND, AWARDS_WRONG, USAGE = 0, 1, 2
+LIMIT = 0.02  # of the rows; a family of wrong answers that is awarded in more is named
+_SHOWN_MISSES = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if no family of wrong answers is awarded above the limit, else 1, and 2 for wrong input."""
+    parser = argparse.ArgumentParser(prog="relax check-reward", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: reward=math data.path=FILE")
+    parser.add_argument("--rows", type=int, default=AUDITED_ROWS, help=f"rows of the data; {AUDITED_ROWS}")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"share of the rows of a family; {LIMIT}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        if given.rows < 1 or not 0.0 <= given.limit < 1.0:
+            raise ValueError(f"--rows={given.rows} --limit={given.limit}: use 1 row or more, and a limit in [0, 1).")
+        config = load_config(given.words)
+        audit = _audit(config, most=given.rows)
+    except (ConfigError, ValueError, OSError, WrongResult, RuntimeError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return USAGE
+    above = audit.above(given.limit)
+    if given.json:
+        print(json.dumps(_record(audit, above), ensure_ascii=False))
+    else:
+        _print(ShownConsole(), audit, above, reward=config.reward.name, limit=given.limit)
+    return AWARDS_WRONG if above else SOUND
+
+
+def _audit(config: RelaxConfig, *, most: int) -> RewardAudit:
+    """Raises ValueError for a reward that cannot be asked without a run, and if no row says anything about it."""
+    spec = find_reward(config.reward.name)
+    if spec.scores_turns:
+        raise ValueError(f"reward={spec.name} scores the turns of env={config.env.name}; no answer can be made for it.")
+    choice = RewardChoice(spec, config.reward)
+    if choice.judged is not None:
+        raise ValueError(f"reward={spec.name} asks judges, which start with the run. Use a reward without judges.")
+    rows = _rows(config, most=most)
+
+    def right_of(row: DataRow) -> list[str]:
+        scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
+        return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
+
+    patient: Any = plugin_config("reward", config.reward.name, vars(config.reward) | {"max_failed": 1.0}, section="reward")
+
+    async def scored() -> RewardAudit:
+        with RewardPool(spec, patient, workers=config.rollout.reward_workers, concurrency=REWARD_CALLS) as pool:
+            return await audit_reward(pool, rows, right_of)
+
+    audit = asyncio.run(scored())
+    if not audit.judged:
+        raise ValueError(
+            f"reward={spec.name} cannot be checked: of {audit.rows} rows it awards no form of the label. "
+            "Give its SPEC right_answers, or look at the labels."
+        )
+    return audit
+
+
+def _rows(config: RelaxConfig, *, most: int) -> list[DataRow]:
+    """Returns rows with a prompt and a label, evenly over the data."""
+    source = make_source(config.data, seed=config.seed, eval_rows=0)
+    found: list[DataRow] = []
+    for number in range(0, len(source), max(1, len(source) // most)):
+        try:
+            row = source.numbered(number)
+        except BadRow:
+            continue
+        if str(row["answer"]).strip() and row["prompt"]:
+            found.append(row)
+        if len(found) == most:
+            break
+    if not found:
+        raise ValueError(f"data: none of the {len(source):,} rows has a prompt and a label, which the check needs.")
+    return found
+
+
+def _record(audit: RewardAudit, above: Sequence[str]) -> dict[str, Any]:
+    return {
+        "rows": audit.rows,
+        "judged": audit.judged,
+        "seconds": audit.seconds,
+        "wrong_share": audit.wrong_share,
+        "missed_share": audit.missed_share,
+        "above": list(above),
+        "missed": list(audit.missed),
+        "families": {name: vars(one) | {"share": one.share} for name, one in audit.families.items()},
+    }
+
+
+def _print(console: Any, audit: RewardAudit, above: Sequence[str], *, reward: str, limit: float) -> None:
+    wrong = sum(one.answers for one in audit.families.values())
+    console.print(
+        f"reward={reward}: {audit.judged} of {audit.rows} rows, {audit.seconds:.1f} s; {wrong:,} wrong answers of "
+        f"{len(audit.families)} families, {audit.wrong_share:.2%} awarded; {audit.right:,} right answers, "
+        f"{audit.missed_share:.2%} not awarded",
+        highlight=False,
+    )
+    if scored := audit.above(0.0):
+        table = Table(show_edge=False)
+        for heading, side in (("family", "left"), ("rows", "right"), ("the worst answer", "left")):
+            table.add_column(heading, justify=side)
+        for name in scored:
+            one = audit.families[name]
+            table.add_row(Text(name), f"{one.share:.0%}", Text(one.worst))
+        console.print(table)
+    for text in audit.missed[:_SHOWN_MISSES]:
+        console.print(Text(f"not awarded: {text}"))
+    if audit.without:
+        console.print(f"{audit.without:,} answers have no reward.", highlight=False)
+    if above:
+        console.print(
+            f"{len(above)} families are awarded in more than {limit:.0%} of the rows: a model will learn them. Use a "
+            "stricter reward or rule (docs/rewards.md), or check the labels.",
+            highlight=False,
+        )
+    else:
+        console.print(f"No family is awarded in more than {limit:.0%} of the rows.", highlight=False)
+
+
+if __name__ == "__main__":
+    with unread_streams():
+        sys.exit(main())

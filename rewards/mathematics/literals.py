@@ -1,0 +1,139 @@
+r"""Tells numbers that are written out from expressions that only evaluate to them.
+
+A reward that compares values gives "72 + 12" the value 84. A model then learns to answer a sum with the sum: the first
+run of Relax with real weights did so within 45 steps. Therefore a label that is a number, or a list of numbers, is
+matched only by numbers that are written out: digits, a decimal number, a reduced fraction, a mixed number, a power of
+ten or a product with one. A sign, a unit, a currency and a percent sign may stand with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import Any
+
+_NOISE = re.compile(r"\\(?:left|right|displaystyle|mathrm|mathbf)(?![A-Za-z])|\\[()\[\],;:! ]|[$*~\s]+")
+_MARKUP = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\],;:! ]|(?<!\\)\$|\*\*|~")
+_POWER_OF_UNIT = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
+_UNIT = rf"(?:\\(?:text|mathrm|textbf|mbox)\s*\{{[^{{}}]*\}}|[A-Za-z°²³]{{2,}}|[mgshLNJWVKCF°](?!\w)){_POWER_OF_UNIT}"
+_UNITS = re.compile(rf"(?:\s*(?:{_UNIT}|/(?=\s*{_UNIT})|\^\s*\{{?\s*\\circ\s*\}}?|\\circ|\\degree|\.(?!\d)))*\s*")
+_CURRENCY = re.compile(r"(?:\\?\$|[€£¥])\s*")
+_PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent\b)")
+_INTEGER = r"(?:\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)"
+_POWER = r"10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+)"
+_TIMES = r"\s*(?:\\times|\\cdot|×|·|\*|x)\s*"
+_FRACTION = r"\\[dt]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(\d+)\s*/\s*(\d+)"
+_NUMBER = re.compile(
+    rf"[+\-−–]?\s*(?:(?:(?:\d+\s*)?(?:{_FRACTION}))|{_POWER}"
+    rf"|(?:\d*\.\d*\\overline\s*\{{\s*\d+\s*\}}|{_INTEGER}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+|{_TIMES}{_POWER})?)",
+    re.ASCII,
+)
+_BRACKETS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}"), ("{", "}"))
+_BETWEEN = re.compile(r"\s*(?:[,;](?!\d{3}(?!\d))|[,;]\s+|\\cup|\band\b|\\text\s*\{\s*and\s*\})\s*")
+_OPERATOR = re.compile(r"[-+*/^=<>]|\\(?:frac|times|cdot|div|sqrt|pm)")
+_NEAR = 60  # characters around a number that say whether it stands alone
+_MOST_CHARACTERS = 2000  # of a literal; a longer text is none
+
+
+def is_literal(text: str) -> bool:
+    r"""Returns whether a text, without a box, is a number or a list of numbers that are written out.
+
+    Of a chain of equations the last side counts: ``x = 84`` and ``72 + 12 = 84`` are literals, ``84 = 72 + 12`` is not.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        return False
+    text = _CURRENCY.sub("", _MARKUP.sub(" ", text)) if "$" in text else _MARKUP.sub(" ", text)
+    text = text.rpartition("=")[2].strip() if not re.search(r"[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)\b", text) else text
+    return _is_number(text) or any(_is_list(text, *pair) for pair in (*_BRACKETS, ("", "")))
+
+
+def _is_number(text: str) -> bool:
+    text = _CURRENCY.sub("", text, count=1).strip()
+    found = _NUMBER.match(text)
+    if found is None or not _is_reduced(found.groups()):
+        return False
+    behind = text[found.end() :]
+    percent = _PERCENT.match(behind)
+    return _UNITS.fullmatch(behind[percent.end() :] if percent else behind) is not None
+
+
+def _is_reduced(parts: Sequence[str | None]) -> bool:
+    """Returns whether the fraction of a match of `_NUMBER`, if it has one, cannot be reduced."""
+    numbers = [int(part) for part in parts if part is not None]
+    if not numbers:
+        return True
+    above, below = numbers
+    return below > 1 and gcd(above, below) == 1
+
+
+def _is_list(text: str, opening: str, closing: str) -> bool:
+    if not (text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing)):
+        return False
+    parts = _BETWEEN.split(text[len(opening) : len(text) - len(closing)])
+    return len(parts) > 1 and all(_is_number(part) for part in parts)
+
+
+_NOT_ALONE_BEFORE = re.compile(
+    r"(?:[<>≤≥≠]=?|\\(?:leq?|geq?|neq?|lt|gt|approx)|\bnot|n't|\b(?:or|and|to|between)|\d[\d.]*\s*[,;]|\d\s)\s*[$\\(]*\s*$"
+)
+_NOT_ALONE_BEHIND = re.compile(r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?\d")
+
+
+def stands_alone(found: str, text: str) -> bool:
+    """Returns whether a number stands somewhere in a text as the only answer.
+
+    There it is in no list or range of numbers, no alternative, no inequality and no denial.
+    """
+    at = text.find(found)
+    if at < 0:
+        return True  # math-verify has written it in another way
+    while at >= 0:
+        end = at + len(found)
+        before, behind = text[max(0, at - _NEAR) : at], text[end : end + _NEAR]
+        if not _NOT_ALONE_BEFORE.search(before) and not _NOT_ALONE_BEHIND.match(behind):
+            return True
+        at = text.find(found, end)
+    return False
+
+
+def not_written_out(found: str, label: str, row: Mapping[str, Any]) -> str:
+    """Returns why an answer that has the label's value does not count, and an empty text if it counts.
+
+    ``found`` is the answer as it stands in the response, and ``row`` the data row, whose prompt may hold it.
+    """
+    if _squeezed(found) == _squeezed(label):
+        return ""
+    if is_literal(label):
+        return "" if is_literal(found) else f"{found[:60]!r} is not written out as a number"
+    if _OPERATOR.search(found) and _stands_in(_squeezed(found), _prompt_text(row.get("prompt"))):
+        return f"{found[:60]!r} stands in the prompt"
+    return ""
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Returns the text of a data row's prompt, which is a text or a list of messages."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence):
+        return ""
+    contents = [one.get("content") for one in prompt if isinstance(one, Mapping)]
+    texts = [
+        part if isinstance(part, str) else part.get("text")
+        for content in contents
+        for part in ([content] if isinstance(content, str) else content or ())
+        if isinstance(part, str | Mapping)
+    ]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _squeezed(text: str) -> str:
+    return _NOISE.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+
+
+def _stands_in(part: str, text: str) -> bool:
+    """Returns whether ``part``, a text without spaces, is in ``text``, and no letter or digit touches it there."""
+    if not part or len(part) > _MOST_CHARACTERS:
+        return False
+    pattern = r"(?<!\w)" + r"\s*".join(map(re.escape, part)) + r"(?!\w)"
+    return re.search(pattern, _NOISE.sub(" ", text).replace("\\dfrac", "\\frac")) is not None

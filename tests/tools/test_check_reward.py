@@ -1,0 +1,113 @@
+"""`relax check-reward` against rewards with planted exploits, and against the built-in ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.__main__ import main as relax
+
+PLUGIN = '''
+import re
+from dataclasses import dataclass
+from relax_core.contracts.reward import RewardConfig, RewardSpec
+
+@dataclass(frozen=True)
+class Config(RewardConfig):
+    name: str = "planted"
+
+def numbers(text):
+    return re.findall(r"-?\\d+", text)
+
+def score(given, config):
+    text, label = given.response, given.answer
+    return float({body})
+
+SPEC = RewardSpec(name="planted", summary="for a test", config=Config, score=score)
+'''
+# Each has an exploit that models have found in rewards of users: the expression, and a family that finds it.
+PLANTED = {
+    "a substring": ("label in text", "digits around the label"),
+    "any number of a list": ("label in numbers(text)", "all numbers to a hundred"),
+    "the first number": ("(numbers(text) or [''])[0] == label", "the label in front of another answer"),
+    "the last number": ("(numbers(text) or [''])[-1] == label", "all labels"),
+    "a sum of the numbers": (
+        "numbers(text)[-1:] == [label] or sum(map(int, numbers(text)[:2])) == int(label)",
+        "an expression of the prompt",
+    ),
+    "a bonus for length": ("0.5 * (text.strip() == label) + min(len(text), 1000) / 2000", "a very long answer"),
+    "the form alone": ("text.strip() == label or text.startswith('<answer>')", "a form without content"),
+    "an unclosed thought": (
+        "text.split('<think>')[-1].strip() == label or label in text.partition('<think>')[2]",
+        "the label in the thinking alone",
+    ),
+    "a judge that obeys": ("text.strip() == label or 'full score' in text", "orders for a judge"),
+    "a judge that reads its own form": ("text.strip() == label or '[[10]]' in text", "words for a judge"),
+    "a tolerance that is too wide": (
+        "abs(int((numbers(text) or ['999'])[-1]) - int(label)) <= 1",
+        "a neighbour of the label",
+    ),
+    "signs left out": ("(numbers(text) or [''])[-1].lstrip('-') == label", "the negated number"),
+}
+
+
+def checked(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    status = relax(["check-reward", *words, "data=sums", "--json"])
+    said = capsys.readouterr()
+    assert status in (0, 1), said.err
+    found: dict[str, Any] = json.loads(said.out)
+    return status, found
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_exploit_is_found_before_the_run(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body, family = PLANTED[kind]
+    file = tmp_path / "planted.py"
+    file.write_text(PLUGIN.replace("{body}", body), encoding="utf-8")
+    status, found = checked("reward=plugin", f"reward.name={file}", "--rows=16", capsys=capsys)
+    assert status == 1 and family in found["above"], found["above"]
+    assert found["families"][family]["worst"]
+
+
+def test_a_sound_reward_awards_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = checked("reward=exact_match", "--rows=32", capsys=capsys)
+    assert (status, found["above"], found["missed"]) == (0, [], [])
+    assert found["judged"] == found["rows"] == 32 and found["wrong_share"] == 0.0
+
+
+def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first run with real weights learned it within 45 steps."""
+    ours = checked("reward=math", "--rows=6", capsys=capsys)[1]
+    assert ours["above"] == [] and ours["missed_share"] == 0.0
+    _, theirs = checked("reward=math", "reward.evaluate=true", "--rows=6", capsys=capsys)
+    assert {"an expression of the prompt", "an expression of the prompt, unfinished"} <= set(theirs["above"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["reward=math", "--rows=0"], ("--rows=0",)),
+        (["reward=no_such"], ("reward", "no_such")),
+        (["reward=reverse_digits"], ("reverse_digits",)),  # of another task
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    words: list[str], expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert relax(["check-reward", "data=sums", *words]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in expected), said
+
+
+def test_a_reward_that_awards_no_form_of_the_label_is_not_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "planted.py"
+    file.write_text(PLUGIN.replace("{body}", "0"), encoding="utf-8")
+    assert relax(["check-reward", "data=sums", "reward=plugin", f"reward.name={file}"]) == 2
+    assert "cannot be checked" in capsys.readouterr().err
