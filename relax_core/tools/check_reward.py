@@ -74,7 +74,9 @@ def _audit(config: RelaxConfig, *, most: int) -> RewardAudit:
         scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
         return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
 
-    patient: Any = plugin_config("reward", config.reward.name, vars(config.reward) | {"max_failed": 1.0}, section="reward")
+    patient: Any = plugin_config(
+        "reward", config.reward.name, vars(config.reward) | {"max_failed": 1.0}, section="reward"
+    )
 
     async def scored() -> RewardAudit:
         with RewardPool(spec, patient, workers=config.rollout.reward_workers, concurrency=REWARD_CALLS) as pool:

@@ -37,7 +37,7 @@ TOOL: ToolSchema = {
     },
 }
 ARGUMENTS = {"city": "Österreich, 京都 🙂", "days": 12345}
-CALL = f'<tool_call>\n{json.dumps({"name": "weather", "arguments": ARGUMENTS}, ensure_ascii=False)}\n</tool_call>'
+CALL = f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': ARGUMENTS}, ensure_ascii=False)}\n</tool_call>"
 OPENING = [{"role": "user", "content": "Wie wird das Wetter in 京都?"}]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.__main__ import main as relax
 
-PLUGIN = '''
+PLUGIN = """
 import re
 from dataclasses import dataclass
 from relax_core.contracts.reward import RewardConfig, RewardSpec
@@ -27,7 +27,7 @@ def score(given, config):
     return float({body})
 
 SPEC = RewardSpec(name="planted", summary="for a test", config=Config, score=score)
-'''
+"""
 # Each has an exploit that models have found in rewards of users: the expression, and a family that finds it.
 PLANTED = {
     "a substring": ("label in text", "digits around the label"),

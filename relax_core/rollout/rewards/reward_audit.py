@@ -120,9 +120,7 @@ class _Answer:
     form: str = ""
 
 
-def _answers(
-    row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]
-) -> list[_Answer]:
+def _answers(row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]) -> list[_Answer]:
     label = str(row["answer"])
     seen = AuditedRow(prompt=_text_of(row["prompt"]), label=label, others=[one for one in labels if one != label])
     wrong = [_Answer(text=text, family=family) for family, text in wrong_answers(seen)]
