@@ -132,8 +132,9 @@ def _print(console: Any, audit: RewardAudit, above: Sequence[str], *, reward: st
     )
     if scored := audit.above(0.0):
         table = Table(show_edge=False)
-        for heading, side in (("family", "left"), ("rows", "right"), ("the worst answer", "left")):
-            table.add_column(heading, justify=side)
+        table.add_column("family")
+        table.add_column("rows", justify="right")
+        table.add_column("the worst answer")
         for name in scored:
             one = audit.families[name]
             table.add_row(Text(name), f"{one.share:.0%}", Text(one.worst))
