@@ -30,6 +30,10 @@ REASONS = {
         "relax_core/engines/embedded/scheduler.py",
         "Scheduler._receive",
     ): "the engine's thread at rest; it alone reads",
+    (
+        "relax_core/rollout/rewards/reward_audit.py",
+        "audit_reward",
+    ): "each answer has reward.timeout_s, by the pool, as in a run",
     # A session of an env in a task of its own: the call that waits for it has env.step_timeout_s, and ends it.
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.open"): "reset has the deadline of a call of the env",
     (

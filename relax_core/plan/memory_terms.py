@@ -156,15 +156,15 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
     """Returns the bytes of the logits of one chunk in float32, and of the output weight's gradient.
 
-    ``split`` is the number of tp ranks. In bfloat16 the backward pass also has a copy of the chunk for its products,
-    and on a CPU a float32 copy of the weight and a bfloat16 gradient of it.
+    ``split`` is the number of tp ranks. In bfloat16 a CPU also has a float32 copy of the weight, and a GPU a bfloat16
+    copy of the chunk for its products.
     """
     rows = min(work.micro_batch_tokens, LOGPROB_CHUNK_ROWS)
     chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit
     weight = model.vocabulary * model.hidden * FLOAT
     copy = 0
     if dtype_bytes(config) != FLOAT:
-        copy = rows * model.vocabulary * dtype_bytes(config) + (weight * 3 // 2 if widens(config) else 0)
+        copy = rows * model.vocabulary * dtype_bytes(config) if config.placement.gpus_per_node else weight
     return (chunk + weight + copy) // split
 
 

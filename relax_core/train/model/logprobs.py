@@ -12,12 +12,11 @@ then p = p_r Z_r / Z, so one number a row turns the shard's distribution into th
 
 **Common arguments.** ``hidden`` ``[rows, hidden]`` and ``weight`` have one floating dtype. ``targets`` ``[rows]`` are
 int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and get no probability. Logits and everything
-computed from them are float32 even for bfloat16 inputs (float64 stays float64). On a CPU the factors of the logits are
-float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are float32. The
-logits' gradient is rounded to the inputs' dtype, on a CPU only if that has products in it, and the weight's gradient
-takes a temporary. All ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming
-gradients. The gradient of ``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has
-its tensor's dtype.
+computed from them are float32 even for bfloat16 inputs (float64 stays float64). On a CPU the factors of the matrix
+products are float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are
+float32. The logits' gradient is then rounded to that dtype, and the weight's gradient takes a float32 temporary. All
+ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming gradients. The gradient of
+``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has its tensor's dtype.
 
 **Truncation.** With ``truncation`` the softmax of each row covers only the tokens that are kept. The logits of other
 tokens are set to `OUTSIDE` inside a chunk, in the forward pass and again in the backward pass. A token that is left out
@@ -37,7 +36,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.train.megatron_on_cpu import product_dtype
 
 _MASKS = 32  # The number of bitmasks unpacked at one time, at one byte for each token of the vocabulary.
 
@@ -252,12 +250,8 @@ class _Shard(NamedTuple):
         return _Shard(first, width if vocab_size is None else min(max(vocab_size - first, 0), width), group)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns ``[size, hidden]`` in the dtype of the logits' factors; only a GPU sums bfloat16 in float32."""
+        """Returns ``[size, hidden]`` in the dtype of the factors; only on a GPU torch sums bfloat16 in float32."""
         return weight[: self.size].to(weight.dtype if weight.is_cuda else _maths_dtype(weight))
-
-    def factor(self, weight: Tensor) -> Tensor:
-        """Returns ``[size, hidden]`` in the dtype of the gradients' factors, which may be rounded."""
-        return weight[: self.size].to(weight.dtype if weight.is_cuda else product_dtype(weight.dtype))
 
     def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which token ids are in this shard, and their columns in it (0 for other tokens)."""
@@ -354,13 +348,8 @@ def _maths_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies ``left`` ``[rows, inner]`` by ``right`` ``[inner, columns]`` for a gradient; returns ``dtype``.
-
-    On a CPU the result is rounded to the factors' dtype first, as are the gradients of all other weights.
-    """
-    if left.is_cuda and left.dtype != dtype:
-        return torch.mm(left, right, out_dtype=dtype)
-    return (left @ right).to(dtype)
+    """Multiplies ``left`` ``[rows, inner]`` by ``right`` ``[inner, columns]``; sums and returns in ``dtype``."""
+    return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
 # -- Forward and backward -------------------------------------------------------------------------------------------
@@ -419,14 +408,14 @@ class _HeadOutputs(torch.autograd.Function):
         # A factor of a row multiplies rows as wide as `hidden` and never rows as wide as the vocabulary.
         hidden, weight, columns, entropy, above, kept, outside = ctx.saved_tensors
         shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
-        factor, dtype = shard.factor(weight), _maths_dtype(weight)
-        matrix = shard.matrix(weight) if kept is None else factor
+        matrix = shard.matrix(weight)
+        dtype = _maths_dtype(weight)
         owned, local = shard.own(columns)
         grad_hidden, grad_weight = None, None
         if ctx.needs_input_grad[0]:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight.new_zeros(weight.shape, dtype=dtype)
+            grad_weight = matrix.new_zeros(weight.shape, dtype=dtype)
         if outside is not None:
             grad_chosen = grad_chosen.masked_fill(outside, 0.0)
         of_columns = torch.where(owned, grad_chosen * scale, 0.0)
@@ -446,19 +435,19 @@ class _HeadOutputs(torch.autograd.Function):
             if of_surprisal is not None:
                 delta = torch.special.entr(softmax, out=spare[: len(chunk)])
                 delta.mul_(of_surprisal[rows]).addcmul_(softmax, of_softmax[rows])
-            delta = delta.to(factor.dtype)
+            delta = delta.to(matrix.dtype)
             if grad_weight is not None:
                 own, scaled = grad_weight[: shard.size], chunk * on_delta[rows]
-                if factor.dtype == dtype:
+                if matrix.dtype == dtype:
                     own.addmm_(delta.t(), scaled)
                 else:
-                    own += _product(delta.t(), scaled.to(factor.dtype), dtype)
+                    own += _product(delta.t(), scaled.to(matrix.dtype), dtype)
                 for column, incoming in taken:
                     grad_weight.index_put_((column,), chunk * incoming, accumulate=True)
             if grad_hidden is not None:
-                of_chunk = _product(delta, factor, dtype).mul_(on_delta[rows])
+                of_chunk = _product(delta, matrix, dtype).mul_(on_delta[rows])
                 for column, incoming in taken:
-                    of_chunk.addcmul_(factor[column], incoming)
+                    of_chunk.addcmul_(matrix[column], incoming)
                 grad_hidden[rows] = of_chunk
         if grad_hidden is not None and shard.group is not None:
             grad_hidden = shard.add(grad_hidden).to(hidden.dtype)
