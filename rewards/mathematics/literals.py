@@ -16,8 +16,9 @@ from typing import Any
 _NOISE = re.compile(r"\\(?:left|right|displaystyle|mathrm|mathbf)(?![A-Za-z])|\\[()\[\],;:! ]|[$*~\s]+")
 _MARKUP = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\],;:! ]|(?<!\\)\$|\*\*|~")
 _POWER_OF_UNIT = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
-_UNIT = rf"(?:\\(?:text|mathrm|textbf|mbox)\s*\{{[^{{}}]*\}}|[A-Za-z°²³]{{2,}}|[mgshLNJWVKCF°](?!\w)){_POWER_OF_UNIT}"
-_UNITS = re.compile(rf"(?:\s*(?:{_UNIT}|/(?=\s*{_UNIT})|\^\s*\{{?\s*\\circ\s*\}}?|\\circ|\\degree|\.(?!\d)))*\s*")
+_UNIT = rf"(?:\\(?:text|mathrm|textbf|mbox)\s*\{{[^{{}}]*\}}|[A-Za-z°²³]{{2,}}+|[mgshLNJWVKCF°](?!\w)){_POWER_OF_UNIT}"
+# Possessive, because a word could be split into units in exponentially many ways.
+_UNITS = re.compile(rf"(?:\s*+(?:{_UNIT}|/(?=\s*{_UNIT})|\^\s*\{{?\s*\\circ\s*\}}?|\\circ|\\degree|\.(?!\d)))*+\s*+")
 _CURRENCY = re.compile(r"(?:\\?\$|[€£¥])\s*")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent\b)")
 _INTEGER = r"(?:\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)"

@@ -30,6 +30,18 @@ def test_an_expression_is_none(text: str) -> None:
     assert not is_literal(text)
 
 
+LONG = (
+    *("5 " + "a" * 1990 + "!", "5" + " a" * 990 + "!", "5 " + "cm/" * 600 + "!", "1" * 1990 + "!", "1," * 990 + "!"),
+    *("(" * 1990, "5^" * 990, "5 " + "." * 1990 + "1", "5 " + "m ^ 2 " * 300 + "!", "5" + " " * 1990 + "!"),
+)
+
+
+@pytest.mark.parametrize("text", LONG)
+def test_long_texts_are_read(text: str) -> None:
+    """A pattern that backtracks in exponentially many ways would not end."""
+    assert not is_literal(text)
+
+
 @pytest.mark.parametrize(
     ("text", "alone"),
     [
