@@ -52,8 +52,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-# As in Relax's processes (relax_core.contracts.child.OPENMP_WAITS), for all ways; torch reads it when it is imported.
-os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="3000", HF_HUB_DISABLE_PROGRESS_BARS="1")
+from relax_core.contracts.child import OPENMP_WAITS
+
+# For all ways; torch reads it when it is imported.
+os.environ.update(OPENMP_WAITS, HF_HUB_DISABLE_PROGRESS_BARS="1")
 
 import torch
 

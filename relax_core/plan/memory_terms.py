@@ -99,16 +99,16 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
     feed-forward network's five widths. With ``widened`` (see `widens`) a float32 number counts as two.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
-    attention = norm_values(model) + 4 * query + 3 * key + heads
+    attention = norm_values(model, widened=widened) + 4 * query + 3 * key + heads
     if model.qk_norm:
         attention += key + 4 * model.head_dim + heads + (query if model.delta_net is not None else 0)
     if model.output_gate:
         attention += 2 * query
-    if widened:  # the norms' inputs and normed inputs, and query, key, value and output beside the bfloat16 output
-        attention += 3 * norm_values(model) // 2 + 2 * query + key + (3 * (query + key) if model.qk_norm else 0)
+    if widened:  # query, key, value and output beside the bfloat16 output, and the norms of query and key
+        attention += 2 * query + key + (3 * (query + key) if model.qk_norm else 0)
     if model.delta_net is not None:
         one = model.delta_net
-        linear = norm_values(model) * (5 if widened else 2) // 2 + 4 * one.keys + 6 * one.values
+        linear = norm_values(model, widened=widened) + 4 * one.keys + 6 * one.values
         share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:
@@ -118,9 +118,12 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
     return attention + experts.count + routed + 5 * experts.shared_width
 
 
-def norm_values(model: ModelDimensions) -> int:
-    """Returns what the two norms of a layer keep; those beside a gated delta net are torch's, and keep their input."""
-    return (4 if model.delta_net is None else 6) * model.hidden
+def norm_values(model: ModelDimensions, *, widened: bool = False) -> int:
+    """Returns what the two norms of a layer keep; those beside a gated delta net are torch's, and keep their input.
+
+    With ``widened`` inputs and normed inputs are float32, beside the bfloat16 output.
+    """
+    return (4 if model.delta_net is None else 6) * model.hidden * (5 if widened else 2) // 2
 
 
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
@@ -311,7 +314,7 @@ def row_values(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimens
     Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
     """
     widened = widens(config)
-    every, norms = activation_values(model, widened=widened), norm_values(model) * (5 if widened else 2) // 2
+    every, norms = activation_values(model, widened=widened), norm_values(model, widened=widened)
     return (every - norms) // parallel.tp + norms // (parallel.tp if parallel.sequence_parallel else 1)
 
 

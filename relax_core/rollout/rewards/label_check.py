@@ -106,7 +106,7 @@ class LabelCheck:
                     output = score(RewardInput(response=answer, stopped=True, answer=label, row=row))
                     late += output.cause == "timeout"
                     if not output.exact:
-                        faults[key] = f"{one.where}: answer={_short(label)}, and {_short(answer)} {_got(output)}"
+                        faults[key] = f"{one.where}: answer={short(label)}, and {short(answer)} {_got(output)}"
                         break
                 if late >= _MOST_LATE:
                     break
@@ -149,5 +149,6 @@ def _got(output: RewardOutput) -> str:
     return f"gets {output.reward:g}." if output.reward is not None else f"gets no reward: {output.reason[:120]}."
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """Returns an answer or a label for a report: quoted, and without its middle if it is long."""
     return repr(text if len(text) <= 60 else f"{text[:28]}…{text[-28:]}").replace("\\\\", "\\")

@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.rollout.episodes.episode_records import without_bytes
+from relax_core.rollout.rewards.label_check import short
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, AuditedRow, right_forms, wrong_answers
 
 AUDITED_ROWS = 64
 SCORES_FROM = 0.2  # of what a right answer gains over an empty one; with less an answer does not count as awarded
 _TAKEN = 0.5  # a form of right answers that is awarded in more rows than this is one that the reward takes
-_SHOWN = 80  # characters of an answer
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,6 @@ class RewardAudit:
     judged: int
     without: int
     seconds: float
-    forms: Sequence[str] = field(default=())
 
     @property
     def wrong_share(self) -> float:
@@ -107,7 +106,6 @@ async def audit_reward(
         judged=judged,
         without=without,
         seconds=time.perf_counter() - began,
-        forms=forms,
     )
 
 
@@ -159,14 +157,14 @@ def _count(
     for one, gain in zip(answers, gains, strict=True):
         got = gain >= SCORES_FROM
         if one.form:
-            taken[one.form].append((got, f"{_short(one.text)} for the label {_short(label)}"))
+            taken[one.form].append((got, f"{short(one.text)} for the label {short(label)}"))
             continue
         figures = families[one.family]
         figures.answers += 1
         figures.scored += got
         awarded[one.family] = awarded.get(one.family, False) or got
         if got and gain > figures.worst_gain:
-            figures.worst, figures.worst_gain = f"{_short(one.text)} for the label {_short(label)}", gain
+            figures.worst, figures.worst_gain = f"{short(one.text)} for the label {short(label)}", gain
     for family, got in awarded.items():
         families[family].rows += 1
         families[family].rows_scored += got
@@ -182,8 +180,3 @@ def _text_of(prompt: Any) -> str:
             parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
             return "\n".join(part for part in parts if isinstance(part, str))
     return ""
-
-
-def _short(text: str) -> str:
-    shown = repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 2 :]}")
-    return shown.replace("\\\\", "\\")
