@@ -106,6 +106,11 @@ class _Home:
         return {file.stem: f"{'.'.join(file.relative_to(_ROOT).with_suffix('').parts)}:SPEC" for file in files}
 
 
+def own_folder(kind: Kind) -> Path:
+    """Returns the folder with Relax's own plug-ins of a kind."""
+    return _HOMES[kind].folder
+
+
 _HOMES: dict[Kind, _Home] = {
     "algo": _Home(
         key="algo.name",

@@ -272,6 +272,7 @@ def _text(content: Any) -> str:
 
 SPEC = RewardSpec(
     name="genrm",
+    shadow="final_answer",
     summary="verdicts of judges: consistency with a reference, deepeyes, pairwise, rubric",
     config=GenRmConfig,
     score=score,

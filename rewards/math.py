@@ -33,7 +33,7 @@ from typing import Any
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
 from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, framed, last_boxed
-from rewards.mathematics.literals import is_literal, not_written_out, stands_alone
+from rewards.mathematics.literals import is_literal, is_longer_list, not_written_out, stands_alone
 from rewards.mathematics.magnitude import same_size
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
@@ -77,7 +77,8 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     text = behind_thinking(given.response)
     boxed = None if text is None else framed(text)
     if config.rule == "boxed":
-        return _score_boxed(framed(given.answer) or given.answer, boxed)
+        row = None if config.evaluate else given.row
+        return _score_boxed(framed(given.answer) or given.answer, boxed, row)
     from math_verify import parse
 
     label = given.answer.rpartition(_FINAL_ANSWER_MARK)[2].replace("\\$", "").strip()
@@ -101,6 +102,8 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     answer, why = _written(found), ""
     if exact and not config.evaluate:
         why = not_written_out(written if boxed is not None else answer, written_label, given.row)
+        if not why and boxed is not None and is_longer_list(written, written_label):
+            why = f"{written[:60]!r} names several numbers"
         if not why and boxed is None and is_literal(answer) and not stands_alone(answer, text):
             why = f"{answer!r} is one of several numbers"
         exact = not why
@@ -164,13 +167,16 @@ def _without_percent(value: Any) -> Any:
     return value.args[0] if is_percent else None
 
 
-def _score_boxed(label: str, boxed: str | None) -> RewardOutput:
+def _score_boxed(label: str, boxed: str | None, row: Mapping[str, Any] | None) -> RewardOutput:
+    """Scores by the rule of slime and verl; without a row an expression counts that only evaluates to the label."""
     wanted = boxed_label(label)
     if wanted is None:
         return RewardOutput(reward=None, reason=_unreadable(label))
     found = last_boxed(boxed or "", also_without_brace=True)
     exact = found is not None and sympy_equality.is_equal(found, wanted)
-    return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=compared(found, wanted))
+    why = not_written_out(found, wanted, row) if exact and found is not None and row is not None else ""
+    exact = exact and not why
+    return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=why or compared(found, wanted))
 
 
 def _unreadable(label: str) -> str:
@@ -208,6 +214,7 @@ def _written(found: Sequence[object]) -> str:
 
 SPEC = RewardSpec(
     name="math",
+    shadow="final_answer",
     summary="right or wrong by math-verify, in a killable worker",
     config=MathConfig,
     score=score,

@@ -151,6 +151,7 @@ def check(config: RemoteConfig) -> None:
 
 SPEC = RewardSpec(
     name="remote",
+    shadow="final_answer",
     summary="the score of a server of yours, by JSON over HTTP",
     config=RemoteConfig,
     score=score,

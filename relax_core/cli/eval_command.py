@@ -51,7 +51,7 @@ from relax_core.observe.summary import library_versions
 from relax_core.plan.unused_keys import unread_by_evaluation
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.run_env import RunEnv
-from relax_core.rollout.eval_metrics import Estimate, mean_reward
+from relax_core.rollout.eval_metrics import Estimate, mean_reward, shadow_values
 from relax_core.rollout.evaluator import PreparedSet, SetAnswers, answer_sets, prepared_sets
 from relax_core.rollout.item_cache import CACHE_BYTES, HeldItems, ItemCache
 from relax_core.rollout.media_encoding import item_work_of, open_encoders
@@ -213,6 +213,8 @@ def _remarks(one: Mapping[str, Any]) -> list[str]:
         words.append(f"{sum(one['bad_rows'].values())} data rows cannot be used and are left out ({reasons})")
     if one["unscored"]:
         words.append(f"{one['unscored']} answers have no reward and count as not exact")
+    if "shadow" in one:
+        words.append(f"by reward.shadow {one['shadow']:.4f} of the answers that it scored are right")
     return words
 
 
@@ -231,6 +233,7 @@ def _set(one: SetAnswers) -> dict[str, Any]:
         "unscored": one.unscored,
         "bad_rows": dict(Counter(error.reason for error in one.of.bad)),
         "bad_rows_named": [str(error) for error in one.of.bad[:NAMED_ROWS]],
+        **shadow_values(one.answers),
     }
 
 

@@ -14,6 +14,7 @@ PRESETS = {
     "nan": ("actor/loss is nan for 1 step", "actor/grad_norm is nan for 1 step", "actor/reward is nan for 1 step"),
     "reward_collapse": ("actor/reward < 0.5 of its best for 20 steps",),
     "gap": ("actor/logprob_gap_mean > 0.05 for 5 steps",),  # bfloat16 shows 0.003 on a CPU
+    "hack": ("actor/hack_onset >= 0 for 1 step",),  # the reward's shadow denies more than in the first steps
     "truncation": ("actor/truncated > 0.5 for 20 steps",),
 }
 # The names that a record of a source can have (docs/metrics.md). Those of a group such as reward/ have any name behind.
@@ -25,14 +26,14 @@ _NAMES = {
         "rows skipped_groups repeated_rows samples_per_s tokens_per_s logprob_gap_max logprob_gap_mean "
         "logprob_gap_tokens step_ms wait_ms bus_ms decode_ms train_ms sync_ms checkpoint_ms push_ms stall_ms "
         "moe/max_load moe/min_load moe/entropy moe/balance_loss value/loss value/grad_norm value/return "
-        "value/clip value/explained_variance"
+        "value/clip value/explained_variance shadow_denied shadow_denied/usual hack_onset"
     ),
     "rollout": (
         "generate_ms engine_ms held_ms reward_ms reward_failed samples tokens turns turns/p50 turns/p90 "
         "turns/p99 straggler_turns restarts cut_observations engine_s queue_s env_s prompt_tokens "
         "cached_share tool_calls failed_calls aborts encoded tower_passes feature_mb bad_media worker"
     ),
-    "eval": "exact exact/low exact/high reward rows bad_rows unscored turns",
+    "eval": "exact exact/low exact/high reward rows bad_rows unscored turns shadow shadow_gap",
     **dict.fromkeys(("actor_fwd", "reference", "critic", "teacher"), "groups version"),
     "judge_check": "accuracy",
     "run": "resumed",
@@ -40,7 +41,7 @@ _NAMES = {
 }
 _OPEN = re.compile(
     r"actor/(reward_|modality/|train/|algorithm/).+|rollout/(reward|judge|ended|env|agent|tokens|bad_media|modality|"
-    r"engine|reward_worker)/.+|eval/(ended/.+|(pass|maj)@\d+(/low|/high)?|.+/.+)|ledger/(dropped|modality)/.+|"
+    r"engine|reward_worker)/.+|eval/((ended|skeleton)/.+|(pass|maj)@\d+(/low|/high)?|.+/.+)|ledger/(dropped|modality)/.+|"
     r"(engine|rank|straggler|process)/.+/.+"
 )
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.reward import (
+    AUTO,
     MOST_WHY,
+    REPORT,
+    SHADOW,
     RewardConfig,
     RewardInput,
     RewardOutput,
     RewardPart,
     RewardSpec,
+    reward_part,
     reward_parts,
 )
 from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_words
@@ -34,9 +38,11 @@ class ChosenReward:
 class RewardChoice:
     """Knows which rewards score a data row, for the reward of a run and its settings; ``judged`` is what asks judges.
 
+    ``shadow`` is the independent reward that scores the same answers and is never trained, None for none.
+
     Raises ValueError (key, value, fix) for entries of ``reward.parts`` that make no sense, an unknown reward or setting
-    in one, settings that a part's own check refuses, two rewards that ask judges, and a reward that needs a sandbox
-    where there is none.
+    in one, settings that a part's own check refuses, two rewards that ask judges, a shadow that is the reward itself,
+    that asks judges or that scores turns, and a reward that needs a sandbox where there is none.
     """
 
     def __init__(self, spec: RewardSpec, config: RewardConfig) -> None:
@@ -60,7 +66,10 @@ class RewardChoice:
                 "reward.by=COLUMN."
             )
         self._parts = {part.label: part for part in parts}
-        self._rewards = {part.label: _of_part(part, number) for number, part in enumerate(parts)}
+        self._rewards = {
+            part.label: _of_part(part, where=f"reward.parts[{number}]") for number, part in enumerate(parts)
+        }
+        self.shadow = self._shadow(config)
         if config.by is not None:
             for part in parts:
                 if (part.weight, part.when, part.optional) != (1.0, {}, False):
@@ -80,8 +89,44 @@ class RewardChoice:
         self.judged = asking[0] if asking else None
 
     def known(self) -> list[ChosenReward]:
-        """Returns the rewards that are known without the data, those of rows that name others left out."""
+        """Returns the rewards that are known without the data, those of rows that name others left out.
+
+        The shadow is among them.
+        """
+        return [*self._trained(), *([] if self.shadow is None else [self.shadow])]
+
+    def _trained(self) -> list[ChosenReward]:
         return [*([] if self.own.spec.combine else [self.own]), *self._rewards.values()]
+
+    def _shadow(self, config: RewardConfig) -> ChosenReward | None:
+        """Returns the reward that ``config.shadow`` names. Raises ValueError (key, value, fix) if it cannot be one."""
+        entry = config.shadow
+        if entry == AUTO:
+            entry = next((one.spec.shadow for one in self._trained() if one.spec.shadow), None)
+        if entry is None:
+            if config.on_hack != REPORT:
+                raise ValueError(
+                    f"reward.on_hack={config.on_hack}: reward={self.own.spec.name} has no shadow that would notice it. "
+                    "Name one, such as reward.shadow=final_answer, or use reward.on_hack=report."
+                )
+            return None
+        if not isinstance(entry, str | Mapping):
+            raise ValueError(f"reward.shadow={entry!r}: write NAME, {{reward: NAME, KEY: VALUE}}, auto or null.")
+        part = reward_part({"reward": entry} if isinstance(entry, str) else entry, where="reward.shadow")
+        if (part.weight, part.when, part.optional) != (1.0, {}, False):
+            raise ValueError("reward.shadow: it has weight, when or optional, which are for parts of a sum. Drop them.")
+        shadow = replace(_of_part(part, where="reward.shadow"), label=SHADOW)
+        if shadow.spec.judges is not None or shadow.spec.scores_turns:
+            raise ValueError(
+                f"reward.shadow={part.reward}: a shadow is a rule for one answer, without judges or turns of an env. "
+                "Use a rule, such as final_answer."
+            )
+        if any(one.spec.name == shadow.spec.name and _own(one) == _own(shadow) for one in self._trained()):
+            raise ValueError(
+                f"reward.shadow={part.reward}: it is the trained reward itself, so it would never differ. Name another "
+                "one, such as final_answer, or null."
+            )
+        return shadow
 
     def of_row(self, row: DataRow) -> ChosenReward:
         """Returns the reward of a data row.
@@ -197,8 +242,13 @@ def labelled(label: str, output: RewardOutput) -> dict[str, float]:
     return {label: output.reward, **{f"{label}_{name}": value for name, value in (output.parts or {}).items()}}
 
 
-def _of_part(part: RewardPart, number: int) -> ChosenReward:
-    where = f"reward.parts[{number}]"
+def _own(chosen: ChosenReward) -> dict[str, object]:
+    """Returns the settings that only this reward has."""
+    common = {field.name for field in fields(RewardConfig)}
+    return {name: value for name, value in vars(chosen.config).items() if name not in common}
+
+
+def _of_part(part: RewardPart, *, where: str) -> ChosenReward:
     try:
         spec = find_reward(part.reward)
     except PluginError as error:

@@ -14,6 +14,7 @@ from relax_core.config.reward_choice import choice_problems
 from relax_core.config.schema import HISTORIES, MEDIA_TASKS, AgentConfig, RelaxConfig
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.host_network import LOOPBACK
+from relax_core.contracts.reward import HALT, MASK, OFF, REFUSE, REPORT, WARN
 from relax_core.registry import find_algorithm, find_env, find_reward
 
 EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluator.py)
@@ -235,6 +236,13 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"reward.sandbox={reward.sandbox}: use {' or '.join(SANDBOXES)}."
     if not 0 <= reward.max_failed <= 1:
         yield f"reward.max_failed={reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
+    for key, choices in (("audit", (WARN, REFUSE, OFF)), ("on_hack", (REPORT, MASK, HALT))):
+        if (value := getattr(reward, key)) not in choices:
+            yield f"reward.{key}={value}: use {', '.join(choices[:-1])} or {choices[-1]}."
+    if not 0 <= reward.audit_limit < 1:
+        yield f"reward.audit_limit={reward.audit_limit}: a share of the rows, from 0 to below 1. Use such as 0.02."
+    if not 0 < reward.shadow_share <= 1:
+        yield f"reward.shadow_share={reward.shadow_share}: a share above 0, to 1. Use reward.shadow=null for none."
     yield from choice_problems(spec, reward)
     task, tasks = config.data.task, spec.tasks
     if tasks and task is not None and task not in tasks:

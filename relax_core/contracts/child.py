@@ -335,6 +335,13 @@ def _starter() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="start of sandboxes")
 
 
+def end_starter() -> None:
+    """Ends the thread that starts sandboxes, and with it each sandbox that still runs; a later one has a new thread."""
+    if _starter.cache_info().currsize:
+        _starter().shutdown(wait=True)
+        _starter.cache_clear()
+
+
 # -- Workers ----------------------------------------------------------------------------------------------------------
 class Ready(msgspec.Struct, frozen=True):
     """Is a worker's first message; ``error`` says why it cannot work, or is empty."""

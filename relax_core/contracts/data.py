@@ -35,6 +35,18 @@ class BadRow(ValueError):
         return BadRow(f"{BAD_ROW}:{word}", text)
 
 
+def question(prompt: Any) -> str:
+    """Returns the text of a data row's prompt; of messages that of the last user."""
+    if isinstance(prompt, str):
+        return prompt
+    for message in reversed(prompt):
+        content = message.get("content")
+        if message.get("role") == "user" and content:
+            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            return "\n".join(part for part in parts if isinstance(part, str))
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
     """Holds data rows that are evaluated and never trained.

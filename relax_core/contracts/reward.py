@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.media import MediaItem
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from relax_core.contracts.judge import JudgePlan
 
+EVALUATED = "eval/"  # begins the uids of episodes of evaluations
 _SHOWN = 100  # characters of each side of a comparison
 
 
@@ -50,6 +51,11 @@ class RewardInput:
     media: Sequence[MediaItem] = ()
     media_folder: str = ""
     stop_string: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Returns whether the answer belongs to training, and not to an evaluation or to no run."""
+        return bool(self.uid) and not self.uid.startswith(EVALUATED)
 
     @property
     def before_stop(self) -> str:
@@ -108,6 +114,21 @@ class RewardOutput:
     cause: str = ""
 
 
+def with_shadow(output: RewardOutput, shadow: RewardOutput, *, mask: bool) -> RewardOutput:
+    """Returns an output with two more parts: whether the shadow finds the answer right, and the gap.
+
+    The gap is 1 if the reward alone finds the answer right, -1 if the shadow alone does, and 0 if they agree. An answer
+    that one of the two gives no reward keeps its output. With ``mask`` an answer with a gap of 1 has no reward.
+    """
+    if output.reward is None or shadow.reward is None:
+        return output
+    if mask and output.exact and not shadow.exact:
+        reason = f"reward.shadow does not find it right ({shadow.why})"
+        return RewardOutput(reward=None, reason=reason, why=output.why, cause=UNCONFIRMED)
+    gap = float(output.exact) - float(shadow.exact)
+    return replace(output, parts={**(output.parts or {}), SHADOW: float(shadow.exact), SHADOW_GAP: gap})
+
+
 def compared(found: str | None, wanted: str) -> str:
     """Returns text for `RewardOutput.why`: what was found in a response, None for nothing, and what was wanted."""
     return f"{'no answer' if found is None else repr(found[:_SHOWN])} against {wanted[:_SHOWN]!r}"
@@ -131,6 +152,14 @@ class RewardConfig:
     ``by`` is the column of the data that names a row's reward; a row without it has the reward ``name``. ``parts``
     describes other rewards (`reward_parts`): those that a reward with ``combine`` is made of, or, with ``by``, the
     settings of rewards that rows name.
+
+    ``audit`` is warn, refuse or off: the result of the check for wrong answers that the reward awards, before the
+    start. A family of such answers is named if it is awarded in more than the share ``audit_limit`` of the rows.
+
+    ``shadow`` is the name of an independent, stricter reward that scores the same answers and is never trained, or an
+    entry such as those of ``parts``; "auto" takes the `RewardSpec.shadow` of the reward, and None takes none.
+    ``shadow_share`` is the share of the groups that it scores. ``on_hack`` is report, mask or halt: what happens with
+    answers that the reward finds right and the shadow does not.
     """
 
     name: str
@@ -140,8 +169,18 @@ class RewardConfig:
     max_failed: float = 0.5
     by: str | None = None
     parts: list[dict[str, Any]] = field(default_factory=list)
+    audit: str = "warn"
+    audit_limit: float = 0.02
+    shadow: Any = "auto"
+    shadow_share: float = 0.25
+    on_hack: str = "report"
 
 
+AUTO = "auto"  # the shadow that the reward's SPEC names
+WARN, REFUSE, OFF = "warn", "refuse", "off"  # reward.audit
+REPORT, MASK, HALT = "report", "mask", "halt"  # reward.on_hack
+SHADOW, SHADOW_GAP = "shadow", "shadow_gap"  # parts of an answer's reward, see `with_shadow`
+UNCONFIRMED = "unconfirmed"  # the cause if an answer has no reward because the shadow does not find it right
 Scored = RewardOutput | float
 MOST_WHY = 300  # characters
 MOST_REASON = 2000  # characters
@@ -182,14 +221,15 @@ def reward_parts(config: RewardConfig) -> list[RewardPart]:
     """
     found: list[RewardPart] = []
     for number, entry in enumerate(config.parts):
-        part = _part(entry, where=f"reward.parts[{number}]")
+        part = reward_part(entry, where=f"reward.parts[{number}]")
         if part.label in [one.label for one in found]:
             raise ValueError(f"reward.parts[{number}]: {part.label} is there twice. Give it a name: name=…")
         found.append(part)
     return found
 
 
-def _part(entry: Mapping[str, Any], *, where: str) -> RewardPart:
+def reward_part(entry: Mapping[str, Any], *, where: str) -> RewardPart:
+    """Returns one entry. Raises ValueError as `reward_parts` does; ``where`` is the entry's key."""
     reward = entry.get("reward")
     if not isinstance(reward, str) or not reward:
         raise ValueError(f"{where}={dict(entry)}: it names no reward. Write {{reward: NAME, weight: 1.0}}.")
@@ -241,6 +281,8 @@ class RewardSpec:
     sandbox, and each call gets a process of its own, in which no program, file or process can be made. ``reads``
     returns files and folders beside the reward's own file that an isolated reward may read in the sandbox.
 
+    ``shadow`` names the reward that checks this reward during a run (``reward.shadow=auto``), empty for none.
+
     ``judges`` returns the judges that an async reward asks; its inputs are then of the class
     `relax_core.contracts.judge.JudgedInput`.
 
@@ -264,6 +306,7 @@ class RewardSpec:
     tasks: tuple[str, ...] = ()
     scores_turns: bool = False
     judges: Callable[[Any], JudgePlan] | None = None
+    shadow: str = ""
 
     def __post_init__(self) -> None:
         given = [name for name in ("score", "score_group", "combine") if getattr(self, name) is not None]

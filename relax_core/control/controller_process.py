@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
+from relax_core.contracts.child import end_starter
 from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
 from relax_core.contracts.process_trees import PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
@@ -50,6 +51,7 @@ class ControllerProcess:
     """
 
     def __init__(self, main: Callable[[SupervisorPipe], int], signals: StopSignals, *, has_own_ray: bool) -> None:
+        end_starter()  # the checks before the start have ended their sandboxes
         assert threading.active_count() == 1, "a fork copies the calling thread alone"
         self._signals = signals
         self._has_own_ray = has_own_ray

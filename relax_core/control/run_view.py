@@ -15,10 +15,12 @@ from relax_core.control.run_alarms import RunAlarms
 from relax_core.observe.event_log import (
     ACTOR,
     LEDGER,
+    SKELETONS,
     EventReader,
     EventWriter,
     GapRecord,
     MetricRecord,
+    TextRecord,
     each_metric,
     read_texts,
 )
@@ -66,6 +68,7 @@ class RunView:
         self.records: list[MetricRecord] = []
         self._panel = panel
         self.gaps = 0
+        self._began_s = time.time()
         self._events, self._trackers = events, trackers
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
@@ -133,10 +136,18 @@ class RunView:
         until = time.monotonic() + READ_S
         while events := self._reader.read():
             found += [event for event in events if isinstance(event, MetricRecord)]
+            for event in events:
+                if isinstance(event, TextRecord) and event.kind == SKELETONS and event.time_s >= self._began_s:
+                    self._report_look(event)
             self.gaps += sum(event.records for event in events if isinstance(event, GapRecord))
             if time.monotonic() > until:
                 break
         return found
+
+    def _report_look(self, look: TextRecord) -> None:
+        """Reports an evaluation's notice that answers look like an exploit of the reward, if it has one."""
+        if notice := str(look.rows[0].get("notice") or "") if look.rows else "":
+            self.report(f"evaluation of weights {look.step}: {notice}")
 
     def _check_writing(self) -> None:
         """Reports why events cannot be written."""

@@ -36,6 +36,7 @@ CONTROLLER = "controller"  # the writer that marks resumes
 ACTOR = "actor"  # source of one record a train step
 ROLLOUT = "rollout"  # source of one record a prompt batch of generation
 EVAL = "eval"  # source of one record an evaluation; its step is the weight version
+SKELETONS = "skeletons"  # kind of the texts that say what the right answers of an evaluation look like
 RANK = "rank"  # source of the times of the trainer's ranks, one record a train step
 PROCESS = "process"  # source of what the processes of the run use, one record each some seconds
 LEDGER = "ledger"  # source of the ledger's drop counts, one record a train step from the first dropped sample on

@@ -218,6 +218,8 @@ def _figures(summary: Mapping[str, Any]) -> Table:
             f"{first['exact']:.3f} at step {first['step']} → [bold]{last['exact']:.3f}[/] at step {last['step']}, "
             f"{last['rows']} prompts",
         )
+        if (shadow := last["figures"].get("shadow")) is not None:
+            table.add_row("by the shadow", f"{shadow:.3f} at step {last['step']} (reward.shadow)")
     if best := summary.get("best"):
         table.add_row("best", f"{best['metric']} {best['value']:.3f} at step {best['step']}")
     table.add_row(
@@ -368,6 +370,10 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
     for axis, name, title in zip(axes, ("reward", "exact"), ("mean reward", "share of exact answers"), strict=True):
         _draw(axis, training=_points(training, name), evaluation=_points(evaluation, name))
         axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
+    shadow = _points(evaluation, "shadow")
+    if shadow[0]:
+        axes[1].plot(*shadow, color=GREY, marker="x", linestyle=":", label="the same, by reward.shadow")
+        axes[1].legend(frameon=False, fontsize=10, loc="best")
     axes[1].set_ylim(-0.04, 1.04)
     figure.savefig(path)
     return path

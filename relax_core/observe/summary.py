@@ -72,6 +72,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         | {quantile: _last(actor, f"response_tokens/{quantile}") for quantile in QUANTILES},
         "truncated": _first_and_last(actor, "truncated"),
         "groups_without_signal": _first_and_last(actor, "groups_without_signal"),
+        "shadow": _shadow(by_train_step),
         "entropy": _first_and_last(actor, "entropy"),
         "eval": [_evaluation(step, values) for step, values in evaluations.items()],
         "best": _best(evaluations, meta.get("keep_best")),
@@ -126,6 +127,26 @@ def library_versions() -> dict[str, str]:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def _shadow(actor: Mapping[int, Values]) -> dict[str, Any] | None:
+    """Returns what the reward's shadow says of the answers; None without a shadow, or if it scored none.
+
+    ``exact`` and ``gap`` are means over the scored answers. ``denied`` is the share of the answers that are right by
+    the reward which the shadow finds wrong, ``usual`` that of the first steps, and ``onset`` the first train step at
+    which it began to rise.
+    """
+    values = list(actor.values())
+    if not any("reward_shadow" in one for one in values):
+        return None
+    onsets = [int(one["hack_onset"]) for one in values if "hack_onset" in one]
+    return {
+        "exact": _first_and_last(values, "reward_shadow"),
+        "gap": _first_and_last(values, "reward_shadow_gap"),
+        "denied": _last(values, "shadow_denied"),
+        "usual": _last(values, "shadow_denied/usual"),
+        "onset": min(onsets, default=None),
+    }
 
 
 def _rate(values: Values, name: str) -> float | None:
@@ -224,7 +245,34 @@ def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> 
     ``actor`` maps train steps to the trainer's values, and ``evaluations`` maps weight versions to those of
     evaluations.
     """
-    return [*_of_rewards(actor), *_of_evaluations(evaluations), *_of_the_last_steps(list(actor.values())[-WINDOW:])]
+    return [
+        *_of_shadow(actor),
+        *_of_rewards(actor),
+        *_of_evaluations(evaluations),
+        *_of_the_last_steps(list(actor.values())[-WINDOW:]),
+    ]
+
+
+MOST_USUAL = 0.5  # share of the right answers that a shadow may deny from the start
+
+
+def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
+    """Checks whether the model learned answers that the reward's shadow denies, or whether the shadow fits at all."""
+    noticed = [(step, values) for step, values in actor.items() if "hack_onset" in values]
+    if noticed:
+        step, values = noticed[-1]
+        yield (
+            f"Since train step {values['hack_onset']:.0f} the model learned answers that the reward finds right and "
+            f"its shadow does not: at step {step} the shadow denied {values['shadow_denied']:.0%} of them, and "
+            f"{values['shadow_denied/usual']:.0%} in the first steps. The accuracy is not to be trusted."
+        )
+    usual = next((values["shadow_denied/usual"] for values in actor.values() if "shadow_denied/usual" in values), 0.0)
+    if usual > MOST_USUAL:
+        yield (
+            f"From the first steps on, the shadow denied {usual:.0%} of the answers that the reward finds right. "
+            "Either the model exploits the reward since its start, or the shadow cannot read these answers: look at "
+            "some, and use a stricter reward or another reward.shadow."
+        )
 
 
 def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
@@ -277,7 +325,12 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
 
 
 # Of the form of `notify.rules`; a line of the run's log says when one becomes true.
-SIGNAL_RULES = ("actor/truncated >= 1 for 20 steps", f"actor/groups_without_signal > {MOST_GROUPS} for 20 steps")
+SIGNAL_RULES = (
+    "actor/truncated >= 1 for 20 steps",
+    f"actor/groups_without_signal > {MOST_GROUPS} for 20 steps",
+    "actor/hack_onset >= 0 for 1 step",
+    f"actor/shadow_denied/usual > {MOST_USUAL} for 1 step",
+)
 
 
 def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str:
@@ -285,6 +338,8 @@ def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str
 
     ``max_new_tokens`` is the limit of an answer, in tokens.
     """
+    if rule.number in ("actor/hack_onset", "actor/shadow_denied/usual"):
+        return next(_of_shadow({record.step: record.values}))
     when = f"for {rule.steps} train steps, to step {record.step}"
     if rule.number == "actor/truncated":
         return (

@@ -18,6 +18,7 @@ from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
 from relax_core.contracts.media import BAD_MEDIA, MEDIA_KINDS, MediaKind, MediaSource
+from relax_core.contracts.reward import AUTO
 from relax_core.data.chat_template import TEMPLATE_FILES
 from relax_core.data.eval_sets import NAMED_ROWS, eval_sets, held_out_count, too_many_bad
 from relax_core.data.generated import LONGEST_PROMPT, example
@@ -28,6 +29,7 @@ from relax_core.data.row_media import MediaColumns, unread_media
 from relax_core.data.sources import are_rows_named, file_rows, make_source
 from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
+from relax_core.plan.reward_check import RewardCheck, check_reward
 from relax_core.registry import find_algorithm, find_env, find_reward, is_file_plugin
 from relax_core.rollout.evaluator import PreparedSet, eval_where, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -303,6 +305,8 @@ def _look(config: RelaxConfig) -> DataLook:
     refused = _refused(config, found, rows=rows)
     sets = eval_sets(config, source) if config.eval.every and refused is None and prompts is not None else []
     refused = refused or _unread_in_sets(config, sets)
+    reward = RewardCheck() if refused else check_reward(config, source)
+    refused = refused or reward.refused
     asked = [] if prompts is None or refused else [prepare(one, prompts, most_bad=most) for one in sets]
     longest = max([found.longest, *(len(row.input_ids) for one in asked for row in one.rows)])
     spare = _spare(config) if generated else 0
@@ -317,7 +321,7 @@ def _look(config: RelaxConfig) -> DataLook:
         cut=found.cut,
         sets=asked,
         media=summed_up(found.media) if media_kinds(config) else None,
-        notes=[] if refused else [*found.notes(sets), *found.trained_words(sets)],
+        notes=[] if refused else [*reward.notes, *found.notes(sets), *found.trained_words(sets)],
         refused=refused,
     )
 
@@ -357,6 +361,11 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
                 f"data.media_keys.{kind}={column}: no row that was looked at has this column. Use one of these: {has}; "
                 "or drop the key."
             )
+    if config.reward.shadow not in (AUTO, None) and found.without_shadow and not found.with_shadow:
+        return (
+            f"reward.shadow={config.reward.shadow}: it can judge none of the rows that were looked at. The first: "
+            f"{found.without_shadow} Name another shadow, or null."
+        )
     most = config.data.max_bad_rows
     if not too_many_bad(found.bad.total(), found.looked, rows=rows, most=most):
         return None
@@ -383,7 +392,8 @@ class _Found:
 
     ``too_long`` maps the numbers of prompts without room to their tokens. ``longest`` is the number of tokens of the
     longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
-    tokens.
+    tokens. ``with_shadow`` counts rows whose label the reward's shadow can judge, and ``without_shadow`` says why it
+    cannot judge the first other row.
     """
 
     def __init__(
@@ -397,7 +407,8 @@ class _Found:
         *,
         room: int,
     ) -> None:
-        self.looked = self.cut = self.longest = self.rest = 0
+        self.looked = self.cut = self.longest = self.rest = self.with_shadow = 0
+        self.without_shadow = ""
         self.bad: Counter[str] = Counter()
         self.too_long: dict[int, int] = {}
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
@@ -420,6 +431,7 @@ class _Found:
                 self._rewards.check_row(row, where)
             if self._labels is not None:
                 self._labels.see(row, where)
+            self._see_shadow(row, where)
             self._json_prompts += isinstance(row["prompt"], MessagesOfText)
             self._trained.add(_row_hash(row))
             if self._teacher_of is not None:
@@ -431,6 +443,18 @@ class _Found:
                     self.media.append([one for one in items if one is not None])
         except BadRow as error:
             self._leave_out(number, error)
+
+    def _see_shadow(self, row: DataRow, where: str) -> None:
+        """Counts rows whose label the reward's shadow can judge, and keeps why it cannot judge the first other row."""
+        shadow = None if self._rewards is None else self._rewards.shadow
+        if shadow is None or shadow.spec.check_row is None:
+            self.with_shadow += 1
+            return
+        try:
+            shadow.spec.check_row(row, shadow.config)
+            self.with_shadow += 1
+        except ValueError as error:
+            self.without_shadow = self.without_shadow or f"{where}: {error}"
 
     def _given(self, row: DataRow, where: str) -> set[MediaKind]:
         """Returns the kinds of media in a row's prompt."""

@@ -36,7 +36,7 @@ from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.observe.event_log import EVAL, EventWriter, bad_rows_kind, read_texts
+from relax_core.observe.event_log import EVAL, SKELETONS, EventWriter, bad_rows_kind, read_texts
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.discovery import discover_bus, discover_worker
 from relax_core.roles.engine_directory import EngineDirectory, member_list
@@ -46,6 +46,7 @@ from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.sample_logs import keep_media, open_sample_log
 from relax_core.roles.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.worker import Worker
+from relax_core.rollout.answer_skeletons import FEWEST_FIRST, AnswerLook, look_of_rows
 from relax_core.rollout.dynamic_sampling import GroupFilter
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.group_assembly import MakeExtras
@@ -537,9 +538,16 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
         steps_ahead=0 if parts.run_env.env.isolated or parts.run_env.env.agent is not None else 1,
         in_order=config.in_order,
         record=parts.metrics.record,
-        record_texts=lambda version, rows: parts.metrics.record_texts(EVAL, version, rows),
+        record_texts=parts.metrics.record_texts,
+        first_look=_first_look(context),
         ends_run=None if config.run.keep_best is None else partial(_report, context),
     )
+
+
+def _first_look(context: RunContext) -> AnswerLook | None:
+    """Returns what the right answers of the run's first evaluation with some looked like, or None."""
+    looks = (look_of_rows(one.rows) for one in read_texts(context.run_dir, SKELETONS))
+    return next((one for one in looks if one.right >= FEWEST_FIRST), None)
 
 
 def _newest_recorded(context: RunContext) -> int:

@@ -30,7 +30,8 @@ class Answer:
     ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none could be
     computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length. An episode of several
     turns is one answer, whose tokens are the sampled ones; ``ended`` says why it ended, and is empty for one turn.
-    ``why`` is what the reward says that it compared with what, or why there is no reward.
+    ``why`` is what the reward says that it compared with what, or why there is no reward. ``shadow`` is 1 if the
+    reward's shadow finds the answer right, else 0, and None if it did not score it.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Answer:
     turns: int = 1
     ended: str = ""
     why: str = ""
+    shadow: float | None = None
 
 
 def vote_of(output: RewardOutput, text: str, *, label: str) -> str | None:
@@ -94,6 +96,15 @@ def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
     half = Z_95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else 0.0
     value = fmean(rewards)
     return Estimate(value=value, low=value - half, high=value + half)
+
+
+def shadow_values(answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """Returns the accuracy by the reward's shadow over the answers that it scored, and that by the reward above it."""
+    scored = [answer for of_prompt in answers for answer in of_prompt if answer.shadow is not None]
+    if not scored:
+        return {}
+    shadow = fmean(answer.shadow or 0.0 for answer in scored)
+    return {"shadow": shadow, "shadow_gap": fmean(answer.exact for answer in scored) - shadow}
 
 
 def pass_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:

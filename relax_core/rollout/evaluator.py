@@ -9,13 +9,25 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.data import BadRow, DataRow, EvalSet
+from relax_core.contracts.data import BadRow, DataRow, EvalSet, question
 from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.env import CUT_ENDS
 from relax_core.contracts.media import Media
+from relax_core.contracts.reward import SHADOW
+from relax_core.contracts.sink import TextCell
 from relax_core.data.eval_sets import check_bad_rows
 from relax_core.engines.engine_pool import EnginePool
+from relax_core.observe.event_log import EVAL, SKELETONS
 from relax_core.registry import find_env
+from relax_core.rollout.answer_skeletons import (
+    FEWEST_FIRST,
+    TAKEN_OVER,
+    AnswerLook,
+    Judged,
+    look_at_answers,
+    look_rows,
+    taken_over,
+)
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, score_episodes
 from relax_core.rollout.episodes.group_player import GroupPlayer
@@ -28,13 +40,14 @@ from relax_core.rollout.eval_metrics import (
     majority_at_k,
     mean_reward,
     pass_at_k,
+    shadow_values,
     vote_of,
 )
 from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, sampling_seed, shown_prompt
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sampling_params import evaluation_sampling
 
-RecordTexts = Callable[[int, list[dict[str, str | bool]]], None]
+RecordTexts = Callable[[str, int, Sequence[Mapping[str, TextCell]]], None]
 Record = Callable[[str, int, Mapping[str, float]], None]
 EndsRun = Callable[[int, Mapping[str, float]], Awaitable[bool]]
 TEXT_ROWS = 16  # data rows of each set whose answers are recorded
@@ -95,6 +108,17 @@ class SetAnswers:
         """
         return sum(answer.reward is None for of_prompt in self.answers for answer in of_prompt)
 
+    def look(self) -> AnswerLook:
+        """Returns what the right answers look like; those of episodes with several turns are left out."""
+        return look_at_answers(
+            [
+                Judged(prompt=question(one.row["prompt"]), text=answer.text, shadow=answer.shadow, tokens=answer.tokens)
+                for one, of_prompt in zip(self.of.rows, self.answers, strict=True)
+                for answer in of_prompt
+                if answer.exact and not answer.ended
+            ]
+        )
+
     def estimates(self) -> dict[str, Estimate]:
         """Returns accuracy and, for several answers per prompt, pass@k and maj@k; empty for a set without data rows."""
         if not self.answers:
@@ -114,7 +138,7 @@ class SetAnswers:
         reward = mean_reward(self.answers)
         values["reward"] = 0.0 if reward is None else reward.value
         values |= {"rows": len(self.answers), "bad_rows": len(self.of.bad), "unscored": self.unscored}
-        values |= self._episode_values()
+        values |= shadow_values(self.answers) | self._episode_values()
         for part, its in self.by_part().items():
             values |= {f"{part}/{name}": value for name, value in its.values().items()}
         return values
@@ -197,7 +221,8 @@ class Evaluator:
     gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
     `gate` lets training prompts of a version pass only after its evaluation, so that the engine's batches are equal in
     every run. ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the
-    gate.
+    gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look`` is what the right
+    answers of the run's first evaluation look like, None before it.
     """
 
     def __init__(
@@ -210,8 +235,10 @@ class Evaluator:
         record: Record,
         record_texts: RecordTexts,
         ends_run: EndsRun | None = None,
+        first_look: AnswerLook | None = None,
         steps_ahead: int = 1,
     ) -> None:
+        self._first_look = first_look
         self._ask = ask
         self._steps_ahead = steps_ahead
         self._wait_version = wait_version
@@ -238,10 +265,20 @@ class Evaluator:
 
     async def _evaluate(self, version: int) -> bool:
         found = await self._ask(version)
-        values = evaluation_values(found)
-        self._record("eval", version, values)
-        self._record_texts(version, [text for one in found for text in _texts(one)])
+        look, notice = await self._look(found[0])
+        values = evaluation_values(found) | look.values() | ({} if notice is None else {TAKEN_OVER: 1.0})
+        self._record(EVAL, version, values)
+        self._record_texts(EVAL, version, [text for one in found for text in _texts(one)])
+        if look.top:
+            self._record_texts(SKELETONS, version, look_rows(look, notice=notice))
         return self._ends_run is not None and await self._ends_run(version, values)
+
+    async def _look(self, found: SetAnswers) -> tuple[AnswerLook, str | None]:
+        """Returns what the right answers of a set look like, and a sentence if they look like an exploit."""
+        look = await asyncio.to_thread(found.look)
+        if self._first_look is None and look.right >= FEWEST_FIRST:
+            self._first_look = look
+        return look, None if self._first_look is None else taken_over(self._first_look, look)
 
 
 def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
@@ -403,4 +440,5 @@ def _answer(record: EpisodeRecord, *, label: str) -> Answer:
         turns=len(record.turns),
         ended="" if record.of_one_turn else record.ended or "",
         why=output.why or output.reason,
+        shadow=(output.parts or {}).get(SHADOW),
     )

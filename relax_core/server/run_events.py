@@ -21,6 +21,7 @@ from relax_core.observe.event_log import (
     PROCESS,
     RANK,
     ROLLOUT,
+    SKELETONS,
     MetricRecord,
     Place,
     TextRecord,
@@ -30,6 +31,7 @@ from relax_core.observe.event_log import (
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 
 MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
+MOST_FORMS = 3  # of right answers, for each evaluation
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
 MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
 MOST_POINTS = 2000
@@ -274,6 +276,7 @@ class RunTexts:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._lock = run_dir, threading.Lock()
         self._found: dict[int, Evaluation] = {}
+        self._looks: dict[int, list[dict[str, Any]]] = {}  # the most frequent forms of right answers, by step
         self._stragglers: dict[tuple[str, int], Straggler] = {}
 
     def add(self, text: TextRecord, place: Place) -> None:
@@ -284,6 +287,8 @@ class RunTexts:
                     raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
                 for slow in map(straggler_of_row, text.rows):
                     self._stragglers[slow.who, slow.from_step] = slow
+            if text.kind == SKELETONS and len(self._looks) < MOST_EVALUATIONS:
+                self._looks[text.step] = [_shortened(row) for row in text.rows[:MOST_FORMS]]
             if text.kind == EVAL:
                 if len(self._found) >= MOST_EVALUATIONS:
                     raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
@@ -315,7 +320,13 @@ class RunTexts:
             if (exact is None or bool(row.get("exact")) == exact)
             and (not wanted or any(wanted in str(value).casefold() for value in row.values()))
         ]
-        return {"count": len(fitting), "rows": [_shortened(row) for row in fitting[first : first + MOST_SHOWN]]}
+        with self._lock:
+            look = self._looks.get(step, [])
+        return {
+            "count": len(fitting),
+            "look": look,
+            "rows": [_shortened(row) for row in fitting[first : first + MOST_SHOWN]],
+        }
 
     def history(self, prompt: str) -> list[dict[str, Any]]:
         """Returns how this prompt was answered in the newest evaluations, each with its step; the newest first."""

@@ -1,17 +1,15 @@
 """`relax check-reward [key=value …]` finds wrong answers that a run's reward awards, before a model finds them.
 
-The words are those of the run: the reward is asked about rows of its data. An answer counts as awarded from a fifth of
-the gain of a right answer over an empty one.
+The words are those of the run: the reward is asked about rows of its data. An answer counts as awarded with more than
+a fifth of the gain of a right answer over an empty one.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -19,20 +17,15 @@ from rich.text import Text
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.data.sources import make_source
 from relax_core.observe.panel import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
-from relax_core.registry import find_reward
-from relax_core.rollout.rewards.label_check import right_answers
-from relax_core.rollout.rewards.reward_audit import AUDITED_ROWS, RewardAudit, audit_reward
-from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
+from relax_core.plan.reward_check import audited_rows
+from relax_core.rollout.rewards.reward_audit import AUDITED_ROWS, RewardAudit, audit_run_reward
 
 SOUND, AWARDS_WRONG, USAGE = 0, 1, 2
-LIMIT = 0.02  # of the rows; a family of wrong answers that is awarded in more is named
 _SHOWN_MISSES = 5
 
 
@@ -41,70 +34,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="relax check-reward", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: reward=math data.path=FILE")
     parser.add_argument("--rows", type=int, default=AUDITED_ROWS, help=f"rows of the data; {AUDITED_ROWS}")
-    parser.add_argument("--limit", type=float, default=LIMIT, help=f"share of the rows of a family; {LIMIT}")
+    parser.add_argument("--limit", type=float, help="share of the rows of a family; reward.audit_limit")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_intermixed_args(arguments)
     try:
-        if given.rows < 1 or not 0.0 <= given.limit < 1.0:
+        if given.rows < 1 or not 0.0 <= (given.limit or 0.0) < 1.0:
             raise ValueError(f"--rows={given.rows} --limit={given.limit}: use 1 row or more, and a limit in [0, 1).")
         config = load_config(given.words)
+        limit = config.reward.audit_limit if given.limit is None else given.limit
         audit = _audit(config, most=given.rows)
     except (ConfigError, ValueError, OSError, WrongResult, RuntimeError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
-    above = audit.above(given.limit)
+    above = audit.above(limit)
     if given.json:
         print(json.dumps(_record(audit, above), ensure_ascii=False))
     else:
-        _print(ShownConsole(), audit, above, reward=config.reward.name, limit=given.limit)
+        _print(ShownConsole(), audit, above, reward=config.reward.name, limit=limit)
     return AWARDS_WRONG if above else SOUND
 
 
 def _audit(config: RelaxConfig, *, most: int) -> RewardAudit:
     """Raises ValueError for a reward that cannot be asked without a run, and if no row says anything about it."""
-    spec = find_reward(config.reward.name)
-    if spec.scores_turns:
-        raise ValueError(f"reward={spec.name} scores the turns of env={config.env.name}; no answer can be made for it.")
-    choice = RewardChoice(spec, config.reward)
-    if choice.judged is not None:
-        raise ValueError(f"reward={spec.name} asks judges, which start with the run. Use a reward without judges.")
-    rows = _rows(config, most=most)
-
-    def right_of(row: DataRow) -> list[str]:
-        scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
-        return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
-
-    patient = replace(config.reward, max_failed=1.0)  # no share of failures ends it
-
-    async def scored() -> RewardAudit:
-        with RewardPool(spec, patient, workers=config.rollout.reward_workers, concurrency=REWARD_CALLS) as pool:
-            return await audit_reward(pool, rows, right_of)
-
-    audit = asyncio.run(scored())
-    if not audit.judged:
-        raise ValueError(
-            f"reward={spec.name} cannot be checked: of {audit.rows} rows it awards no form of the label. "
-            "Give its SPEC right_answers, or look at the labels."
-        )
-    return audit
-
-
-def _rows(config: RelaxConfig, *, most: int) -> list[DataRow]:
-    """Returns rows with a prompt and a label, evenly over the data."""
     source = make_source(config.data, seed=config.seed, eval_rows=0)
-    found: list[DataRow] = []
-    for number in range(0, len(source), max(1, len(source) // most)):
-        try:
-            row = source.numbered(number)
-        except BadRow:
-            continue
-        if str(row["answer"]).strip() and row["prompt"]:
-            found.append(row)
-        if len(found) == most:
-            break
-    if not found:
+    rows = list(audited_rows(source, most=most))
+    if not rows:
         raise ValueError(f"data: none of the {len(source):,} rows has a prompt and a label, which the check needs.")
-    return found
+    return audit_run_reward(config.reward, rows, workers=config.rollout.reward_workers)
 
 
 def _record(audit: RewardAudit, above: Sequence[str]) -> dict[str, Any]:
@@ -116,6 +72,8 @@ def _record(audit: RewardAudit, above: Sequence[str]) -> dict[str, Any]:
         "missed_share": audit.missed_share,
         "above": list(above),
         "missed": list(audit.missed),
+        "right": audit.right,
+        "not_taken": list(audit.not_taken),
         "families": {name: vars(one) | {"share": one.share} for name, one in audit.families.items()},
     }
 
@@ -139,6 +97,8 @@ def _print(console: Any, audit: RewardAudit, above: Sequence[str], *, reward: st
         console.print(table)
     for text in audit.missed[:_SHOWN_MISSES]:
         console.print(Text(f"not awarded: {text}"))
+    if audit.not_taken:
+        console.print(Text(f"forms that the reward does not take: {'; '.join(audit.not_taken)}"))
     if audit.without:
         console.print(f"{audit.without:,} answers have no reward.", highlight=False)
     if above:

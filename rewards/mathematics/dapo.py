@@ -9,6 +9,10 @@ is the last ``\boxed{}`` in the last 100 characters, and its text must be the la
 Departures. A label that is no integer gives no reward, where the source raises an error or drops the part behind the
 point; the check of the data names its row before the start. An integer is read exactly, where the source rounds it to
 a float. Commas are left out only where they separate thousands: "1, 3" is not 13.
+
+Further departures, which ``public`` takes back. Text inside of the thinking is no answer, and a ``<think>`` that never
+closes has none. The source reads the part behind any ``=``, and of a line with ``$`` the first formula alone. So
+"x<=64", "x = 63 or x = 64" and "not $64$" are 64 there; here the line must name the integer as the only answer.
 """
 
 from __future__ import annotations
@@ -20,12 +24,17 @@ from fractions import Fraction
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import boxed_answers, last_boxed, named_answers
+from rewards.mathematics.boxed import behind_thinking, boxed_answers, last_boxed, named_answers
+from rewards.mathematics.literals import stands_alone
 
 _READ, _READ_STRICT = 300, 100  # characters at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{2,3})*,[0-9]{3}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_SPECIAL_TOKENS = re.compile(r"<\|[a-z_]{1,20}\|>")
+_RELATION = re.compile(r"[<>≤≥≠≈]|!=|\\(?:leq?|geq?|neq?|lt|gt|approx|not)(?![A-Za-z])")
+_ALTERNATIVE = re.compile(r"\b(?:or|nor|not|either|neither|never|between)\b|n['’]t\b", re.IGNORECASE)
+_NEXT_EQUATION = re.compile(r"=[^=]*(?:,(?![0-9]{3})|;|\band\b)", re.IGNORECASE)
 _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -50,15 +59,20 @@ _PATTERNS = (
 
 @dataclass(frozen=True)
 class DapoConfig(RewardConfig):
-    r"""Holds the settings of the reward; ``strict`` takes the last ``\boxed{}`` and compares its text."""
+    r"""Holds the settings of the reward; ``strict`` takes the last ``\boxed{}`` and compares its text.
+
+    With ``public`` the thinking counts, too, and the part behind any ``=``, as in the source.
+    """
 
     name: str = "dapo"
     strict: bool = False
+    public: bool = False
 
 
 def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
     """Returns 1 for the right answer, else -1; the part ``right`` is 1 or 0. None for a label that is no integer."""
-    text = given.response[-_READ:]
+    text = given.response if config.public else behind_thinking(given.response) or ""
+    text, why = text[-_READ:], ""
     if config.strict:
         wanted, found = given.answer, last_boxed(text[-_READ_STRICT:])
     else:
@@ -68,14 +82,27 @@ def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
             return RewardOutput(reward=None, reason=str(error))
         answers = _ANSWER.findall(text)
         found = minerva_form(answers[-1]) if answers else None
-    exact = found == wanted
+        if found == wanted and not config.public:
+            why = _not_the_only_answer(answers[-1], wanted)
+    exact = found == wanted and not why
     return RewardOutput(
         reward=1.0 if exact else -1.0,
         exact=exact,
         parts={"right": float(exact)},
         answer=found or "",
-        why=compared(found, wanted),
+        why=why or compared(found, wanted),
     )
+
+
+def _not_the_only_answer(line: str, wanted: str) -> str:
+    """Returns why an answer's line does not name the integer alone, and an empty text if it does."""
+    line = _SPECIAL_TOKENS.sub("", line)
+    if _RELATION.search(line):
+        return f"{line[:60]!r} has a relation that is no equality"
+    front = line.rpartition("=")[0]
+    if _ALTERNATIVE.search(line) or _NEXT_EQUATION.search(front) or not stands_alone(wanted, line):
+        return f"{line[:60]!r} names the answer among others, or denies it"
+    return ""
 
 
 def minerva_form(text: str) -> str:
@@ -123,6 +150,7 @@ def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
 
 SPEC = RewardSpec(
     name="dapo",
+    shadow="final_answer",
     summary="DAPO's rule: +1 or -1 by the last line Answer: …, or strictly by the last box",
     config=DapoConfig,
     score=score,

@@ -5,7 +5,8 @@ agentica-project/deepscaler. What counts is the text behind the last ``</think>`
 response without either is wrong. The answer must be in the last ``\boxed``. `sympy_equality` says what equal means.
 
 Departures. A label without an answer gives no reward, where the source gives 0. sympy that computes too long, or needs
-too much memory, gives no reward. ``\fbox``, which the source names and never reaches, counts for nothing.
+too much memory, gives no reward. ``\fbox``, which the source names and never reaches, counts for nothing. A second
+``<think>`` that never closes is no solution.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import boxed_answers, boxed_label, last_boxed
+from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, last_boxed
 from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
 
 _THINKING_ENDS = "</think>"
@@ -45,7 +46,7 @@ def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
 def _solution(response: str) -> str | None:
     """Returns the text in which the answer counts, or None without a solution behind the thinking."""
     if _THINKING_ENDS in response:
-        return response.rpartition(_THINKING_ENDS)[2]
+        return behind_thinking(response)
     if _RESPONSE in response:
         return response.split(_RESPONSE)[1]
     return None
@@ -68,6 +69,7 @@ def check(config: DeepScaleRConfig) -> None:
 
 SPEC = RewardSpec(
     name="deepscaler",
+    shadow="final_answer",
     summary="DeepScaleR's rule: the last box behind </think>, by sympy in a killable worker",
     config=DeepScaleRConfig,
     score=score,

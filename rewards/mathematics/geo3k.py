@@ -5,7 +5,8 @@ Source: ``compute_score`` of verl (verl/utils/reward_score/geo3k.py) with the pa
 the whole response is ``<think>…</think>…\boxed{…}…``.
 
 Departures. A response without a box is wrong; the source compares the word "None" then, and so gives the label "None"
-a reward. An empty label gives no reward. sympy that computes too long gives no reward.
+a reward. An empty label gives no reward. sympy that computes too long gives no reward. A box inside of the thinking is
+no answer, and neither is one behind a ``<think>`` that never closes; the form is that of the source.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import boxed_answers, last_boxed
+from rewards.mathematics.boxed import behind_thinking, boxed_answers, last_boxed
 from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
 
 _EMPTY = "answer='' is empty. Give the answer."
@@ -33,7 +34,7 @@ def score(given: RewardInput, config: Geo3kConfig) -> RewardOutput:
     """Returns the weighted sum of the parts ``right`` and ``form``; exact if the answer is right."""
     if not given.answer:
         return RewardOutput(reward=None, reason=_EMPTY)
-    found = last_boxed(given.response)
+    found = last_boxed(behind_thinking(given.response) or "")
     exact = found is not None and is_equal(found.strip(), given.answer, percent_signs=True)
     parts = {"right": float(exact), "form": float(has_form(given.response))}
     return RewardOutput(
@@ -71,6 +72,7 @@ def check(config: Geo3kConfig) -> None:
 
 SPEC = RewardSpec(
     name="geo3k",
+    shadow="final_answer",
     summary="verl's rule for Geometry3k: 0.9 for the boxed answer, 0.1 for the form",
     config=Geo3kConfig,
     score=score,

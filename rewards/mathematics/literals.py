@@ -76,9 +76,16 @@ def _is_list(text: str, opening: str, closing: str) -> bool:
 
 
 _NOT_ALONE_BEFORE = re.compile(
-    r"(?:[<>≤≥≠]=?|\\(?:leq?|geq?|neq?|lt|gt|approx)|\bnot|n't|\b(?:or|and|to|between)|\d[\d.]*\s*[,;]|\d\s)\s*[$\\(]*\s*$"
+    r"(?:[<>≤≥≠]=?|!=|\\(?:leq?|geq?|neq?|lt|gt|approx)|\bnot|n't|\b(?:or|and|to|between)"
+    r"|[\d)\]}%][\d.]*\s*\$?[,;]|\d\s|\bor\s+[A-Za-z]\s*=)\s*[$\\(]*\s*$"
 )
-_NOT_ALONE_BEHIND = re.compile(r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?\d")
+_NOT_ALONE_BEHIND = re.compile(
+    r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?(?:\d|\\(?:[dt]?frac|sqrt)(?![a-z]))"
+)
+_NEXT_NUMBER = re.compile(r"(?:[,;]\s|\band\b)[^A-Za-z]{0,8}\d")
+_WITHIN_BEFORE = re.compile(r"\d\.?$")  # a number in front of which this stands is part of a longer one
+_WITHIN_BEHIND = re.compile(r"\.?\d")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 
 
 def stands_alone(found: str, text: str) -> bool:
@@ -86,16 +93,24 @@ def stands_alone(found: str, text: str) -> bool:
 
     There it is in no list or range of numbers, no alternative, no inequality and no denial.
     """
+    if found not in text:
+        text, found = _THOUSANDS.sub("", text), _THOUSANDS.sub("", found)
+    seen = False
     at = text.find(found)
-    if at < 0:
-        return True  # math-verify has written it in another way
     while at >= 0:
         end = at + len(found)
         before, behind = text[max(0, at - _NEAR) : at], text[end : end + _NEAR]
-        if not _NOT_ALONE_BEFORE.search(before) and not _NOT_ALONE_BEHIND.match(behind):
-            return True
-        at = text.find(found, end)
-    return False
+        if not (_WITHIN_BEFORE.search(before) or _WITHIN_BEHIND.match(behind)):
+            if not _NOT_ALONE_BEFORE.search(before) and not _NOT_ALONE_BEHIND.match(behind):
+                return True
+            seen = True
+        at = text.find(found, max(end, at + 1))
+    return not seen  # math-verify may have written the number in another way
+
+
+def is_longer_list(found: str, label: str) -> bool:
+    """Returns whether an answer lists several numbers for a label that is a single number."""
+    return _is_number(_MARKUP.sub(" ", label)) and _NEXT_NUMBER.search(found) is not None
 
 
 def not_written_out(found: str, label: str, row: Mapping[str, Any]) -> str:

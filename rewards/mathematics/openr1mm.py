@@ -5,10 +5,15 @@ that of EvolvingLMMs-Lab/open-r1-multimodal. A response with several ``</think>`
 wrong. It is right if math-verify finds the whole response equal to the whole label, or if the texts in the answer tags
 are equal; a side without tags counts as a whole. Older versions take a line break in the tag for no match.
 
-Departures. An empty label gives no reward, and so does math-verify where it computes too long. A label with several
-elements, such as "1, 3", is compared as a list, where math-verify reads its last number. ``28\%`` and ``28%`` are the
-same text. A response that only evaluates to a label that is a number is wrong, and so is the hundredth of a
-percentage; ``evaluate`` restores math-verify's rule (`rewards.math`).
+Departures. An empty label gives no reward, and so does math-verify where it computes too long.
+
+Further departures, which ``evaluate`` takes back. Only the text behind the last ``</think>`` counts; a ``<think>`` that
+never closes has no answer. Of a response with answer tags the text in the tags counts, and of a text with boxes the
+last box, whose text may be the label's. A number counts if it is the only answer there: in no list, range, alternative,
+inequality or denial. A label with several elements, such as "1, 3", is compared as a list, and one with LaTeX, such as
+``2\sqrt{7}``, as a formula; without ``$`` math-verify reads a single number of either. ``28\%`` and ``28%`` are the
+same text. A response that only evaluates to a label that is a number is wrong, and so is the hundredth of a percentage
+(`rewards.math`).
 """
 
 from __future__ import annotations
@@ -20,19 +25,20 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.math import is_equal, prepare
-from rewards.mathematics.boxed import named_answers
-from rewards.mathematics.literals import not_written_out
+from rewards.mathematics.boxed import behind_thinking, framed, last_boxed, named_answers
+from rewards.mathematics.literals import is_longer_list, not_written_out, stands_alone
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SEVERAL = re.compile(r"[,;]\s|,(?![0-9]{3}(?![0-9]))|\band\b", re.ASCII)
+_LATEX = re.compile(r"\\[A-Za-z]|\^")
 _ONCE = ("</think>", "<answer>", "</answer>")
 _EMPTY = "answer='' is empty. Give the answer."
 
 
 @dataclass(frozen=True)
 class OpenR1MMConfig(RewardConfig):
-    """Holds the settings of the reward; ``evaluate`` is that of `rewards.math`."""
+    """Holds the settings of the reward; with ``evaluate`` the rule is exactly that of the source."""
 
     name: str = "openr1mm"
     evaluate: bool = False
@@ -45,17 +51,49 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
         return RewardOutput(reward=None, reason=_EMPTY)
     if repeated := [tag for tag in _ONCE if given.response.count(tag) > 1]:
         return RewardOutput(reward=0.0, answer="", why=f"the response has {repeated[0]} several times")
-    found, why = _tagged(given.response), ""
-    if found.replace("\\%", "%") == wanted.replace("\\%", "%"):
-        exact, written = True, wanted
-    elif "$" not in wanted and _SEVERAL.search(wanted):
-        exact, written = _verified(f"${found.replace('$', '')}$", f"${wanted}$", evaluate=config.evaluate)
-    else:
-        exact, written = _verified(given.response, given.answer, evaluate=config.evaluate)
-    if exact and not config.evaluate and found != wanted:
-        why = not_written_out(written, wanted, given.row)
-        exact = not why
+    if config.evaluate:
+        found = _tagged(given.response)
+        exact = _verified(given.response, given.answer, evaluate=True)[0] or found == wanted
+        return RewardOutput(reward=float(exact), exact=exact, answer=found, why=compared(found or None, wanted))
+    text = behind_thinking(given.response)
+    if text is None:
+        return RewardOutput(reward=0.0, answer="", why="the response has a <think> that never closes")
+    found, why = _tagged(text), ""
+    texts = [one.replace("\\%", "%") for one in (wanted, found, last_boxed(framed(found) or "") or "")]
+    exact = texts[0] in texts[1:]
+    if not exact:
+        exact, why = _is_only_answer(text, given.answer, given.row)
     return RewardOutput(reward=float(exact), exact=exact, answer=found, why=why or compared(found or None, wanted))
+
+
+def _is_only_answer(text: str, label: str, row: Mapping[str, Any]) -> tuple[bool, str]:
+    """Returns whether the text behind the thinking names the label as its only answer.
+
+    If math-verify finds them equal all the same, the second value says why the answer does not count.
+    """
+    tags, wanted = _ANSWER.search(text), _tagged(label)
+    counted, inner = (tags[0], tags[1].strip()) if tags else (text, text.strip())
+    if "$" not in wanted and _SEVERAL.search(wanted):
+        exact, read = _verified(_formula(inner), _formula(wanted), evaluate=False)
+    elif "$" not in wanted and _LATEX.search(wanted):
+        exact, read = _verified(_formula(inner) if tags else text, _formula(wanted), evaluate=False)
+    else:
+        exact, read = _verified(counted, label, evaluate=False)
+    if not exact:
+        return False, ""
+    if (boxed := framed(counted)) is not None:
+        if not (inner := last_boxed(boxed) or ""):
+            return False, "the last box is empty or never closes"
+        why = not_written_out(inner, wanted, row)
+    else:
+        why = not_written_out(read, wanted, row)
+    if not why and (is_longer_list(read, wanted) or not stands_alone(read, inner)):
+        why = f"{read[:60]!r} is not the only answer"
+    return not why, why
+
+
+def _formula(text: str) -> str:
+    return f"${text.replace('$', '')}$"
 
 
 @evaluates_no_text
@@ -85,6 +123,7 @@ def check_row(row: Mapping[str, Any], config: OpenR1MMConfig) -> None:
 
 SPEC = RewardSpec(
     name="openr1mm",
+    shadow="final_answer",
     summary="Open-R1-Multimodal's rule: math-verify, else the text in <answer>",
     config=OpenR1MMConfig,
     score=score,

@@ -8,7 +8,8 @@ response.
 
 Departures. The source asks a judge whether the answer is right. This rule compares the words of answer and label, in
 lower case and without punctuation and articles; a judge is a reward of its own. In an episode of several turns the
-responses count together, and observations of tools count as tool responses. An empty label gives no reward.
+responses count together, and observations of tools count as tool responses. An empty label gives no reward. Numbers
+must have the label's signs and decimal points. Several answer tags with different texts are a wrong form.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.questions.f1 import squad_form
-from rewards.questions.multiple_choice import tagged
+from rewards.questions.f1 import same_numbers, squad_form
+from rewards.questions.multiple_choice import has_several, tagged
 
 RIGHT_WEIGHT, FORM_WEIGHT, TOOL_WEIGHT = 0.8, 0.2, 1.2
 MAX_ANSWER_CHARS = 300
@@ -43,7 +44,7 @@ def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
     behind = text.rpartition("</think>")[2].strip()
     found = tagged(behind)
     wrong = form_error(text, behind, found)
-    right = float(not wrong and squad_form(found or "") == wanted)
+    right = float(not wrong and squad_form(found or "") == wanted and same_numbers(found or "", given.answer))
     tool = float(right and _used_tool(given, text))
     parts = {"right": right, "form": -1.0 if wrong else 0.0, "tool": tool}
     return RewardOutput(
@@ -63,6 +64,8 @@ def form_error(text: str, behind: str, found: str | None) -> str:
         return "the tags of tool responses do not match"
     if behind.count("<answer>") != behind.count("</answer>") or not found:
         return "there is no answer in matching tags"
+    if has_several(behind):
+        return "there are several answers"
     return "the answer is too long" if len(found) >= MAX_ANSWER_CHARS else ""
 
 
@@ -83,6 +86,7 @@ def check_row(row: Mapping[str, Any], config: DeepEyesConfig) -> None:
 
 SPEC = RewardSpec(
     name="deepeyes",
+    shadow="final_answer",
     summary="DeepEyes' sum: right answer, form, right answer with a tool, by the answer's words",
     config=DeepEyesConfig,
     score=score,

@@ -6,6 +6,20 @@ no. Both texts are compared in lower case, without punctuation and without the a
 
 Departures. With ``references`` a column has a list of right answers, and the best counts, as in SQuAD's own script. A
 label of articles and punctuation alone gives no reward, because no response could get one.
+
+Further departures, which ``public`` takes back, because there a list of guesses gains more than one guess. Only the
+text behind the last ``</think>`` counts, and none if a ``<think>`` never closes. Of it, the text in answer tags or in
+the box is the response, if there is one. A response has no score
+
+- if more than half of its words are not the reference's. Of several alternatives at most one can have more than half of
+  the words, so a list gains no more than its longest item alone. At exactly half the score is at most 0.5, which is the
+  chance of a guess between two. Words up to "the answer is" or "answer:" do not count here.
+- if it has different answers in tags or in boxes;
+- if it has "or", "not", "<=" or the like, and the reference does not;
+- if the reference has numbers and the response has another one. For a reference that is a number the response must have
+  that number, with its sign and its decimal point, in no range, inequality or denial; any words may stand with it.
+
+Other scores are those of SQuAD.
 """
 
 from __future__ import annotations
@@ -18,18 +32,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics.boxed import behind_thinking, framed, last_boxed
+from rewards.mathematics.literals import stands_alone
+from rewards.questions.multiple_choice import tagged_texts
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WHOLE = ("yes", "no", "noanswer")
+_INTRODUCTION = re.compile(r"\banswer (?:is )?")
+_RELATION = re.compile(r"[≤≥≠≈]|[<>!]=|\s[<>]\s|\\(?:leq?|geq?|neq?|lt|gt|approx)(?![A-Za-z])")
+_NUMBER = re.compile(r"(?:(?<![\w.,)\]])[-−–]\s?)?\d[\d,]*(?:\.\d+)?", re.ASCII)
+_NUMBER_ALONE = re.compile(r"[$€£(]*[-−–]?[$€£]?\s?\d[\d,]*(?:\.\d+)?[\s%.$)]*", re.ASCII)
+_ALTERNATIVES = frozenset(
+    ["or", "nor", "either", "neither", "not", "never", "cannot", "isnt", "arent", "wasnt", "werent", "dont", "doesnt"]
+)
 
 
 @dataclass(frozen=True)
 class F1Config(RewardConfig):
-    """Holds the settings of the reward; ``references`` is a column with a list of right answers, null for none."""
+    """Holds the settings of the reward; ``references`` is a column with a list of right answers, null for none.
+
+    With ``public`` the score is SQuAD's for every response, lists of guesses too.
+    """
 
     name: str = "f1"
     references: str | None = None
+    public: bool = False
 
 
 def score(given: RewardInput, config: F1Config) -> RewardOutput:
@@ -38,14 +66,77 @@ def score(given: RewardInput, config: F1Config) -> RewardOutput:
         wanted = _references(given.row, given.answer, config)
     except ValueError as error:
         return RewardOutput(reward=None, reason=str(error))
-    found = squad_form(given.response)
-    value, best = max((_f1(found, one), one) for one in wanted)
-    return RewardOutput(reward=value, exact=value == 1.0, answer=found, why=compared(found, best))
+    text = given.response if config.public else _response(given.response)
+    found = squad_form(text)
+    values = {one: _f1(found, squad_form(one)) for one in wanted}
+    best = max(wanted, key=values.__getitem__)
+    if not config.public:
+        reasons = {one: _not_one_answer(text, found, one) for one in wanted if values[one]}
+        values = {one: 0.0 if reasons.get(one) else _fair(values[one], found, one) for one in wanted}
+        best = max(wanted, key=values.__getitem__)
+        if why := reasons.get(best):
+            return RewardOutput(reward=0.0, answer=found, why=why)
+    value = values[best]
+    return RewardOutput(reward=value, exact=value == 1.0, answer=found, why=compared(found, squad_form(best)))
 
 
 def squad_form(text: str) -> str:
     """Returns a text in lower case, without punctuation, articles and superfluous white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
+
+
+def _response(text: str) -> str:
+    """Returns the part of a response that is compared; empty if it has none, or several different answers."""
+    text = behind_thinking(text) or ""
+    if tagged := set(tagged_texts(text)):
+        return tagged.pop() if len(tagged) == 1 else ""
+    boxed = framed(text)
+    if boxed is None:
+        return text
+    box = last_boxed(boxed) or ""
+    return box if boxed.count("\\boxed") == boxed.count(f"\\boxed{{{box}}}") else ""
+
+
+def _not_one_answer(text: str, found: str, reference: str) -> str:
+    """Returns why a response has no score though it shares words with the reference; an empty text if it has.
+
+    ``found`` is the normal form of the response ``text``.
+    """
+    of_reference = set(squad_form(reference).split())
+    if named := [word for word in found.split() if word in _ALTERNATIVES and word not in of_reference]:
+        return f"the response has {named[0]!r}, which the reference has not"
+    if _RELATION.search(text) and not _RELATION.search(reference):
+        return "the response has a relation such as <="
+    numbers, wanted = _numbers(text), _numbers(reference)
+    if _is_number(reference):
+        alone = numbers == wanted and stands_alone(_NUMBER.findall(text)[0], text)
+        return "" if alone else f"{reference[:60]!r} is not the only number of the response"
+    return "the response has a number that the reference has not" if wanted and set(numbers) - set(wanted) else ""
+
+
+def _fair(value: float, found: str, reference: str) -> float:
+    """Returns the score of a response by the share of its words that are the reference's (see above)."""
+    if not value or _is_number(reference):
+        return value
+    of_reference = squad_form(reference).split()
+    founds = (found if "answer" in of_reference else _INTRODUCTION.split(found)[-1]).split()
+    twice = 2 * sum((Counter(founds) & Counter(of_reference)).values())
+    return value if twice > len(founds) else min(value, 0.5) if twice == len(founds) else 0.0
+
+
+def _is_number(text: str) -> bool:
+    return _NUMBER_ALONE.fullmatch(text.strip()) is not None
+
+
+def _numbers(text: str) -> list[str]:
+    """Returns the numbers in a text with their signs, without the commas of thousands and zeros at the end."""
+    found = [one.replace(",", "").replace("−", "-").replace("–", "-").replace(" ", "") for one in _NUMBER.findall(text)]
+    return [one.rstrip("0").rstrip(".") if "." in one else one for one in found]
+
+
+def same_numbers(text: str, reference: str) -> bool:
+    """Returns whether two texts have the same numbers, whose signs and decimal points squad_form leaves out."""
+    return _numbers(text) == _numbers(reference)
 
 
 def _f1(found: str, wanted: str) -> float:
@@ -60,13 +151,13 @@ def _f1(found: str, wanted: str) -> float:
 
 
 def _references(row: Mapping[str, Any], label: str, config: F1Config) -> Sequence[str]:
-    """Returns the normal forms of the right answers; raises ValueError if none has a word."""
+    """Returns the right answers; raises ValueError if none has a word besides articles."""
     given: Any = [label] if config.references is None else row.get(config.references)
     if not isinstance(given, list | tuple):
         raise ValueError(f"{config.references}={given!r} is no list of answers, which reward.references names.")
-    if not (forms := [form for one in given if (form := squad_form(str(one)))]):
+    if not (texts := [str(one) for one in given if squad_form(str(one))]):
         raise ValueError(f"answer={label[:60]!r} has no word besides articles. Give an answer with words.")
-    return forms
+    return texts
 
 
 def check_row(row: Mapping[str, Any], config: F1Config) -> None:
@@ -76,6 +167,7 @@ def check_row(row: Mapping[str, Any], config: F1Config) -> None:
 
 SPEC = RewardSpec(
     name="f1",
+    shadow="final_answer",
     summary="SQuAD's F1 score of the words",
     config=F1Config,
     score=score,

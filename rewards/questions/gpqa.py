@@ -12,7 +12,8 @@ the I of "answer is"; a small letter only in front of punctuation or the end of 
 article A counts only without another letter. The source takes the first match of its patterns, reads no box, and reads
 a thinking that never ends. A label outside of the choices gives no reward, where the source looks for its text in the
 response, so that "E" of four choices was right for any word with an e. The text counts only if no other choice occurs
-in the response. A label of digits is the number of a choice, because data rows have their answers as text.
+in the response. A label of digits is the number of a choice, because data rows have their answers as text. A letter in
+a list, an alternative or an inequality is no choice: "B or C", "A, B, C, D" and "x <= B" are wrong for every label.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 from rewards.mathematics.boxed import behind_thinking, framed, last_boxed
 
 _LETTERS = string.ascii_uppercase[:10]
-_MARKUP = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\[()\[\]]|[*_`${}~]")
+_MARKUP = re.compile(r"</?[a-z]{1,20}>|\\(?:text|math)[a-z]*\s*\{|\\[()\[\]]|[*_`${}~]")
 _X = r"""[\s("'\[]*+(?:(?-i:([A-Z]))|([a-z])(?=[\s)"'\]]*(?:[.,;:!?\n]|$)))(?![A-Za-z0-9])"""
 _X += r"(?!\s+is\s+(?:not|wrong|incorrect))"
 _IS = r"\s*+(?:(?:is|are|be|:|=)\s*+)*+(?:the\s++)?"
@@ -40,7 +41,12 @@ _NAMED = tuple(
     )
 )
 _BOX = re.compile(r"[\s(\[]*([A-Za-z])(?![A-Za-z0-9])", re.ASCII)
+_SEPARATOR = r"[\s)\]\"'.]{0,3}(?:[,/;&|]|\b(?:or|and|to)\b|-)[\s(\[\"']{0,3}"
+_LIST_BEFORE = re.compile(rf"(?:\b[A-J]{_SEPARATOR}|\b[A-J]\s[(\[]?|[<>≤≥≠]=?\s?|!=\s?|\\(?:le|ge|ne|lt|gt)q?\s?)$")
+_LIST_BEHIND = re.compile(rf"{_SEPARATOR}[A-J]\b(?!['’]|\s+[a-z])|\s[(\[]?[A-J]\b(?=[\s)]*(?:[.,;]|[A-J]\b|$))")
+_NEAR = 12  # characters around a letter that say whether it is in a list
 _ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
+_SEVERAL = ""  # in the place of a letter that is in a list
 _WORD_FOLLOWS = re.compile(r"['’]|\s+[a-z]")
 
 
@@ -69,6 +75,8 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
         return RewardOutput(reward=None, reason=str(error))
     text = behind_thinking(given.response) or ""
     letter = _letter(text, question.letters)
+    if letter == _SEVERAL:
+        return RewardOutput(reward=0.0, answer="", why="the letter of the answer is one of several")
     if letter is not None:
         exact = letter == question.right
         return RewardOutput(reward=float(exact), exact=exact, answer=letter, why=compared(letter, question.right))
@@ -79,21 +87,34 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
 
 
 def _letter(text: str, letters: Sequence[str]) -> str | None:
-    boxed = _BOX.match(_MARKUP.sub("", last_boxed(framed(text) or "") or ""))
+    """Returns the letter that a text chooses, None if it has none, and `_SEVERAL` for a letter in a list."""
+    box = _MARKUP.sub("", last_boxed(framed(text) or "") or "")
+    boxed = _BOX.match(box)
     if boxed is not None and boxed[1].upper() in letters:
-        return boxed[1].upper()
-    text = _MARKUP.sub("", text.replace("\u00a0", " "))
+        return _SEVERAL if _in_list(box, boxed.start(1), boxed.end(1)) else boxed[1].upper()
+    text = _MARKUP.sub(lambda mark: "\n" if mark[0][0] == "<" else "", text.replace("\u00a0", " "))
     for pattern in _NAMED:
-        found = [(one, next(filter(None, one.groups()))) for one in pattern.finditer(text)]
+        found = [(one, one.lastindex or 0) for one in pattern.finditer(text)]
         named = [
-            letter.upper() for one, letter in found if not (letter == "I" and _WORD_FOLLOWS.match(text, one.end()))
+            (one[group].upper(), one.start(group), one.end(group))
+            for one, group in found
+            if not (one[group] == "I" and _WORD_FOLLOWS.match(text, one.end()))
         ]
-        if chosen := [letter for letter in named if letter in letters]:
-            return chosen[-1]
+        if chosen := [one for one in named if one[0] in letters]:
+            letter, start, end = chosen[-1]
+            return _SEVERAL if _in_list(text, start, end) else letter
     alone = [one for one in _ALONE.finditer(text) if one[1] in letters]
-    sure = [one[1] for one in alone if not (one[1] in "AI" and _WORD_FOLLOWS.match(text, one.end()))]
-    chosen = sure or [one[1] for one in alone if one[1] == "A"]
-    return chosen[-1] if chosen else None
+    sure = [one for one in alone if not (one[1] in "AI" and _WORD_FOLLOWS.match(text, one.end()))]
+    if not (standing := sure or [one for one in alone if one[1] == "A"]):
+        return None
+    last = standing[-1]
+    return _SEVERAL if _in_list(text, last.start(), last.end()) else last[1]
+
+
+def _in_list(text: str, start: int, end: int) -> bool:
+    """Returns whether a letter is in a list of letters, an alternative or an inequality."""
+    before, behind = text[max(0, start - _NEAR) : start], text[end : end + _NEAR]
+    return bool(_LIST_BEFORE.search(before) or _LIST_BEHIND.match(behind))
 
 
 def _question(row: Mapping[str, Any], label: str) -> _Question:
@@ -139,6 +160,7 @@ def check_row(row: Mapping[str, Any], config: GpqaConfig) -> None:
 
 SPEC = RewardSpec(
     name="gpqa",
+    shadow="final_answer",
     summary="right or wrong for a choice by its letter, or by its text",
     config=GpqaConfig,
     score=score,

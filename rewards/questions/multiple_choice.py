@@ -5,7 +5,9 @@ texts in the first ``<answer>…</answer>`` of response and label, without white
 counts.
 
 Departures. A label without tags is the answer itself. A response without tags is wrong; where neither side has tags the
-source compares two empty texts and finds every response right. An empty label gives no reward.
+source compares two empty texts and finds every response right. An empty label gives no reward. Only the text behind the
+last ``</think>`` counts, and a ``<think>`` that never closes has no answer. A response with different texts in several
+answer tags is wrong, where the source takes the first text.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics.boxed import behind_thinking
 
 _EMPTY = "answer='' is empty. Give the right choice."
 
@@ -31,9 +34,22 @@ def score(given: RewardInput, config: MultipleChoiceConfig) -> RewardOutput:
     wanted = _label(given.answer)
     if not wanted:
         return RewardOutput(reward=None, reason=_EMPTY)
-    found = tagged(given.response)
+    text = behind_thinking(given.response) or ""
+    found = tagged(text)
+    if has_several(text):
+        return RewardOutput(reward=0.0, answer="", why="the response has several answers in tags")
     exact = found == wanted
     return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=compared(found, wanted))
+
+
+def has_several(text: str) -> bool:
+    """Returns whether answer tags of a text have different contents."""
+    return len(set(tagged_texts(text))) > 1
+
+
+def tagged_texts(text: str) -> list[str]:
+    """Returns the texts in answer tags, without white space at their ends."""
+    return [part.partition("</answer>")[0].strip() for part in text.split("<answer>")[1:] if "</answer>" in part]
 
 
 def tagged(text: str) -> str | None:
@@ -56,6 +72,7 @@ def check_row(row: Mapping[str, Any], config: MultipleChoiceConfig) -> None:
 
 SPEC = RewardSpec(
     name="multiple_choice",
+    shadow="final_answer",
     summary="right or wrong by the text in <answer>",
     config=MultipleChoiceConfig,
     score=score,

@@ -59,7 +59,32 @@ def test_long_texts_are_read(text: str) -> None:
         ("84 83 82", False),
         ("between 80 and 84", False),
         ("84-85", False),
+        ("x != 84", False),
+        ("2.5, 84", False),
+        (r"\sqrt{67}, 84", False),
+        (r"84 or \frac{1}{3}", False),
+        (r"84 \text{ fractions}", True),
+        ("184, 284, 85 or 84", False),
+        ("184, 2.84", True),  # a part of longer numbers alone says nothing
     ],
 )
 def test_a_number_among_others_does_not_stand_alone(text: str, alone: bool) -> None:
     assert stands_alone("84", text) == alone
+
+
+@pytest.mark.parametrize(
+    ("found", "text", "alone"),
+    [
+        ("1000", "The answer is 1,000.", True),
+        ("1000", "1,000 or -8", False),
+        (r"\frac{1}{2}", r"$\frac{1}{2}$ or $\frac{1}{3}$", False),
+        ("2.75", "12.75, 2.75", False),
+    ],
+)
+def test_a_number_is_found_in_its_other_writing(found: str, text: str, alone: bool) -> None:
+    assert stands_alone(found, text) == alone
+
+
+@pytest.mark.parametrize("piece", ["84, ", "8", " ", "(", "$", "\\", "1,000", "or ", "84"])
+def test_long_texts_are_searched_in_time(piece: str) -> None:
+    assert stands_alone("84", piece * 10_000) in (True, False)

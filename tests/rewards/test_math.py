@@ -172,6 +172,21 @@ def test_a_number_may_stand_with_its_unit_or_behind_its_expression(response: str
 
 
 @pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"\boxed{-8, 2%, 1,000}", "1,000", 0.0),
+        ("1,000 or -8", "1,000", 0.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
+        (r"\boxed{1, 3}", "1,3", 1.0),
+        (r"\boxed{84 \text{ dollars}}", "84", 1.0),
+    ],
+)
+def test_a_list_is_no_answer_to_a_number(response: str, label: str, reward: float) -> None:
+    assert _score(response, answer=label).reward == reward
+
+
+@pytest.mark.parametrize(
     ("prompt", "response", "reward"),
     [
         ("Factor $x^2 + 2x + 1$.", r"\boxed{x^2+2x+1}", 0.0),

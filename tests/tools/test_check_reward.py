@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from relax_core.__main__ import main as relax
+from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, AuditedRow, wrong_answers
 
 PLUGIN = """
 import re
@@ -111,3 +112,45 @@ def test_a_reward_that_awards_no_form_of_the_label_is_not_passed(
     file.write_text(PLUGIN.replace("{body}", "0"), encoding="utf-8")
     assert relax(["check-reward", "data=sums", "reward=plugin", f"reward.name={file}"]) == 2
     assert "cannot be checked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reward", ["format_think", "repetition"])
+def test_a_reward_that_does_not_read_the_label_is_named(reward: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert relax(["check-reward", "data=sums", f"reward={reward}", "--rows=8"]) == 2
+    said = capsys.readouterr().err
+    assert f"reward={reward} cannot be checked: it awards answers without the label" in said
+
+
+@pytest.mark.parametrize("words", [["reward=dapo"], ["reward=dapo", "reward.strict=true"], ["reward=f1"]])
+def test_a_hardened_reward_awards_nothing_wrong(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = checked(*words, "--rows=16", capsys=capsys)
+    assert (found["above"], found["wrong_share"], found["missed"]) == ([], 0.0, [])
+    status, found = checked(*words, "reward.public=true", "--rows=16", capsys=capsys)
+    assert status == 1 and "the label in the thinking alone" in found["above"]
+
+
+def test_openr1mm_awards_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = checked("reward=openr1mm", "--rows=4", capsys=capsys)
+    assert (found["above"], found["missed"]) == ([], [])
+    _, found = checked("reward=openr1mm", "reward.evaluate=true", "--rows=4", capsys=capsys)
+    assert {"all labels", "one or the other", "an inequality with the label"} <= set(found["above"])
+
+
+def test_wrong_answers_stand_behind_a_thinking_for_rewards_that_need_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "response.partition('</think>')[2].strip() in (label, 'x')"
+    code = PLUGIN.replace("text, label = given.response,", "response = given.response; text, label = response,")
+    own = "right_answers=lambda label, config: [f'<think></think>{label}'], score=score"
+    file = tmp_path / "planted.py"
+    file.write_text(code.replace("{body}", body).replace("score=score", own), encoding="utf-8")
+    status, found = checked("reward=plugin", f"reward.name={file}", "--rows=8", capsys=capsys)
+    assert status == 1 and "an unknown" in found["above"]
+
+
+def test_there_are_twenty_right_forms_and_a_number_with_a_unit_may_stand_alone() -> None:
+    assert len(RIGHT_FORMS) == len(set(RIGHT_FORMS.values())) == 20
+    made = wrong_answers(AuditedRow(prompt="What share is 2 of 4?", label="50%", others=["7%"]))
+    assert "2" in [text for family, text in made if family == "a number of the prompt"]
+    made = wrong_answers(AuditedRow(prompt="What share is 50 of 100?", label="50%", others=["7%"]))
+    assert "50" not in [text for family, text in made if family == "a number of the prompt"]

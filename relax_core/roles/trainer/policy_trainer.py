@@ -34,6 +34,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import BusTimeout, Group, Lease, LeaseRequest
 from relax_core.contracts.engine import SYNC_TIMEOUT_S
+from relax_core.contracts.reward import HALT
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
@@ -45,6 +46,7 @@ from relax_core.roles.process_placement import node_address
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
+from relax_core.roles.trainer.shadow_watch import HACK_ONSET, shadow_counts, watch_values
 from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup, assemble_ranks
 from relax_core.roles.worker import Worker
@@ -247,11 +249,34 @@ class PolicyTrainer(Worker):
     def _report(self, consumed: StepGroups, result: StepResult, *, step: int) -> None:
         now = time.perf_counter()
         values = step_values(consumed, result, self._clock, step=step, step_ms=1e3 * (now - self._step_ended))
+        values |= self._look_at_shadow(consumed, step=step)
         ranks = rank_values(result.metrics.ranks, now_s=time.time())
         records = (metric_record(ACTOR, step, values), metric_record(RANK, step, ranks))
         self._metrics.put(*records, *consumed.histograms(step=step))
         self._step_ended, self._clock = now, StepClock()
         self._show_step()
+        if HACK_ONSET in values and self._config.reward.on_hack == HALT:
+            self._halt(int(values[HACK_ONSET]))
+
+    def _look_at_shadow(self, consumed: StepGroups, *, step: int) -> dict[str, float]:
+        """Returns how many of the answers that are right by the reward its shadow denies, and since when it is more."""
+        groups = ([one.parts for one in group.episodes] for group in consumed.groups)
+        self._checkpoints.shadow_watch = self._checkpoints.shadow_watch.after(shadow_counts(step, groups))
+        return watch_values(self._checkpoints.shadow_watch)
+
+    def _halt(self, onset: int) -> None:
+        """Ends the run, and names the checkpoint from which it can go on with another reward.
+
+        Raises RuntimeError. The weights of this step are not saved, so that nothing goes on from them.
+        """
+        self._metrics.flush()
+        self._checkpoints.finish()
+        reward, folder = self._config.reward, self._checkpoints.newest_before(onset)
+        where = "no checkpoint is that old" if folder is None else f"{folder} is from before: resume={folder}"
+        raise RuntimeError(
+            f"reward.on_hack=halt: since train step {onset} the model learns answers that reward={reward.name} finds "
+            f"right and its shadow does not; {where}. Use a stricter reward; the page shows the answers"
+        )
 
     def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
         """Ends the step's samples in the ledger and saves a checkpoint if one is due.

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from relax_core.bus.ray_bus import blocking
 from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
+from relax_core.contracts.reward import HALT
 from relax_core.observe.event_log import EVAL
 from relax_core.roles.role_context import RunContext
+from relax_core.roles.trainer.shadow_watch import MOST_STEPS, ShadowWatch
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup
 from relax_core.rollout.evaluator import eval_versions
 from relax_core.train.checkpoints.checkpoint_store import (
@@ -95,13 +99,15 @@ class BestMetric:
 
 
 EVALUATIONS = "evaluations"  # the key in meta.json that maps versions to values of run.keep_best
+SHADOW_WATCH = "shadow_watch"  # the key in meta.json with the state of the shadow's watch
 CHECK_S = 0.5  # the time between two checks of a write that is waited for
 
 
 class RunCheckpoints:
     """Takes a snapshot after a train step was acknowledged, so that ledger and weights agree on what was trained.
 
-    A thread writes the snapshot while the next steps run; it counts once it is complete.
+    A thread writes the snapshot while the next steps run; it counts once it is complete. ``shadow_watch`` is the newest
+    state of the watch, which each checkpoint has.
     ``report_progress`` is called with a text for each progress of a write that is waited for.
     """
 
@@ -115,8 +121,9 @@ class RunCheckpoints:
     ) -> None:
         run = context.config.run
         self._best = _best_metric(context)
-        kept = self._best.kept if self._best is not None else frozenset
-        self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=run.keep_last, kept=kept)
+        self.shadow_watch = _shadow_watch(context)
+        self._halts = context.config.reward.on_hack == HALT
+        self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=run.keep_last, kept=self._kept)
         self._deadline_s = run.stall_timeout_s
         self._timeout_s = CALL_TIMEOUT_S
         self._bus = bus
@@ -128,6 +135,15 @@ class RunCheckpoints:
         self._naming = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Path] | None = None
+
+    def _kept(self) -> set[int]:
+        """Returns the versions whose checkpoints stay; with reward.on_hack=halt those that may be before an onset."""
+        best = set() if self._best is None else self._best.kept()
+        return best | (set(range(self._taken - MOST_STEPS, self._taken + MOST_STEPS)) if self._halts else set())
+
+    def newest_before(self, step: int) -> Path | None:
+        """Returns the newest checkpoint that was written before this train step, or None."""
+        return self._store.newest_before(step)
 
     def save(self, version: int) -> None:
         """Saves the state after ``version`` steps, unless the newest checkpoint holds it already.
@@ -143,6 +159,8 @@ class RunCheckpoints:
         meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}
         if self._data_digest:
             meta[DATA_DIGEST] = self._data_digest
+        if self.shadow_watch.recent:
+            meta[SHADOW_WATCH] = msgspec.to_builtins(self.shadow_watch)
         if self._best is not None:
             meta[EVALUATIONS] = {str(one): value for one, value in self._best.seen().items()}
 
@@ -221,3 +239,11 @@ def _best_metric(context: RunContext) -> BestMetric | None:
         candidates=[version for version in versions if version > 0],
         seen={int(version): value for version, value in seen.items()},
     )
+
+
+def _shadow_watch(context: RunContext) -> ShadowWatch:
+    """Returns the state of the watch at the run's start or in the checkpoint from which it goes on."""
+    if context.resume_from is None:
+        return ShadowWatch()
+    state = CheckpointStore.read_meta(context.resume_from).run.get(SHADOW_WATCH, {})
+    return msgspec.convert(state, ShadowWatch)

@@ -17,7 +17,7 @@ from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.media import Media, MediaError, MediaSource
 from relax_core.contracts.plugin_results import as_number, too_large
-from relax_core.contracts.reward import MOST_REASON, RewardInput, RewardOutput
+from relax_core.contracts.reward import MOST_REASON, UNCONFIRMED, RewardInput, RewardOutput
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.contracts.tree import sample_uid
 from relax_core.data.tokenizer import PromptTokenizer
@@ -139,6 +139,8 @@ class EpisodeRecord:
         """Returns the ledger's reason for an episode without a reward."""
         if self.bad_media is not None:
             return self.bad_media.reason
+        if self.output.cause == UNCONFIRMED:
+            return UNCONFIRMED
         return self.ended if self.ended is not None and self.ended in NO_FAILURES else REWARD_FAILED
 
     @property

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.data import DataRow
-from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.reward import REPORT, RewardConfig, RewardInput, RewardOutput
+from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_records import without_bytes
-from relax_core.rollout.rewards.label_check import short
-from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, AuditedRow, right_forms, wrong_answers
+from relax_core.rollout.rewards.label_check import right_answers, short
+from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
+from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, THINKING, AuditedRow, right_forms, wrong_answers
 
 AUDITED_ROWS = 64
-SCORES_FROM = 0.2  # of what a right answer gains over an empty one; with less an answer does not count as awarded
+_ROWS_AT_ONCE = 4
+OWN_FORM = "the reward's own form"  # that of its SPEC's right_answers
+# Of what a right answer gains over an empty one; an answer with more counts as awarded. It is a little more than a
+# fifth, because the form alone is a fifth of some rewards (deepeyes).
+SCORES_FROM = 0.2 + 1e-6
 _TAKEN = 0.5  # a form of right answers that is awarded in more rows than this is one that the reward takes
+_READS_LABEL = 0.1  # of the rows; a reward that tells the label from others in fewer does not read it
 
 
 @dataclass(kw_only=True)
@@ -46,18 +54,29 @@ class RewardAudit:
     """Is the result of an audit.
 
     ``families`` are those of wrong answers by their names. ``missed`` lists right answers that were not awarded in a
-    form that the reward takes in most rows; ``right`` is the number of right answers in such forms. ``judged`` of
-    ``rows`` rows had a right answer that was awarded; the others say nothing. ``without`` counts answers without a
-    reward.
+    form that the reward takes in most rows; ``right`` is the number of right answers in such forms, and ``not_taken``
+    lists the other forms. ``judged`` of ``rows`` rows had a right answer that was awarded; the others say nothing.
+    ``without`` counts answers without a reward. Of ``compared`` rows, those for which there is another label,
+    ``distinguished`` had a form in which the label has a larger reward than the other label. With ``constant`` all
+    answers had the same reward.
     """
 
     families: Mapping[str, FamilyFigures]
     missed: Sequence[str]
     right: int
+    not_taken: Sequence[str]
     rows: int
     judged: int
     without: int
+    compared: int
+    distinguished: int
+    constant: bool
     seconds: float
+
+    @property
+    def reads_label(self) -> bool:
+        """Returns whether the reward distinguishes a row's label from others; True if nothing says that it does not."""
+        return self.constant or not self.compared or self.distinguished > _READS_LABEL * self.compared
 
     @property
     def wrong_share(self) -> float:
@@ -76,22 +95,79 @@ class RewardAudit:
         return sorted(found, key=lambda name: -self.families[name].share)
 
 
+def audit_run_reward(
+    reward: RewardConfig, rows: Sequence[DataRow], *, workers: int, limit_s: float | None = None
+) -> RewardAudit:
+    """Returns the audit of a run's reward, with ``workers`` processes if it is isolated.
+
+    Raises ValueError for a reward that cannot be audited without a run, that does not read the label, or that awards no
+    form of any label.
+    """
+    spec = find_reward(reward.name)
+    if spec.scores_turns:
+        raise ValueError(f"reward={spec.name} scores the turns of an environment; no answer can be made for it.")
+    alone = replace(reward, max_failed=1.0, shadow=None, on_hack=REPORT)  # no share of failures ends it
+    choice = RewardChoice(spec, alone)
+    if choice.judged is not None:
+        raise ValueError(f"reward={spec.name} asks judges, which start with the run. Use a reward without judges.")
+
+    def right_of(row: DataRow) -> list[str]:
+        scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
+        return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
+
+    async def scored() -> RewardAudit:
+        with RewardPool(spec, alone, workers=workers, concurrency=REWARD_CALLS) as pool:
+            return await audit_reward(pool, rows, right_of, limit_s=limit_s)
+
+    audit = asyncio.run(scored())
+    if not audit.reads_label:
+        raise ValueError(
+            f"reward={spec.name} cannot be checked: it awards answers without the label. In {audit.compared} rows the "
+            "label of another row has the same reward as the label, in every form. Check the rewards beside it that "
+            "read the label; if this reward reads it, give its SPEC right_answers."
+        )
+    if not audit.judged:
+        raise ValueError(
+            f"reward={spec.name} cannot be checked: of {audit.rows} rows it awards no form of the label. "
+            "Give its SPEC right_answers, or look at the labels."
+        )
+    return audit
+
+
 async def audit_reward(
-    pool: RewardPool, rows: Sequence[DataRow], right_of: Callable[[DataRow], Sequence[str]]
+    pool: RewardPool,
+    rows: Sequence[DataRow],
+    right_of: Callable[[DataRow], Sequence[str]],
+    *,
+    limit_s: float | None = None,
 ) -> RewardAudit:
     """Scores answers to each of ``rows`` that are wrong by their making, and the label in the usual forms.
 
-    ``right_of`` returns further right answers to a row, in its reward's own form. Raises as `RewardPool.score` does.
+    ``right_of`` returns further right answers to a row, in its reward's own form. After ``limit_s`` seconds no further
+    row is begun. Raises as `RewardPool.score` does.
     """
     began = time.perf_counter()
     labels = list(dict.fromkeys(str(row["answer"]) for row in rows))
-    made = [_answers(row, labels, right_of) for row in rows]
-    scored = await asyncio.gather(*(_scored(pool, row, answers) for row, answers in zip(rows, made, strict=True)))
+    made: list[list[_Answer]] = []
+    scored: list[list[RewardOutput]] = []
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        if limit_s is not None and made and time.perf_counter() - began > limit_s:
+            rows = rows[:first]
+            break
+        some = rows[first : first + _ROWS_AT_ONCE]
+        answers_of = [_answers(row, labels, right_of) for row in some]
+        made += answers_of
+        scored += await asyncio.gather(
+            *(_scored(pool, row, answers) for row, answers in zip(some, answers_of, strict=True))
+        )
     families: dict[str, FamilyFigures] = defaultdict(FamilyFigures)
     taken: dict[str, list[tuple[bool, str]]] = defaultdict(list)
-    judged = without = 0
+    judged = without = compared = distinguished = 0
     for row, answers, outputs in zip(rows, made, scored, strict=True):
         without += sum(output.reward is None for output in outputs)
+        if any(one.other for one in answers):
+            compared += 1
+            distinguished += _distinguishes(answers, outputs)
         gains = _gains(answers, outputs)
         if gains is None:
             continue
@@ -102,20 +178,25 @@ async def audit_reward(
         families=dict(families),
         missed=[f"{form}: {text}" for form in forms for got, text in taken[form] if not got],
         right=sum(len(taken[form]) for form in forms),
+        not_taken=[form for form in taken if form not in forms],
         rows=len(rows),
         judged=judged,
         without=without,
+        compared=compared,
+        distinguished=distinguished,
+        constant=len({output.reward for outputs in scored for output in outputs}) < 2,
         seconds=time.perf_counter() - began,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Is one made answer: a wrong one of a family, or a right one in a form."""
+    """Is a made answer: wrong and of a family, or right and in a form, or with an ``other`` label in that form."""
 
     text: str
     family: str = ""
     form: str = ""
+    other: str = ""
 
 
 def _answers(row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]) -> list[_Answer]:
@@ -123,8 +204,39 @@ def _answers(row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], 
     seen = AuditedRow(prompt=_text_of(row["prompt"]), label=label, others=[one for one in labels if one != label])
     wrong = [_Answer(text=text, family=family) for family, text in wrong_answers(seen)]
     right = [_Answer(text=text, form=form) for form, text in zip(RIGHT_FORMS, right_forms(label), strict=True)]
-    own = [_Answer(text=text, form="the reward's own form") for text in right_of(row)]
-    return [*right, *own, *wrong]
+    own = [_Answer(text=text, form=OWN_FORM) for text in right_of(row)]
+    if any(one.text.startswith(THINKING) for one in own):
+        wrong += [_Answer(text=THINKING + one.text, family=one.family) for one in wrong]
+    return [*right, *own, *_with_another_label(row, seen.others, right_of), *wrong]
+
+
+def _with_another_label(
+    row: DataRow, others: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]
+) -> list[_Answer]:
+    """Returns another row's label in every form; empty if all rows have the same label."""
+    if not others:
+        return []
+    try:
+        own = right_of({**row, "answer": others[0]})
+    except ValueError:
+        own = ()
+    texts = zip(RIGHT_FORMS, right_forms(others[0]), strict=True)
+    return [
+        *(_Answer(text=text, other=form) for form, text in texts),
+        *(_Answer(text=one, other=OWN_FORM) for one in own),
+    ]
+
+
+def _distinguishes(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> bool:
+    """Returns whether the label has a larger reward than another one in some form."""
+    best: dict[str, float] = defaultdict(lambda: -math.inf)
+    for one, output in zip(answers, outputs, strict=True):
+        if one.other and output.reward is not None:
+            best[one.other] = max(best[one.other], output.reward)
+    return any(
+        one.form in best and output.reward is not None and output.reward > best[one.form]
+        for one, output in zip(answers, outputs, strict=True)
+    )
 
 
 async def _scored(pool: RewardPool, row: DataRow, answers: Sequence[_Answer]) -> list[RewardOutput]:
@@ -155,9 +267,11 @@ def _count(
 ) -> None:
     awarded: dict[str, bool] = {}
     for one, gain in zip(answers, gains, strict=True):
-        got = gain >= SCORES_FROM
+        got = gain > SCORES_FROM
         if one.form:
             taken[one.form].append((got, f"{short(one.text)} for the label {short(label)}"))
+            continue
+        if one.other:
             continue
         figures = families[one.family]
         figures.answers += 1

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
+from relax_core.contracts.reward import UNCONFIRMED, RewardConfig, RewardInput, RewardOutput
 
 WINDOW_ROWS = 64  # the newest data rows whose answers count
 FEWEST_ROWS = 8  # a single bad data row, all of whose answers fail, must not end the run
@@ -41,8 +41,9 @@ class RewardFailures:
         """
         if not self._rows or self._rows[-1][0] is not given.row:
             self._rows.append((given.row, []))
-        self._rows[-1][1].append(output.reward is None)
-        if output.reward is not None:
+        failed = output.reward is None and output.cause != UNCONFIRMED  # reward.on_hack=mask asks for the latter
+        self._rows[-1][1].append(failed)
+        if not failed:
             return
         self._count += 1
         which = ", ".join(word for word in (given.uid and f"sample {given.uid}", given.where) if word)

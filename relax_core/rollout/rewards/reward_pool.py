@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,7 @@ from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
 from relax_core.contracts.child import LimitedLog
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.plugin_results import contain_exits
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import MASK, RewardConfig, RewardInput, RewardOutput, RewardSpec, with_shadow
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
@@ -52,7 +53,7 @@ class _RunningReward:
         outcomes: list[Outcome] = []
         began = time.perf_counter()
         yield outcomes
-        if inputs[0].uid:
+        if inputs[0].is_trained:
             self.figures.record([output for output, _ in outcomes], seconds=time.perf_counter() - began)
 
 
@@ -61,6 +62,10 @@ class RewardPool:
 
     The reward of a data row is that of the run, the one that the row names (``config.by``), or the parts of
     ``config.parts`` put together.
+
+    The shadow, if there is one, scores the answers of ``config.shadow_share`` of the groups, and all answers of
+    evaluations; its verdicts are two more parts of the rewards. With ``config.on_hack`` mask it scores all groups, and
+    answers that the reward alone finds right have no reward.
 
     Isolated rewards share ``workers`` child processes. A call that takes longer than its reward's ``timeout_s`` seconds
     per answer is killed with its process, which is restarted, and its answers have no reward. Answers also have no
@@ -89,6 +94,7 @@ class RewardPool:
         contain_exits()
         self.failures = RewardFailures(config)
         self._choice = RewardChoice(spec, config)
+        self._shadow_share, self._on_hack = config.shadow_share, config.on_hack
         self._on_hang = on_hang
         self._log = None if log_file is None else LimitedLog(log_file, most_bytes=_LOG_BYTES)
         self._media_folder = media_folder
@@ -122,10 +128,31 @@ class RewardPool:
         Raises `RewardsFailed` if too many of the newest answers have no reward, `RewardUnusable` as a reward does, and
         RuntimeError if a worker cannot start or the pool was closed.
         """
-        outcomes = await self._outcomes(inputs)
+        outcomes = await self._with_shadow(inputs, await self._outcomes(inputs))
         for given, (output, error) in zip(inputs, outcomes, strict=True):
             self.failures.record(given, output, error)
         return [output for output, _ in outcomes]
+
+    async def _with_shadow(self, inputs: Sequence[RewardInput], outcomes: list[Outcome]) -> list[Outcome]:
+        """Returns the outcomes with what the shadow says of the answers, if it scores this group."""
+        shadow, first = self._choice.shadow, inputs[0]
+        if shadow is None or (first.is_trained and not self._has_shadow(first.uid.rpartition(".")[0])):
+            return outcomes
+        if shadow.spec.check_row is not None:
+            try:
+                shadow.spec.check_row(first.row, shadow.config)
+            except ValueError:  # a label that it cannot judge
+                return outcomes
+        found = await self._scored(shadow, inputs)
+        mask = self._on_hack == MASK and first.is_trained
+        return [
+            (with_shadow(output, seen, mask=mask), error)
+            for (output, error), (seen, _) in zip(outcomes, found, strict=True)
+        ]
+
+    def _has_shadow(self, group: str) -> bool:
+        """Returns whether the shadow scores the answers of a group of training, always the same for its uid."""
+        return self._on_hack == MASK or zlib.crc32(group.encode()) < self._shadow_share * 2**32
 
     async def _outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         row = inputs[0].row
@@ -196,7 +223,7 @@ class RewardPool:
         try:
             with reward.timed(inputs) as outcomes:
                 outcomes += [(output, None) for output in self._workers[index].score(inputs, reward.config)]
-            if inputs[0].uid:
+            if inputs[0].is_trained:
                 self._worker_times.record(index, answers=len(inputs), seconds=time.perf_counter() - began)
             return outcomes
         finally:

@@ -18,6 +18,8 @@ _MOST_PROMPT = 4000  # characters of a prompt that are repeated
 _LONG = 2000  # words of a very long answer
 _MOST_LABELS = 64
 LETTERS = "ABCDEFGHIJ"
+_WITH_UNIT = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%|[A-Za-z][A-Za-z ]*)", re.ASCII)
+THINKING = "<think></think>"  # in front of each wrong answer, too, for rewards that look for an answer behind it
 FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")  # in which rewards look for an answer
 
 
@@ -141,9 +143,14 @@ WITH_LABEL: Mapping[str, Family] = {
 
 
 def wrong_answers(row: AuditedRow) -> Iterator[tuple[str, str]]:
-    """Yields (family, answer) for answers that are wrong for this row."""
-    label = re.escape(row.label.strip())
-    stands = re.compile(rf"(?<![\w.-]){label}(?![\w%])(?!\.\d)", re.IGNORECASE) if label else None
+    """Yields (family, answer) for answers that are wrong for this row.
+
+    For a label with a unit, such as ``5%``, an answer in which its number stands alone may be right, too.
+    """
+    text = row.label.strip()
+    unit = _WITH_UNIT.fullmatch(text)
+    label = rf"{re.escape(text)}|{re.escape(unit[1])}" if unit else re.escape(text)
+    stands = re.compile(rf"(?<![\w.-])(?:{label})(?![\w%])(?!\.\d)", re.IGNORECASE) if text else None
     for family, make in WITHOUT_LABEL.items():
         for answer in dict.fromkeys(make(row)):
             if stands is None or not stands.search(answer):
@@ -168,6 +175,12 @@ RIGHT_FORMS: Mapping[str, str] = {
     "in tags behind the thinking": "<think>Let me see.</think><answer>{}</answer>",
     "behind an equals sign": "x = {}",
     "with white space": " {}\n",
+    "with a full stop": "{}.",
+    "behind an equals sign alone": "= {}",
+    "behind the words final answer": "Final answer: {}",
+    "behind a word in bold": "**Answer:** {}",
+    "in a box in brackets": "\\(\\boxed{{{}}}\\)",
+    "in a box in a formula": "The final answer is $\\boxed{{{}}}$.",
 }
 
 

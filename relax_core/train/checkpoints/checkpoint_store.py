@@ -251,6 +251,11 @@ class CheckpointStore:
         partial.symlink_to(target.name)
         os.replace(partial, link)
 
+    def newest_before(self, step: int) -> Path | None:
+        """Returns the readable checkpoint of the newest train step up to ``step``, or None."""
+        found = [(meta.step, folder) for meta, folder in self._by_sequence()[0] if meta.step <= step]
+        return max(found, default=(0, None))[1]
+
     def progress(self, step: int) -> int:
         """Returns a number that changes while the checkpoint after ``step`` is being written by any process.
 

@@ -84,6 +84,7 @@ def test_each_part_and_each_reward_of_a_row_has_figures_of_its_own_and_evaluatio
     mix = plugin_config("reward", "mix", {"parts": parts}, section="reward")
     with RewardPool(find_reward("mix"), mix, workers=1) as pool:
         asyncio.run(pool.score([given("1"), given("2")]))
+        asyncio.run(pool.score([given("1", uid="eval/math/0.0")]))
         asyncio.run(pool.score([given("1", uid="")]))
         figures = pool.figures()
     assert (figures["reward/whole/mean"], figures["reward/whole/answers"]) == (0.5, 2)

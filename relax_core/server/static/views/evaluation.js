@@ -49,10 +49,25 @@ async function rows(run, query, step) {
     h("td", { class: "words text" }, h("a", { href: address(run.id, "evaluation", { prompt: row.prompt }), title: "its answers over time" }, foreign(String(row.prompt ?? "")))), ...cells(row)));
   const page = (words, to) => h("a", { href: address(run.id, "evaluation", { ...query, first: to || undefined }) }, words);
   return [
+    ...look(answer.look),
     h("div", { class: "controls" }, h("span", { class: "quiet" }, `${number(answer.count)} answers${answer.count > answer.rows.length ? `, ${number(first + 1)} to ${number(first + answer.rows.length)}` : ""}`),
       first > 0 ? page("Back", Math.max(0, first - 100)) : null, first + answer.rows.length < answer.count ? page("Further", first + answer.rows.length) : null),
     table(["prompt", "wanted", "answer", "", "why"], found),
   ];
+}
+
+const share = (value) => typeof value === "number" ? `${Math.round(100 * value)}%` : "–";
+
+function look(rows) {
+  if (!rows.length) return [];
+  const found = rows.map((row) => h("tr", {},
+    h("td", { class: "words text" }, foreign(String(row.text ?? ""))), h("td", { class: "number" }, share(row.share)), h("td", { class: "number" }, share(row.shadow)),
+    h("td", { class: "number" }, share(row.new_share)), h("td", { class: "number" }, number(Math.round(Number(row.tokens ?? 0)))), h("td", { class: "words text" }, foreign(String(row.example ?? "")))));
+  return [
+    h("h2", {}, "Forms of right answers"),
+    rows[0].notice ? h("p", { class: "problem" }, foreign(String(rows[0].notice))) : null,
+    table(["form", "share", "right by the shadow", "not in the prompt", "tokens", "example"], found),
+  ].filter(Boolean);
 }
 
 async function history(run, query) {

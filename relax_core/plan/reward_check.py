@@ -1,0 +1,117 @@
+"""Checks a run's reward for wrong answers that it awards, before the start (``reward.audit``).
+
+The result is kept in the user's cache, because a sweep starts many runs with the same reward and the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.data import BadRow, DataRow, PromptSource
+from relax_core.contracts.foreign_files import read_regular
+from relax_core.contracts.private_folder import CACHE_KEY, private_folder, user_cache
+from relax_core.contracts.reward import OFF, REFUSE, REPORT
+from relax_core.registry import find_reward, is_file_plugin, own_folder
+from relax_core.rollout import rewards
+from relax_core.rollout.episodes.episode_records import without_bytes
+from relax_core.rollout.trial.reward_trial import Audited, audit_in_child
+
+ROWS = 24  # that are looked at before a run; relax check-reward takes more
+LIMIT_S = 8.0  # after which no further row is begun
+NAMED = 3  # families of wrong answers
+_MOST_RECORD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCheck:
+    """Holds what a user should know of the reward before the start; ``refused`` says why the run cannot start."""
+
+    notes: Sequence[str] = ()
+    refused: str | None = None
+
+
+def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
+    """Returns the result of the check, from the cache if this reward was checked on these rows before.
+
+    A reward that cannot be checked gets a note that says why. Rewards that score the turns of an environment, and data
+    without labels, have nothing to check.
+    """
+    reward = config.reward
+    is_checked = reward.audit != OFF and not find_reward(reward.name).scores_turns
+    rows = list(audited_rows(source, most=ROWS)) if is_checked else []
+    if not rows:
+        return RewardCheck()
+    found = _kept_or_made(config, rows)
+    if found.why_not:
+        return RewardCheck(notes=[f"Wrong answers were not looked for: {found.why_not}"])
+    above = {name: one for name, one in found.families.items() if one[0] > reward.audit_limit}
+    if not above:
+        return RewardCheck()
+    named = [f"{name} ({share:.0%} of {found.rows} rows): {worst}" for name, (share, worst) in above.items()]
+    fix = "Use a stricter reward; relax check-reward with the same words shows all families (docs/rewards.md)."
+    if reward.audit == REFUSE:
+        text = f"reward.audit=refuse: reward={reward.name} awards wrong answers, which a model learns. "
+        return RewardCheck(refused=f"{text}{'; '.join(named[:NAMED])}. {fix}")
+    text = f"reward={reward.name} awards wrong answers of {len(above)} families, which a model learns. {fix} The first:"
+    return RewardCheck(notes=[text, *(f"  {one}" for one in named[:NAMED])])
+
+
+def audited_rows(source: PromptSource, *, most: int) -> Iterator[DataRow]:
+    """Yields at most so many rows with a prompt and a label, evenly over the data."""
+    found = 0
+    for number in range(0, len(source), max(1, len(source) // most)):
+        try:
+            row = source.numbered(number)
+        except BadRow:
+            continue
+        if str(row["answer"]).strip() and row["prompt"]:
+            yield row
+            found += 1
+        if found == most:
+            return
+
+
+def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
+    file = user_cache("audits") / f"{_key(config, rows)}.json"
+    if file.exists():
+        try:
+            return msgspec.json.decode(read_regular(file, most_bytes=_MOST_RECORD_BYTES), type=Audited)
+        except (ValueError, OSError):
+            pass  # a damaged file is written again
+    spec = find_reward(config.reward.name)
+    if spec.is_async:
+        return Audited(why_not=f"reward={spec.name} asks a server: relax check-reward checks it.")
+    found = audit_in_child(config.reward, rows, workers=config.rollout.reward_workers, limit_s=LIMIT_S)
+    if found.crashed:
+        return found
+    private_folder(file.parent, key=CACHE_KEY)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(found))
+    os.replace(partial, file)
+    return found
+
+
+def _key(config: RelaxConfig, rows: Sequence[DataRow]) -> str:
+    """Returns a digest of the settings, the rows and the code of rewards and check."""
+    settings = replace(config.reward, audit=OFF, audit_limit=0.0, shadow=None, on_hack=REPORT)
+    digest = hashlib.sha256(repr(settings).encode())
+    digest.update(repr([(one["prompt"], one["answer"], sorted(one)) for one in map(_plain, rows)]).encode())
+    folders = [own_folder("reward"), *map(Path, rewards.__path__)]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    plugins = [config.reward.name, *(str(part.get("reward")) for part in config.reward.parts)]
+    files += [Path(name) for name in plugins if is_file_plugin(name)]
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _plain(row: DataRow) -> Mapping[str, object]:
+    found: Mapping[str, object] = without_bytes(row)
+    return found

@@ -1,0 +1,146 @@
+"""Notices when a model learns answers that its reward finds right and the reward's shadow does not.
+
+The figure is the denied share: of the answers that the reward finds right, how many the shadow finds wrong. A shadow
+that cannot read some forms of right answers has a constant denied share. A reward that is being exploited has a rising
+one. Therefore the share is compared with that of the run's first steps. Neither the reward nor the length of answers
+counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from relax_core.contracts.reward import SHADOW, SHADOW_GAP
+
+HACK_ONSET = "hack_onset"  # metric: the train step at which the denied share began to rise; only while it is raised
+DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and that of the first steps
+BASE_STEPS, BASE_RIGHT = 5, 40  # the first steps, and right answers in them, that say what is usual
+NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # at least so many make a judgement
+MOST_STEPS = 12  # that are looked at; the onset is no older
+GROUPS_WITH_GAP = 3  # one odd prompt is no exploit
+LEAST_GAP = 0.1  # of all answers
+ERRORS = 4.0  # standard errors of the number of denied answers that chance does not explain
+RISE, STAYS = 0.2, 0.1  # of the denied share above the usual one: where an alarm begins, and where it ends
+
+
+class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts the groups and answers of one train step that the shadow scored.
+
+    ``right`` answers are right by the reward. ``gap`` is their number minus that of the answers that are right by the
+    shadow, and ``gap_groups`` is the number of groups in which that is above 0.
+    """
+
+    step: int
+    groups: int
+    gap_groups: int
+    answers: int
+    right: float
+    gap: float
+
+
+def shadow_counts(step: int, groups: Iterable[Sequence[Mapping[str, float]]]) -> ShadowCounts:
+    """Returns the counts of a step; ``groups`` holds the parts of the rewards of each group's answers."""
+    scored = [[one for one in parts if SHADOW in one] for parts in groups]
+    gaps = [sum(one[SHADOW_GAP] for one in parts) for parts in scored if parts]
+    right = sum(one[SHADOW] + one[SHADOW_GAP] for parts in scored for one in parts)
+    return ShadowCounts(
+        step=step,
+        groups=len(gaps),
+        gap_groups=sum(gap > 0 for gap in gaps),
+        answers=sum(map(len, scored)),
+        right=right,
+        gap=sum(gaps),
+    )
+
+
+class ShadowWatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Is the state of the watch after some steps; checkpoints hold it.
+
+    ``base`` sums up the first ``base_steps`` steps, and ``recent`` are the counts of the newest. ``onset`` is the train
+    step at which the denied share began to rise, None while it is usual.
+    """
+
+    base: ShadowCounts | None = None
+    base_steps: int = 0
+    recent: tuple[ShadowCounts, ...] = ()
+    onset: int | None = None
+
+    def after(self, counts: ShadowCounts) -> ShadowWatch:
+        """Returns the state after one more step."""
+        if not counts.groups:
+            return self
+        base, steps = self.base, self.base_steps
+        if self.usual is None:
+            base, steps = counts if base is None else _sum([base, counts]), steps + 1
+        after = ShadowWatch(base=base, base_steps=steps, recent=(*self.recent, counts)[-MOST_STEPS:])
+        return msgspec.structs.replace(after, onset=_onset(after, before=self.onset))
+
+    @property
+    def usual(self) -> float | None:
+        """Returns the denied share of the first steps, None before their end."""
+        if self.base is None or self.base_steps < BASE_STEPS or self.base.right < BASE_RIGHT:
+            return None
+        return denied_share([self.base])
+
+    @property
+    def denied(self) -> float:
+        """Returns the denied share of the newest steps."""
+        return denied_share(_newest(self.recent))
+
+
+def watch_values(watch: ShadowWatch) -> dict[str, float]:
+    """Returns the state as metrics; none before the first steps are over."""
+    if watch.usual is None:
+        return {}
+    onset = {} if watch.onset is None else {HACK_ONSET: float(watch.onset)}
+    return {DENIED: watch.denied, USUAL: watch.usual, **onset}
+
+
+def denied_share(counts: Sequence[ShadowCounts]) -> float:
+    """Returns how many of the answers that are right by the reward are wrong by the shadow; 0 if none is right."""
+    right = sum(one.right for one in counts)
+    return max(0.0, sum(one.gap for one in counts) / right) if right else 0.0
+
+
+def _sum(counts: Sequence[ShadowCounts]) -> ShadowCounts:
+    """Returns the sums over some steps, under the number of the newest."""
+    return ShadowCounts(
+        step=counts[-1].step,
+        groups=sum(one.groups for one in counts),
+        gap_groups=sum(one.gap_groups for one in counts),
+        answers=sum(one.answers for one in counts),
+        right=sum(one.right for one in counts),
+        gap=sum(one.gap for one in counts),
+    )
+
+
+def _newest(recent: Sequence[ShadowCounts]) -> Sequence[ShadowCounts]:
+    """Returns the fewest newest steps that make a judgement, or all."""
+    for first in range(len(recent) - NEWEST_STEPS, -1, -1):
+        if sum(one.groups for one in recent[first:]) >= NEWEST_GROUPS:
+            return recent[first:]
+    return recent
+
+
+def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
+    usual, base, newest = watch.usual, watch.base, _newest(watch.recent)
+    if usual is None or base is None or len(newest) < NEWEST_STEPS or sum(one.groups for one in newest) < NEWEST_GROUPS:
+        return before
+    seen = _sum(newest)
+    denied = denied_share([seen])
+    if before is not None:
+        return before if denied >= usual + STAYS else None
+    # The usual share is an estimate, too. The 0.02 stands for it where it was 0.
+    by_chance = math.sqrt(seen.right * (1.0 + seen.right / base.right) * (usual * (1.0 - usual) + 0.02))
+    is_wide = seen.gap >= LEAST_GAP * seen.answers and seen.gap_groups >= GROUPS_WITH_GAP
+    if not is_wide or denied < usual + RISE or seen.gap - usual * seen.right < ERRORS * by_chance:
+        return None
+    onset = seen.step
+    for one in reversed(watch.recent):
+        if one.gap <= 0 or denied_share([one]) < usual + STAYS:
+            break
+        onset = one.step
+    return onset

@@ -1,0 +1,103 @@
+"""Audits a run's reward in a process of its own, which is killed if an answer makes the reward hang.
+
+As a program it is that process: ``python -m relax_core.rollout.trial.reward_trial``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from relax_core.config.redaction import packed_text
+from relax_core.contracts.child import (
+    Child,
+    ChildLost,
+    Limit,
+    OwnerPipe,
+    cause_in,
+    import_path,
+    module_command,
+    to_frame,
+)
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.reward import RewardConfig
+from relax_core.registry import find_reward
+from relax_core.rollout.episodes.episode_records import without_bytes
+from relax_core.rollout.trial.plugin_trial import START_S
+
+HANG_S = 30.0  # the wait for the audit's end after its own limit
+
+
+class AuditRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what the process audits: a reward with its settings as msgpack, on these rows.
+
+    After ``limit_s`` seconds it begins no further row. ``workers`` is the number of processes of isolated rewards.
+    """
+
+    reward: str
+    settings: bytes
+    rows: list[dict[str, Any]]
+    workers: int
+    limit_s: float
+
+
+class Audited(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds share of the rows and worst answer of each family of wrong answers that is awarded, worst first.
+
+    ``rows`` rows were judged. ``why_not`` says why the reward could not be audited, and is empty if it could. With
+    ``crashed`` the process died or hung.
+    """
+
+    rows: int = 0
+    families: dict[str, tuple[float, str]] = {}
+    why_not: str = ""
+    crashed: bool = False
+
+
+def audit_in_child(reward: RewardConfig, rows: Sequence[DataRow], *, workers: int, limit_s: float) -> Audited:
+    """Returns the result of an audit. A crash and a hang of the reward are its ``why_not``."""
+    request = AuditRequest(
+        reward=reward.name,
+        settings=msgspec.msgpack.encode(reward, enc_hook=packed_text),
+        rows=[dict(without_bytes(row)) for row in rows],
+        workers=workers,
+        limit_s=limit_s,
+    )
+    environment = os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+    command = module_command("relax_core.rollout.trial.reward_trial")
+    with tempfile.TemporaryFile() as printed:
+        child = Child(command, name="the audit of the reward", log=printed.fileno(), environment=environment)
+        try:
+            child.send(to_frame(request))
+            return msgspec.msgpack.decode(child.next_frame(Limit(START_S + limit_s + HANG_S)), type=Audited)
+        except ChildLost as lost:
+            printed.seek(0)
+            cause = cause_in(printed.read())
+            why_not = f"reward={reward.name} cannot be checked: {lost}" + (f": {cause}" if cause else "")
+            return Audited(why_not=why_not, crashed=True)
+        finally:
+            child.end(grace_s=0.0)
+
+
+def main() -> None:
+    """Reads an `AuditRequest` from stdin, and writes `Audited`."""
+    from relax_core.rollout.rewards.reward_audit import audit_run_reward
+
+    replies = OwnerPipe()
+    request = msgspec.msgpack.decode(replies.read(), type=AuditRequest)
+    try:
+        settings = msgspec.msgpack.decode(request.settings, type=find_reward(request.reward).config)
+        found = audit_run_reward(settings, request.rows, workers=request.workers, limit_s=request.limit_s)
+    except ValueError as error:
+        replies.write(Audited(why_not=str(error)))
+        return
+    families = {name: (found.families[name].share, found.families[name].worst) for name in found.above(0.0)}
+    replies.write(Audited(rows=found.judged, families=families))
+
+
+if __name__ == "__main__":
+    main()
