@@ -24,7 +24,7 @@ from relax_core.observe.alarms import (
 )
 from relax_core.observe.event_log import ACTOR, MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
-from relax_core.observe.summary import FIRST_STEPS, SIGNAL_RULES, first_steps_line, signal_line
+from relax_core.observe.summary import FIRST_STEPS, HACK, SIGNAL_RULES, first_steps_line, signal_line
 from relax_core.server.gateway_client import read_address
 
 REPEAT_S = 3600.0  # a cause that lasts or comes again is told again after so long
@@ -163,7 +163,8 @@ class RunAlarms:
         value = record.values.get(rule.name)
         self._rules[rule] = after = advanced(rule, state, value, step=record.step)
         if after.is_true(rule):
-            self.happened("rule", rule.words, f"{rule.number} is {after.value:.6g} after train step {record.step}")
+            words = f"{rule.number} is {after.value:.6g} after train step {record.step}"
+            self.happened("rule", rule.words, self._signal_line(rule, record) if rule.number == HACK else words)
         elif state.is_true(rule):
             self.over("rule", rule.words)
         if value is None and rule not in self._seen:

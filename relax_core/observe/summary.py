@@ -325,10 +325,11 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
 
 
 # Of the form of `notify.rules`; a line of the run's log says when one becomes true.
+HACK = "actor/hack_onset"
 SIGNAL_RULES = (
     "actor/truncated >= 1 for 20 steps",
     f"actor/groups_without_signal > {MOST_GROUPS} for 20 steps",
-    "actor/hack_onset >= 0 for 1 step",
+    f"{HACK} >= 0 for 1 step",
     f"actor/shadow_denied/usual > {MOST_USUAL} for 1 step",
 )
 
@@ -338,7 +339,7 @@ def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str
 
     ``max_new_tokens`` is the limit of an answer, in tokens.
     """
-    if rule.number in ("actor/hack_onset", "actor/shadow_denied/usual"):
+    if rule.number in (HACK, "actor/shadow_denied/usual"):
         return next(_of_shadow({record.step: record.values}))
     when = f"for {rule.steps} train steps, to step {record.step}"
     if rule.number == "actor/truncated":

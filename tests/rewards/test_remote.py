@@ -117,7 +117,7 @@ def test_what_a_server_answers(make_server: Any, body: bytes, reward: float | No
     assert (output.reward, output.exact) == (reward, exact)
     assert bool(output.reason) == (reward is None)
     if b"form" in body:
-        assert output.parts == {"form": 1.0} and output.why == "so"
+        assert output.parts is not None and output.parts["form"] == 1.0 and output.why == "so"
 
 
 def test_what_a_server_is_asked(make_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,13 @@ from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_pool import EnginePool
+from relax_core.observe.event_log import SKELETONS
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.episodes.group_player import OneTurnPlayer
 from relax_core.rollout.eval_metrics import Answer
 from relax_core.rollout.evaluator import (
+    EvalRow,
+    Evaluator,
     PreparedSet,
     SetAnswers,
     eval_versions,
@@ -162,3 +165,45 @@ def test_the_first_sets_figures_have_no_name_and_every_named_sets_have_its_own()
     assert set(evaluation_values([answered("", True)])) == {
         *("exact", "exact/low", "exact/high", "reward", "rows", "bad_rows", "unscored")
     }
+
+
+def sums(said: str, *, shadow: float) -> SetAnswers:
+    """Returns right answers to 20 sums; in ``said``, a and b stand for the numbers and c for their sum."""
+    rows, answers = [], []
+    for number in range(20):
+        a, b = 20 + number, 71 - number // 2
+        text = said.replace("a", str(a)).replace("b", str(b)).replace("c", str(a + b))
+        rows.append(EvalRow(row={"prompt": f"What is {a} + {b}?", "answer": str(a + b)}, input_ids=[]))
+        answers.append([Answer(text=text, exact=True, reward=1.0, vote=None, cut=False, tokens=5, shadow=shadow)])
+    return SetAnswers(of=PreparedSet(name="", rows=rows, bad=[]), answers=answers)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_evaluation_names_a_form_that_took_over_and_its_shadow(resumed: bool) -> None:
+    found = {0: sums("a + b = c", shadow=1.0), 5: sums("a + b =", shadow=0.0)}
+    values: dict[int, Any] = {}
+    texts: list[tuple[str, int, Any]] = []
+
+    async def ask(version: int) -> list[SetAnswers]:
+        return [found[version]]
+
+    async def reached(version: int) -> None:
+        return
+
+    evaluator = Evaluator(
+        versions=[5] if resumed else [0, 5],
+        ask=ask,
+        wait_version=reached,
+        in_order=False,
+        record=lambda source, version, numbers: values.update({version: numbers}),
+        record_texts=lambda kind, version, rows: texts.append((kind, version, rows)),
+        first_look=found[0].look() if resumed else None,
+    )
+    asyncio.run(evaluator.run())
+    assert (values[5]["exact"], values[5]["shadow"], values[5]["shadow_gap"]) == (1.0, 0.0, 1.0)
+    assert values[5]["skeleton/taken_over"] == 1.0 and values[5]["skeleton/shadow"] == 0.0
+    assert [(kind, version) for kind, version, _ in texts][-2:] == [("eval", 5), (SKELETONS, 5)]
+    (row,) = texts[-1][2]
+    assert row["text"] == "0 + 0 =" and "0 + 0 =" in row["notice"] and row["example"] in row["notice"]
+    if not resumed:
+        assert "skeleton/taken_over" not in values[0] and values[0]["shadow_gap"] == 0.0

@@ -12,7 +12,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
-from relax_core.observe.event_log import EventReader, EventWriter, Record
+from relax_core.observe.event_log import SKELETONS, EventReader, EventWriter, Record
 from relax_core.observe.sample_log import SAMPLES_FOLDER, TOKENIZER_FOLDER, SampleLog
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_row
 from relax_core.observe.trackers.file_sinks import JsonlSink
@@ -64,6 +64,8 @@ def _metrics(folder: Path) -> None:
             for number in range(2)
         ]
         service.record_texts("eval", step, rows)
+    form = {"text": HOSTILE, "share": 1.0, "shadow": None, "new_share": 0.5, "tokens": 3.0, "example": HOSTILE}
+    service.record_texts(SKELETONS, 4, [form | {"notice": f"a form {HOSTILE} took over"}])
     service.record_texts(STRAGGLER, 3, [straggler_row(SLOW)])
     service.record_texts("bad_rows", 0, [{"row": 1, "reason": "bad_row", "text": "t"}])
     service.close(timeout_s=60.0)

@@ -201,6 +201,9 @@ def test_the_timeline_the_samples_of_a_step_and_the_engines(server: Server, base
 def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: str, run_dir: Path) -> None:
     found = server.json(f"{base}/evaluations")
     assert [(one["step"], one["rows"], one["exact"]) for one in found] == [(0, 2, 0), (4, 2, 1)]
+    (form,) = server.json(f"{base}/evaluation?step=4")["look"]
+    assert form["share"] == 1.0 and form["shadow"] is None and "took over" in form["notice"]
+    assert server.json(f"{base}/evaluation?step=0")["look"] == []
     (row,) = server.json(f"{base}/evaluation?step=4&exact=0")["rows"]
     assert [row["prompt"], row["response"]] == ["q1", f"{HOSTILE} at 4"]
     assert server.json(f"{base}/evaluation?step=4&words=AT%204&first=1")["count"] == 2

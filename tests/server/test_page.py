@@ -21,7 +21,7 @@ VIEWS = {
     "samples": "document.querySelectorAll('tbody tr').length == 10",
     "samples?side=g00000001": "document.querySelectorAll('.side article').length == 2",
     "samples?state=dropped&reason=stale": "document.querySelectorAll('tbody tr').length == 1",
-    "evaluation": "document.querySelectorAll('tbody tr').length == 2",
+    "evaluation": "document.querySelectorAll('tbody tr').length == 3",
     "evaluation?prompt=q0": "document.querySelector('tbody')?.innerText.includes('U+202E')",
     "pipeline": (
         "document.querySelectorAll('.bar-span').length > 4 && document.querySelectorAll('.thin').length == 2"

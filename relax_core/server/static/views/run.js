@@ -8,7 +8,7 @@ const POINTS = 800; // of a curve, twice the pixels of its card
 const EVERY_MS = 2000; // between two looks at a run that goes on
 const CHARTS = [
   ["Reward", ["actor/reward", "eval/reward"]],
-  ["Fully right", ["actor/exact", "eval/exact"]],
+  ["Fully right", ["actor/exact", "eval/exact", "actor/reward_shadow", "eval/shadow"]],
   ["Response tokens", ["actor/response_tokens", "actor/response_tokens/p10", "actor/response_tokens/p90"]],
   ["Loss", ["actor/loss"]],
   ["KL to the engine's policy", ["actor/algorithm/old_kl", "actor/algorithm/kl"]],
