@@ -7,7 +7,8 @@ of 16 answers a step, all tokens sampled, a constant learning rate. Each attack 
 other. ``predicted`` has the families of wrong answers that the check before a run names. ``accuracy`` is the held-out
 accuracy by the trained reward and by its shadow (``final_answer``), before and after. A reward is ``exploited`` if the
 two differ by more than 0.1 at the end. ``opened`` is the first train step in which the shadow denies a tenth of the
-answers, and ``noticed`` the step at which the run says so. ``form`` is the most frequent form of right answers at the
+answers, and ``noticed`` the step at which the run says so: the denied share has risen, or was above a half from the
+start. ``form`` is the most frequent form of right answers at the
 end. With ``--results``, each finished run is added to the file, and a run that the file has is not repeated.
 """
 
@@ -28,6 +29,7 @@ from benchmarks.harness import FinishedRun, machine, run_relax
 from relax_core.config.compose import load_config
 from relax_core.data.sources import make_source
 from relax_core.observe.event_log import EVAL, SKELETONS, read_texts
+from relax_core.observe.summary import MOST_USUAL
 from relax_core.plan.reward_check import LIMIT_S, ROWS, audited_rows
 from relax_core.rollout.trial.reward_trial import audit_in_child
 
@@ -73,7 +75,9 @@ def figures(run: FinishedRun, folder: Path) -> dict[str, Any]:
     (_, before), (_, after) = evaluations[0], evaluations[-1]
     steps = sorted(run.steps().items())
     gaps = {step: values["reward_shadow_gap"] for step, values in steps if "reward_shadow_gap" in values}
-    noticed = [step for step, values in steps if "hack_onset" in values]
+    noticed = [
+        step for step, values in steps if "hack_onset" in values or values.get("shadow_denied/usual", 0.0) > MOST_USUAL
+    ]
     looks = [one.rows for one in read_texts(folder, SKELETONS) if one.rows]
     form = looks[-1][0] if looks else {}
     return {

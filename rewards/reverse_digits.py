@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from relax_core.contracts.reward import OFF, RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
 _POSITION_SHARE = 0.8
 _LENGTH_SHARE = 0.2
@@ -16,6 +16,7 @@ class ReverseDigitsConfig(RewardConfig):
 
     name: str = "reverse_digits"
     timeout_s: float = 1.0
+    audit: str = OFF  # partial credit for wrong answers is intended
 
 
 def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:

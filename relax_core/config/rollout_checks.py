@@ -238,7 +238,8 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"reward.max_failed={reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
     for key, choices in (("audit", (WARN, REFUSE, OFF)), ("on_hack", (REPORT, MASK, HALT))):
         if (value := getattr(reward, key)) not in choices:
-            yield f"reward.{key}={value}: use {', '.join(choices[:-1])} or {choices[-1]}."
+            quotes = ' In a YAML file write "off" in quotes.' if value == "False" else ""
+            yield f"reward.{key}={value}: use {', '.join(choices[:-1])} or {choices[-1]}.{quotes}"
     if not 0 <= reward.audit_limit < 1:
         yield f"reward.audit_limit={reward.audit_limit}: a share of the rows, from 0 to below 1. Use such as 0.02."
     if not 0 < reward.shadow_share <= 1:

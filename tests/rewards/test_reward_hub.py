@@ -48,7 +48,8 @@ def scored(reward: str, given: RewardInput, **values: Any) -> RewardOutput:
 
 
 def test_every_reward_of_the_hub_has_vectors() -> None:
-    own = {"env", "exact_match", "final_answer", "reverse_digits", "remote", "mix", "genrm"}  # whose rules are Relax's own
+    # These have rules of Relax.
+    own = {"env", "exact_match", "final_answer", "reverse_digits", "remote", "mix", "genrm"}
     assert set(names("reward")) - own == set(HUB)
     for reward in HUB:
         assert len(vectors(reward)) >= 12, reward

@@ -110,7 +110,7 @@ WITHOUT_LABEL: Mapping[str, Family] = {
 }
 # Families whose answers hold the label, among or beside other answers.
 WITH_LABEL: Mapping[str, Family] = {
-    "all labels": lambda row: _answered([", ".join([*row.others[:_MOST_LABELS], row.label])]),
+    "all labels": lambda row: _answered([", ".join([*row.others[:_MOST_LABELS], row.label])]) if row.others else [],
     "all letters": lambda row: _answered([" ".join(LETTERS), ", ".join(LETTERS)]) if row.label in LETTERS else [],
     "a list of neighbours": lambda row: _answered([" ".join(row.around(*range(-3, 4)))]) if row.around(0) else [],
     "all numbers to a hundred": lambda row: [" ".join(map(str, range(101)))] if 0 <= (row.number or -1) < 100 else [],
@@ -150,7 +150,7 @@ def wrong_answers(row: AuditedRow) -> Iterator[tuple[str, str]]:
     text = row.label.strip()
     unit = _WITH_UNIT.fullmatch(text)
     label = rf"{re.escape(text)}|{re.escape(unit[1])}" if unit else re.escape(text)
-    stands = re.compile(rf"(?<![\w.-])(?:{label})(?![\w%])(?!\.\d)", re.IGNORECASE) if text else None
+    stands = re.compile(rf"(?<![\w.-])(?:{label})(?:\.0+)?(?![\w%])(?!\.\d)", re.IGNORECASE) if text else None
     for family, make in WITHOUT_LABEL.items():
         for answer in dict.fromkeys(make(row)):
             if stands is None or not stands.search(answer):
