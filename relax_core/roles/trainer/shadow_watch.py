@@ -23,7 +23,10 @@ MOST_STEPS = 12  # that are looked at; the onset is no older
 GROUPS_WITH_GAP = 3  # one odd prompt is no exploit
 LEAST_GAP = 0.1  # of all answers
 ERRORS = 4.0  # standard errors of the number of denied answers that chance does not explain
-RISE, STAYS = 0.2, 0.1  # of the denied share above the usual one: where an alarm begins, and where it ends
+RISE, STAYS = (
+    0.2,
+    0.1,
+)  # of the denied share above the usual one, at most half of the way to 1: where an alarm begins, and ends
 
 
 class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,11 +135,15 @@ def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
     seen = _sum(newest)
     denied = denied_share([seen])
     if before is not None:
-        return before if denied >= usual + STAYS else None
+        return before if denied >= usual + min(STAYS, (1.0 - usual) / 4) else None
     # The usual share is an estimate, too. The 0.02 stands for it where it was 0.
     by_chance = math.sqrt(seen.right * (1.0 + seen.right / base.right) * (usual * (1.0 - usual) + 0.02))
     is_wide = seen.gap >= LEAST_GAP * seen.answers and seen.gap_groups >= GROUPS_WITH_GAP
-    if not is_wide or denied < usual + RISE or seen.gap - usual * seen.right < ERRORS * by_chance:
+    if (
+        not is_wide
+        or denied < usual + min(RISE, (1.0 - usual) / 2)
+        or seen.gap - usual * seen.right < ERRORS * by_chance
+    ):
         return None
     onset = seen.step
     for one in reversed(watch.recent):
