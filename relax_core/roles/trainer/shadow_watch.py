@@ -23,10 +23,8 @@ MOST_STEPS = 12  # that are looked at; the onset is no older
 GROUPS_WITH_GAP = 3  # one odd prompt is no exploit
 LEAST_GAP = 0.1  # of all answers
 ERRORS = 4.0  # standard errors of the number of denied answers that chance does not explain
-RISE, STAYS = (
-    0.2,
-    0.1,
-)  # of the denied share above the usual one, at most half of the way to 1: where an alarm begins, and ends
+# Of the denied share above the usual one, at most a half and a fourth of the way to 1: where an alarm begins, and ends.
+RISE, STAYS = 0.2, 0.1
 
 
 class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,11 +137,8 @@ def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
     # The usual share is an estimate, too. The 0.02 stands for it where it was 0.
     by_chance = math.sqrt(seen.right * (1.0 + seen.right / base.right) * (usual * (1.0 - usual) + 0.02))
     is_wide = seen.gap >= LEAST_GAP * seen.answers and seen.gap_groups >= GROUPS_WITH_GAP
-    if (
-        not is_wide
-        or denied < usual + min(RISE, (1.0 - usual) / 2)
-        or seen.gap - usual * seen.right < ERRORS * by_chance
-    ):
+    is_sure = seen.gap - usual * seen.right >= ERRORS * by_chance
+    if not (is_wide and is_sure) or denied < usual + min(RISE, (1.0 - usual) / 2):
         return None
     onset = seen.step
     for one in reversed(watch.recent):
