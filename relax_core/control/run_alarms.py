@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from relax_core.config.notify_rules import Rule, read_rule, read_rules
+from relax_core.config.notify_rules import PRESETS, Rule, read_rule, read_rules
 from relax_core.config.schema import RelaxConfig
 from relax_core.observe.alarms import (
     NOTICES,
@@ -35,6 +35,7 @@ LOOK_S = 5.0
 HOUR_S = 3600.0
 UNKNOWN_RECORDS = 100  # of the source of a rule's number, after which a number that none of them had is reported
 GIB = 1 << 30
+OF_PRESETS = frozenset(words for rules in PRESETS.values() for words in rules)  # some runs have no such number
 SEEN_ANYWAY = (*NOTICES, "failed")  # on the terminal, in words of their own
 TITLES = {
     "started": "the run has started",
@@ -167,7 +168,7 @@ class RunAlarms:
             self.happened("rule", rule.words, self._signal_line(rule, record) if rule.number == HACK else words)
         elif state.is_true(rule):
             self.over("rule", rule.words)
-        if value is None and rule not in self._seen:
+        if value is None and rule not in self._seen and rule.words not in OF_PRESETS:
             self._without[rule] = self._without.get(rule, 0) + 1
             if self._without[rule] == UNKNOWN_RECORDS:
                 self._lines.append(

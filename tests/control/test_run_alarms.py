@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.config.notify_rules import PRESETS
 from relax_core.config.schema import EVENTS
 from relax_core.contracts.sink import MetricRecord
 from relax_core.control import run_alarms
@@ -158,6 +159,14 @@ def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path
     run.add_records(record(step, reward=1.0) for step in range(2, UNKNOWN_RECORDS))
     lines = [line for line in run.take_lines() if "notify.rules" in line]
     assert len(lines) == 1 and "actor/algorithm/rewrad was in none of 100 records of actor" in lines[0]
+    run.close("finished", "")
+
+
+def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, told: Told) -> None:
+    """A run without a shadow has no actor/hack_onset."""
+    run = alarms(tmp_path, told, f"notify.rules=[{', '.join(PRESETS)}]", clock=Clock())
+    run.add_records(record(step, reward=1.0) for step in range(2 * UNKNOWN_RECORDS))
+    assert [line for line in run.take_lines() if "notify.rules" in line] == []
     run.close("finished", "")
 
 
