@@ -44,7 +44,11 @@ _RELATION = re.compile(r"[≤≥≠≈]|[<>!]=|\s[<>]\s|\\(?:leq?|geq?|neq?|lt|g
 _NUMBER = re.compile(r"(?:(?<![\w.,)\]])[-−–]\s?)?\d[\d,]*(?:\.\d+)?", re.ASCII)
 _NUMBER_ALONE = re.compile(r"[$€£(]*[-−–]?[$€£]?\s?\d[\d,]*(?:\.\d+)?[\s%.$)]*", re.ASCII)
 _ALTERNATIVES = frozenset(
-    ["or", "nor", "either", "neither", "not", "never", "cannot", "isnt", "arent", "wasnt", "werent", "dont", "doesnt"]
+    squad_word.replace("'", "")
+    for squad_word in (
+        *("or", "nor", "either", "neither", "not", "never", "cannot"),
+        *("isn't", "aren't", "wasn't", "weren't", "don't", "doesn't"),
+    )
 )
 
 
