@@ -26,6 +26,7 @@ from relax_core.rollout.trial.reward_trial import Audited, audit_in_child
 ROWS = 24  # that are looked at before a run; relax check-reward takes more
 LIMIT_S = 8.0  # after which no further row is begun
 NAMED = 3  # families of wrong answers
+NOT_CHECKED = "The reward was not checked for wrong answers that it awards:"
 _MOST_RECORD_BYTES = 1 << 20
 
 
@@ -40,17 +41,18 @@ class RewardCheck:
 def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
     """Returns the result of the check, from the cache if this reward was checked on these rows before.
 
-    A reward that cannot be checked gets a note that says why. Rewards that score the turns of an environment, and data
-    without labels, have nothing to check.
+    A reward that cannot be checked gets a note that says why. A reward that scores the turns of an environment has
+    nothing to check.
     """
     reward = config.reward
-    is_checked = reward.audit != OFF and not find_reward(reward.name).scores_turns
-    rows = list(audited_rows(source, most=ROWS)) if is_checked else []
-    if not rows:
+    if reward.audit == OFF or find_reward(reward.name).scores_turns or not len(source):
         return RewardCheck()
+    rows = list(audited_rows(source, most=ROWS))
+    if not rows:
+        return RewardCheck(notes=[f"{NOT_CHECKED} no row that was looked at has a prompt and a label."])
     found = _kept_or_made(config, rows)
     if found.why_not:
-        return RewardCheck(notes=[f"Wrong answers were not looked for: {found.why_not}"])
+        return RewardCheck(notes=[f"{NOT_CHECKED} {found.why_not}"])
     above = {name: one for name, one in found.families.items() if one[0] > reward.audit_limit}
     if not above:
         return RewardCheck()

@@ -122,3 +122,11 @@ def test_a_reward_that_crashes_ends_the_check_and_not_the_run(loose: str, tmp_pa
     (note,) = checked(config_of(f"reward.name={loose}")).notes
     assert "cannot be checked" in note
     assert not (tmp_path / "cache" / "relax" / "audits").exists(), "the next start tries again"
+
+
+def test_a_reward_that_reads_no_label_is_not_passed(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"write {n}", "answer": f"word {n}"}) + "\n" for n in range(40)))
+    words = ["data=file", f"data.path={rows}", "reward=format_think", "data.eval_size=0", "eval.every=0"]
+    notes = look_at_data(load_config([*words, "model.task=arithmetic"])).notes
+    assert any("label" in note and "not checked" in note for note in notes), notes
