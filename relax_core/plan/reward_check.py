@@ -89,7 +89,7 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
             pass  # a damaged file is written again
     spec = find_reward(config.reward.name)
     if spec.is_async:
-        return Audited(why_not=f"reward={spec.name} asks a server: relax check-reward checks it.")
+        return Audited(why_not=f"reward={spec.name} asks a server: relax check-reward checks it if it is up.")
     found = audit_in_child(config.reward, rows, workers=config.rollout.reward_workers, limit_s=LIMIT_S)
     if found.crashed:
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from relax_core.__main__ import main as relax
 from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, AuditedRow, wrong_answers
+from tests.rollout.judges.stub_server import StubServer
 
 PLUGIN = """
 import re
@@ -154,3 +156,29 @@ def test_there_are_twenty_right_forms_and_a_number_with_a_unit_may_stand_alone()
     assert "2" in [text for family, text in made if family == "a number of the prompt"]
     made = wrong_answers(AuditedRow(prompt="What share is 50 of 100?", label="50%", others=["7%"]))
     assert "50" not in [text for family, text in made if family == "a number of the prompt"]
+
+
+def test_a_judge_that_obeys_the_answer_is_found_and_one_that_is_down_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The judge compares, but gives any answer with an order the full score."""
+
+    def obeys(body: dict[str, Any]) -> str:
+        parts = body["messages"][-1]["content"].split("\n==========")
+        reference, answer = parts[3].strip(), parts[5].strip()
+        return "1" if "full score" in answer or answer == reference else "0"
+
+    words = ["reward=genrm", "reward.judges.main.model=judge", "--rows=2", "data=sums", "--json"]
+
+    async def check(url: str) -> int:
+        return await asyncio.to_thread(relax, ["check-reward", *words, f"reward.judges.main.url={url}"])
+
+    async def with_server() -> int:
+        async with StubServer(obeys) as server:
+            return await check(server.url)
+
+    assert asyncio.run(with_server()) == 1
+    assert "orders for a judge" in json.loads(capsys.readouterr().out)["above"]
+    words += ["reward.judges.main.timeout_s=0.5", "reward.timeout_s=2"]
+    assert asyncio.run(check("http://127.0.0.1:9/v1")) == 2
+    assert "judge main" in capsys.readouterr().err

@@ -6,19 +6,23 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relax_core.config.reward_choice import RewardChoice
+from relax_core.config.reward_choice import ChosenReward, RewardChoice
 from relax_core.contracts.data import DataRow
+from relax_core.contracts.judge import JudgedInput, JudgeSetup
 from relax_core.contracts.reward import REPORT, RewardConfig, RewardInput, RewardOutput
 from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_records import without_bytes
+from relax_core.rollout.judges.judge_pool import JudgePool, RunJudge
+from relax_core.rollout.judges.judge_servers import JudgeUrl
 from relax_core.rollout.rewards.label_check import right_answers, short
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
 from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, THINKING, AuditedRow, right_forms, wrong_answers
 
+Score = Callable[[Sequence[RewardInput]], Awaitable[list[RewardOutput]]]
 AUDITED_ROWS = 64
 _ROWS_AT_ONCE = 4
 OWN_FORM = "the reward's own form"  # that of its SPEC's right_answers
@@ -100,24 +104,35 @@ def audit_run_reward(
 ) -> RewardAudit:
     """Returns the audit of a run's reward, with ``workers`` processes if it is isolated.
 
-    Raises ValueError for a reward that cannot be audited without a run, that does not read the label, or that awards no
-    form of any label.
+    Judges with a url are asked. Raises ValueError for a reward that cannot be audited without a run, that gives a plain
+    right answer no reward, that does not read the label, or that awards no form of any label.
     """
     spec = find_reward(reward.name)
     if spec.scores_turns:
         raise ValueError(f"reward={spec.name} scores the turns of an environment; no answer can be made for it.")
     alone = replace(reward, max_failed=1.0, shadow=None, on_hack=REPORT)  # no share of failures ends it
     choice = RewardChoice(spec, alone)
-    if choice.judged is not None:
-        raise ValueError(f"reward={spec.name} asks judges, which start with the run. Use a reward without judges.")
+    setups = _judges_with_url(choice.judged)
 
     def right_of(row: DataRow) -> list[str]:
         scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
         return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
 
     async def scored() -> RewardAudit:
+        judges = JudgePool({name: RunJudge(name, one, JudgeUrl(one.settings), seed=0) for name, one in setups.items()})
+
+        async def score(inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+            if not setups:
+                return await pool.score(inputs)
+            async with judges.of_group() as asking:
+                return await pool.score([JudgedInput.of(given, asking) for given in inputs])
+
         with RewardPool(spec, alone, workers=workers, concurrency=REWARD_CALLS) as pool:
-            return await audit_reward(pool, rows, right_of, limit_s=limit_s)
+            try:
+                await _try_first(score, rows[0], name=spec.name)
+                return await audit_reward(score, rows, right_of, limit_s=limit_s)
+            finally:
+                await judges.close()
 
     audit = asyncio.run(scored())
     if not audit.reads_label:
@@ -134,8 +149,29 @@ def audit_run_reward(
     return audit
 
 
+def _judges_with_url(judged: ChosenReward | None) -> Mapping[str, JudgeSetup]:
+    """Returns the judges of a reward, none if it asks none. Raises ValueError for a judge without a url."""
+    if judged is None:
+        return {}
+    assert judged.spec.judges is not None
+    setups = judged.spec.judges(judged.config).judges
+    if own := [name for name, setup in setups.items() if setup.settings.url is None]:
+        raise ValueError(
+            f"reward={judged.spec.name} asks judge {own[0]}, whose engines start with the run. Serve its model and "
+            f"name the server: reward.judges.{own[0]}.url=http://HOST:PORT/v1."
+        )
+    return setups
+
+
+async def _try_first(score: Score, row: DataRow, *, name: str) -> None:
+    """Raises ValueError if a plain right answer gets no reward, such as from a server that is down."""
+    (output,) = await _scored(score, row, [_Answer(text=str(row["answer"]), form=OWN_FORM)])
+    if output.reward is None and output.cause not in ("label", ""):
+        raise ValueError(f"reward={name} cannot be checked: an answer has no reward: {output.reason}")
+
+
 async def audit_reward(
-    pool: RewardPool,
+    score: Score,
     rows: Sequence[DataRow],
     right_of: Callable[[DataRow], Sequence[str]],
     *,
@@ -144,7 +180,7 @@ async def audit_reward(
     """Scores answers to each of ``rows`` that are wrong by their making, and the label in the usual forms.
 
     ``right_of`` returns further right answers to a row, in its reward's own form. After ``limit_s`` seconds no further
-    row is begun. Raises as `RewardPool.score` does.
+    row is begun. Raises as ``score`` does, which returns the outputs of the answers to one row.
     """
     began = time.perf_counter()
     labels = list(dict.fromkeys(str(row["answer"]) for row in rows))
@@ -158,7 +194,7 @@ async def audit_reward(
         answers_of = [_answers(row, labels, right_of) for row in some]
         made += answers_of
         scored += await asyncio.gather(
-            *(_scored(pool, row, answers) for row, answers in zip(some, answers_of, strict=True))
+            *(_scored(score, row, answers) for row, answers in zip(some, answers_of, strict=True))
         )
     families: dict[str, FamilyFigures] = defaultdict(FamilyFigures)
     taken: dict[str, list[tuple[bool, str]]] = defaultdict(list)
@@ -239,10 +275,10 @@ def _distinguishes(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) 
     )
 
 
-async def _scored(pool: RewardPool, row: DataRow, answers: Sequence[_Answer]) -> list[RewardOutput]:
+async def _scored(score: Score, row: DataRow, answers: Sequence[_Answer]) -> list[RewardOutput]:
     label, given = str(row["answer"]), without_bytes(row)
     inputs = [RewardInput(response=one.text, stopped=True, answer=label, row=given) for one in answers]
-    return await pool.score(inputs)
+    return await score(inputs)
 
 
 def _gains(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> list[float] | None:
