@@ -30,7 +30,8 @@ from relax_core.config.compose import load_config
 from relax_core.data.sources import make_source
 from relax_core.observe.event_log import EVAL, SKELETONS, read_texts
 from relax_core.observe.summary import MOST_USUAL
-from relax_core.plan.reward_check import LIMIT_S, ROWS, audited_rows
+from relax_core.plan.reward_check import LIMIT_S, ROWS
+from relax_core.rollout.rewards.reward_audit import audited_rows
 from relax_core.rollout.trial.reward_trial import audit_in_child
 
 SETTINGS = (

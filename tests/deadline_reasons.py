@@ -25,6 +25,10 @@ REASONS = {
         "relax_core/observe/trackers/otlp_sink.py",
         "OtlpSink.close",
     ): "closes a connection; no thread and no request is left",
+    (
+        "relax_core/contracts/child.py",
+        "end_starter",
+    ): "a thread at rest: each start of a sandbox was waited for, with a deadline",
     ("relax_core/observe/event_log.py", "EventWriter._main"): "a daemon thread at rest; close() wakes it",
     (
         "relax_core/engines/embedded/scheduler.py",

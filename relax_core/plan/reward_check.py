@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.data import BadRow, DataRow, PromptSource
+from relax_core.contracts.data import DataRow, PromptSource
 from relax_core.contracts.foreign_files import read_regular
 from relax_core.contracts.private_folder import CACHE_KEY, private_folder, user_cache
 from relax_core.contracts.reward import OFF, REFUSE, REPORT
 from relax_core.registry import find_reward, is_file_plugin, own_folder
 from relax_core.rollout import rewards
 from relax_core.rollout.episodes.episode_records import without_bytes
+from relax_core.rollout.rewards.reward_audit import audited_rows
 from relax_core.rollout.trial.reward_trial import Audited, audit_in_child
 
 ROWS = 24  # that are looked at before a run; relax check-reward takes more
@@ -63,21 +64,6 @@ def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
         return RewardCheck(refused=f"{text}{'; '.join(named[:NAMED])}. {fix}")
     text = f"reward={reward.name} awards wrong answers of {len(above)} families, which a model learns. {fix} The first:"
     return RewardCheck(notes=[text, *(f"  {one}" for one in named[:NAMED])])
-
-
-def audited_rows(source: PromptSource, *, most: int) -> Iterator[DataRow]:
-    """Yields at most so many rows with a prompt and a label, evenly over the data."""
-    found = 0
-    for number in range(0, len(source), max(1, len(source) // most)):
-        try:
-            row = source.numbered(number)
-        except BadRow:
-            continue
-        if str(row["answer"]).strip() and row["prompt"]:
-            yield row
-            found += 1
-        if found == most:
-            return
 
 
 def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:

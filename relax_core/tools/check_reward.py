@@ -22,8 +22,7 @@ from relax_core.contracts.plugin_results import WrongResult
 from relax_core.data.sources import make_source
 from relax_core.observe.panel import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
-from relax_core.plan.reward_check import audited_rows
-from relax_core.rollout.rewards.reward_audit import AUDITED_ROWS, RewardAudit, audit_run_reward
+from relax_core.rollout.rewards.reward_audit import AUDITED_ROWS, RewardAudit, audit_run_reward, audited_rows
 
 SOUND, AWARDS_WRONG, USAGE = 0, 1, 2
 _SHOWN_MISSES = 5

@@ -6,12 +6,11 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
-from relax_core.contracts.data import DataRow
+from relax_core.contracts.data import BadRow, DataRow, PromptSource, question
 from relax_core.contracts.judge import JudgedInput, JudgeSetup
 from relax_core.contracts.reward import REPORT, RewardConfig, RewardInput, RewardOutput
 from relax_core.registry import find_reward
@@ -97,6 +96,21 @@ class RewardAudit:
         """Returns the families of which an answer was awarded in more than this share of the rows, worst first."""
         found = [name for name, one in self.families.items() if one.share > limit]
         return sorted(found, key=lambda name: -self.families[name].share)
+
+
+def audited_rows(source: PromptSource, *, most: int) -> Iterator[DataRow]:
+    """Yields at most so many rows with a prompt and a label, evenly over the data."""
+    found = 0
+    for number in range(0, len(source), max(1, len(source) // most)):
+        try:
+            row = source.numbered(number)
+        except BadRow:
+            continue
+        if str(row["answer"]).strip() and row["prompt"]:
+            yield row
+            found += 1
+        if found == most:
+            return
 
 
 def audit_run_reward(
@@ -237,7 +251,7 @@ class _Answer:
 
 def _answers(row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]) -> list[_Answer]:
     label = str(row["answer"])
-    seen = AuditedRow(prompt=_text_of(row["prompt"]), label=label, others=[one for one in labels if one != label])
+    seen = AuditedRow(prompt=question(row["prompt"]), label=label, others=[one for one in labels if one != label])
     wrong = [_Answer(text=text, family=family) for family, text in wrong_answers(seen)]
     right = [_Answer(text=text, form=form) for form, text in zip(RIGHT_FORMS, right_forms(label), strict=True)]
     own = [_Answer(text=text, form=OWN_FORM) for text in right_of(row)]
@@ -318,15 +332,3 @@ def _count(
     for family, got in awarded.items():
         families[family].rows += 1
         families[family].rows_scored += got
-
-
-def _text_of(prompt: Any) -> str:
-    """Returns the text of a prompt, of messages that of the last user."""
-    if isinstance(prompt, str):
-        return prompt
-    for message in reversed(prompt):
-        content = message.get("content")
-        if message.get("role") == "user" and content:
-            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            return "\n".join(part for part in parts if isinstance(part, str))
-    return ""
