@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import DataRow, PromptSource
 from relax_core.contracts.foreign_files import read_regular
@@ -73,9 +74,10 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
             return msgspec.json.decode(read_regular(file, most_bytes=_MOST_RECORD_BYTES), type=Audited)
         except (ValueError, OSError):
             pass  # a damaged file is written again
-    spec = find_reward(config.reward.name)
-    if spec.is_async:
-        return Audited(why_not=f"reward={spec.name} asks a server: relax check-reward checks it if it is up.")
+    known = RewardChoice(find_reward(config.reward.name), config.reward).known()
+    asking = [one.label for one in known if one.spec.is_async]
+    if asking:
+        return Audited(why_not=f"reward={asking[0]} asks a server: relax check-reward checks it if it is up.")
     found = audit_in_child(config.reward, rows, workers=config.rollout.reward_workers, limit_s=LIMIT_S)
     if found.crashed:
         return found
@@ -90,7 +92,7 @@ def _key(config: RelaxConfig, rows: Sequence[DataRow]) -> str:
     """Returns a digest of the settings, the rows and the code of rewards and check."""
     settings = replace(config.reward, audit=OFF, audit_limit=0.0, shadow=None, on_hack=REPORT)
     digest = hashlib.sha256(repr(settings).encode())
-    digest.update(repr([(one["prompt"], one["answer"], sorted(one)) for one in map(_plain, rows)]).encode())
+    digest.update(repr([sorted(one.items()) for one in map(_plain, rows)]).encode())
     folders = [own_folder("reward"), *map(Path, rewards.__path__)]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     plugins = [config.reward.name, *(str(part.get("reward")) for part in config.reward.parts)]
