@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,7 +28,7 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.foreign_files import shown_json
 from relax_core.contracts.plugin_results import WrongResult
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import AUTO, REPORT, RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.data.row_forms import label_text, written_number
 from relax_core.observe.panel import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
@@ -130,8 +130,9 @@ def _rows(file: Path) -> Iterator[_Row]:
 
 
 async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, workers: int) -> list[list[RewardOutput]]:
-    """Returns the outputs of each row's responses. No share of failures ends it."""
-    patient = plugin_config("reward", config.name, vars(config) | {"max_failed": 1.0}, section="reward")
+    """Returns the outputs of each row's responses. No share of failures ends it, and only a named shadow scores."""
+    shadow = None if config.shadow == AUTO else config.shadow
+    patient = replace(config, max_failed=1.0, shadow=shadow, on_hack=REPORT)
     with RewardPool(spec, patient, workers=workers, concurrency=32) as pool:
         return list(
             await asyncio.gather(
