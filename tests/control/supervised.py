@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.compose import load_config
+from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import RelaxConfig
 from relax_core.control import controller_process
 from relax_core.control.controller_process import SupervisorPipe
@@ -19,6 +20,9 @@ from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint
 from relax_core.control.supervisor import Attempt, supervise
+from relax_core.registry import find_reward
+from relax_core.rollout.rewards.label_check import LabelCheck
+from relax_core.sandbox.worker_sandbox import worker_refusal
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import Limits, RunRow
@@ -234,6 +238,11 @@ def main() -> int:
 
     config = load_config([f"run.dir={folder}", "run.max_recoveries=2", *sys.argv[3:]])
     assert "ray" not in sys.modules and "torch" not in sys.modules
+    if case is killed_once and not worker_refusal():  # the check of labels starts an isolated reward in the sandbox
+        reward = find_reward("math")
+        check = LabelCheck(RewardChoice(reward, reward.config(name="math")))
+        check.see({"answer": "\\frac{1}{7}"}, "row 0")
+        assert check.words() == []
     return supervise(config, None, run_once)
 
 
