@@ -29,7 +29,10 @@ MATHEMATICS: dict[str, dict[str, Any]] = {
     "geo3k": {},
     "openr1mm": {},
 }
-TEXTS = ("dapo", "f1", "gpqa", "multiple_choice", "deepeyes", "exact_match", "reverse_digits", "format_think")
+TEXTS = (
+    *("dapo", "f1", "gpqa", "multiple_choice", "deepeyes", "exact_match", "final_answer", "reverse_digits"),
+    "format_think",
+)
 INSTRUCTIONS = ("ifeval", "ifbench")
 # Rewards that read no answer (env), that read what a server or a judge says (remote, genrm), that sum others (mix), and
 # the package that evaluates by itself and has a sandbox (reasoning_gym).
