@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from relax_core.contracts.judge import JudgePlan
 
+AUTO = "auto"  # reward.shadow: the one that the reward's SPEC names
+WARN, REFUSE, OFF = "warn", "refuse", "off"  # reward.audit
+REPORT, MASK, HALT = "report", "mask", "halt"  # reward.on_hack
 EVALUATED = "eval/"  # begins the uids of episodes of evaluations
 _SHOWN = 100  # characters of each side of a comparison
 
@@ -169,16 +172,13 @@ class RewardConfig:
     max_failed: float = 0.5
     by: str | None = None
     parts: list[dict[str, Any]] = field(default_factory=list)
-    audit: str = "warn"
+    audit: str = WARN
     audit_limit: float = 0.02
-    shadow: Any = "auto"
+    shadow: Any = AUTO
     shadow_share: float = 0.25
-    on_hack: str = "report"
+    on_hack: str = REPORT
 
 
-AUTO = "auto"  # the shadow that the reward's SPEC names
-WARN, REFUSE, OFF = "warn", "refuse", "off"  # reward.audit
-REPORT, MASK, HALT = "report", "mask", "halt"  # reward.on_hack
 SHADOW, SHADOW_GAP = "shadow", "shadow_gap"  # parts of an answer's reward, see `with_shadow`
 UNCONFIRMED = "unconfirmed"  # the cause if an answer has no reward because the shadow does not find it right
 Scored = RewardOutput | float

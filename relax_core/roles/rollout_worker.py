@@ -539,7 +539,7 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
         in_order=config.in_order,
         record=parts.metrics.record,
         record_texts=parts.metrics.record_texts,
-        first_look=_first_look(context),
+        first_look=_first_look(context) if versions else None,
         ends_run=None if config.run.keep_best is None else partial(_report, context),
     )
 

@@ -44,8 +44,8 @@ _RELATION = re.compile(r"[≤≥≠≈]|[<>!]=|\s[<>]\s|\\(?:leq?|geq?|neq?|lt|g
 _NUMBER = re.compile(r"(?:(?<![\w.,)\]])[-−–]\s?)?\d[\d,]*(?:\.\d+)?", re.ASCII)
 _NUMBER_ALONE = re.compile(r"[$€£(]*[-−–]?[$€£]?\s?\d[\d,]*(?:\.\d+)?[\s%.$)]*", re.ASCII)
 _ALTERNATIVES = frozenset(
-    squad_word.replace("'", "")
-    for squad_word in (
+    word.replace("'", "")  # as squad_form leaves them
+    for word in (
         *("or", "nor", "either", "neither", "not", "never", "cannot"),
         *("isn't", "aren't", "wasn't", "weren't", "don't", "doesn't"),
     )

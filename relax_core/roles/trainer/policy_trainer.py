@@ -269,7 +269,7 @@ class PolicyTrainer(Worker):
 
         Raises RuntimeError. The weights of this step are not saved, so that nothing goes on from them.
         """
-        self._metrics.flush()
+        self._flush_metrics()
         self._checkpoints.finish()
         reward, folder = self._config.reward, self._checkpoints.newest_before(onset)
         where = "no checkpoint is that old" if folder is None else f"{folder} is from before: resume={folder}"
@@ -309,12 +309,15 @@ class PolicyTrainer(Worker):
     # -- files ------------------------------------------------------------------------------------------------------
     def _save(self, version: int) -> None:
         """Saves a checkpoint after the metrics of its steps, because a resumed run continues the metrics after it."""
+        self._flush_metrics()
+        self._checkpoints.save(version)
+        self._show_step()
+
+    def _flush_metrics(self) -> None:
         try:
             self._metrics.flush()
         except TimeoutError as error:
-            log.warning("the metrics before checkpoint %d may be missing: %s", version, error)
-        self._checkpoints.save(version)
-        self._show_step()
+            log.warning("metrics up to step %d may be missing: %s", self._version, error)
 
     def _show_step(self) -> None:
         self.set_state("running", f"step {self._version} of {self._config.run.steps}")

@@ -66,12 +66,13 @@ def try_plugins(request: Request) -> list[str]:
         except ChildLost as lost:
             if lost.late:
                 return [f"{stage.what} did not end within {stage.limit_s:g} s"]
-            return [f"{stage.what}: {lost}{_why(printed)}"]
+            return [f"{stage.what}: {lost}{printed_cause(printed)}"]
         finally:
             child.end(grace_s=0.0)
 
 
-def _why(printed: Any) -> str:
+def printed_cause(printed: Any) -> str:
+    """Returns the cause of a child's end in the file with its output, behind a colon; empty if there is none."""
     printed.seek(0)
     cause = cause_in(printed.read())
     return f": {cause}" if cause else ""

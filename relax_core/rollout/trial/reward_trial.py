@@ -18,7 +18,6 @@ from relax_core.contracts.child import (
     ChildLost,
     Limit,
     OwnerPipe,
-    cause_in,
     import_path,
     module_command,
     to_frame,
@@ -27,7 +26,7 @@ from relax_core.contracts.data import DataRow
 from relax_core.contracts.reward import RewardConfig
 from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_records import without_bytes
-from relax_core.rollout.trial.plugin_trial import START_S
+from relax_core.rollout.trial.plugin_trial import START_S, printed_cause
 
 HANG_S = 30.0  # the wait for the audit's end after its own limit
 
@@ -75,9 +74,7 @@ def audit_in_child(reward: RewardConfig, rows: Sequence[DataRow], *, workers: in
             child.send(to_frame(request))
             return msgspec.msgpack.decode(child.next_frame(Limit(START_S + limit_s + HANG_S)), type=Audited)
         except ChildLost as lost:
-            printed.seek(0)
-            cause = cause_in(printed.read())
-            why_not = f"reward={reward.name} cannot be checked: {lost}" + (f": {cause}" if cause else "")
+            why_not = f"reward={reward.name} cannot be checked: {lost}{printed_cause(printed)}"
             return Audited(why_not=why_not, crashed=True)
         finally:
             child.end(grace_s=0.0)
