@@ -32,8 +32,9 @@ def create_bus(
     socket_folder: Path = Path("/tmp"),
     plane: DataPlane | None = None,
     node_options: Mapping[str, Any] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
 ) -> RayBus:
-    """Starts the bus process and waits until it answers.
+    """Starts the bus process and waits at most ``timeout_s`` seconds until it answers.
 
     `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
     function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
@@ -46,12 +47,20 @@ def create_bus(
     options |= {"max_concurrency": _MAX_CALLS, **(node_options or {})}
     if config.name == "transfer_queue":
         return _start_transfer_queue_bus(
-            config, settings, ledger_path, options=options, plane=plane, socket_folder=socket_folder
+            config,
+            settings,
+            ledger_path,
+            options=options,
+            plane=plane,
+            socket_folder=socket_folder,
+            timeout_s=timeout_s,
         )
-    return _start_ray_bus(settings, ledger_path, options=options)
+    return _start_ray_bus(settings, ledger_path, options=options, timeout_s=timeout_s)
 
 
-def _start_ray_bus(settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any]) -> RayBus:
+def _start_ray_bus(
+    settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any], timeout_s: float
+) -> RayBus:
     import ray
 
     from relax_core.bus.bus_actor import BusActor
@@ -59,7 +68,7 @@ def _start_ray_bus(settings: BusSettings, ledger_path: Path, *, options: Mapping
 
     remote = ray.remote(BusActor).options(**options)
     actor = remote.remote(msgspec.msgpack.encode(settings), str(ledger_path))
-    describe(actor, timeout_s=START_TIMEOUT_S)
+    describe(actor, timeout_s=timeout_s)
     return RayBus(actor, settings=settings)
 
 
@@ -71,6 +80,7 @@ def _start_transfer_queue_bus(
     options: dict[str, Any],
     plane: DataPlane | None,
     socket_folder: Path,
+    timeout_s: float,
 ) -> RayBus:
     from relax_core.bus.transfer_queue_bus import start_bus
     from relax_core.bus.transfer_queue_plane import DataPlane
@@ -78,7 +88,7 @@ def _start_transfer_queue_bus(
     owned = None
     if plane is None:
         plane = owned = DataPlane(folder=socket_folder)
-    return start_bus(settings, ledger_path, options=options, plane=plane, owned=owned)
+    return start_bus(settings, ledger_path, options=options, plane=plane, owned=owned, timeout_s=timeout_s)
 
 
 def connect_bus(name: str, namespace: str) -> RayBus:

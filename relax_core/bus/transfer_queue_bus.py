@@ -24,7 +24,6 @@ from relax_core.bus.bus_actor import BusActor, answers
 from relax_core.bus.ray_bus import RayBus, encode, get
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.transfer_queue_plane import (
-    START_TIMEOUT_S,
     DataPlane,
     LeaseMessage,
     NewSample,
@@ -125,13 +124,19 @@ class TransferQueueBus(RayBus):
 
 
 def start_bus(
-    settings: BusSettings, ledger_path: Path, *, options: dict[str, Any], plane: DataPlane, owned: DataPlane | None
+    settings: BusSettings,
+    ledger_path: Path,
+    *,
+    options: dict[str, Any],
+    plane: DataPlane,
+    owned: DataPlane | None,
+    timeout_s: float,
 ) -> TransferQueueBus:
     """Starts the bus process over a data plane. ``options`` are Ray's and contain name and namespace."""
     location = PayloadLocation(plane.address, f"{options['namespace']}/{options['name']}")
     remote = ray.remote(TransferQueueBusActor).options(**options)
     actor: Any = remote.remote(encode(settings), str(ledger_path), encode(location), plane.hosts)
-    get(actor.watch.remote(), timeout_s=START_TIMEOUT_S, what="watch")
+    get(actor.watch.remote(), timeout_s=timeout_s, what="watch")
     return TransferQueueBus(actor, settings=settings, location=location, owned=owned)
 
 

@@ -2,9 +2,10 @@
 
 A row says what is looked at, how often, by which function, and what follows a finding; the finding names who is to
 blame. The supervisor's table is in `relax_core/control/supervisor.py`, the controller's in
-`relax_core/control/controller.py`, and that of Ray's daemons in `relax_core/control/local_run.py`. An engine's owner
-has one for its engine, and a pool has one for its engines (`relax_core/engines/engine_pool.py`). A check that may wait
-for a process without an answer runs beside the loop, in a thread of its own, or starts a task in the loop of a pool.
+`relax_core/control/controller.py`, and that of Ray's daemons in `relax_core/control/host/ray_session.py`. An engine's
+owner has one for its engine, and a pool has one for its engines (`relax_core/engines/engine_pool.py`). A check that may
+wait for a process without an answer runs beside the loop, in a thread of its own, or starts a task in the loop of a
+pool.
 """
 
 from __future__ import annotations

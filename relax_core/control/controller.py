@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,7 +71,7 @@ class RunParts:
     ``events`` writes what the controller reports. ``ray_lost`` ends this process, so that the supervisor starts another
     one with a new Ray. ``engines`` are those of the run, and ``book`` holds the orders for them and the autoscaler's
     decisions; it is None without a gateway. ``alarms`` tells somebody what happens. ``serve`` has the roles' Serve
-    deployments, None without ``run.serve``.
+    deployments, None without ``run.serve``. ``checks`` are those of processes that exist beside all attempts.
     """
 
     events: EventWriter
@@ -83,6 +83,7 @@ class RunParts:
     engines: EngineSet
     book: OrderBook | None
     alarms: RunAlarms
+    checks: Sequence[Check] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +152,7 @@ def attempt_context(context: RunContext, number: int, point: ResumePoint | None)
         media_folder=media_folder,
         resume_from=point.folder if point else None,
         start_step=point.step if point else 0,
+        restarted=context.restarted or number > 0,
     )
 
 
@@ -174,7 +176,7 @@ def _run_attempt(context: RunContext, point: ResumePoint | None, parts: RunParts
     parts.engines.begin(context.weights_folder)
     try:
         services = Services(context, point.snapshot if point else None, engines=parts.engines)
-    except (BusLost, BusTimeout, RayError) as error:
+    except (BusLost, TimeoutError, RayError) as error:
         lost = ServicesLost(f"the services did not start: {type(error).__name__}: {error}")
         if number > 0 and context.config.launcher.ray_address is None:  # a new start in this Ray was not enough
             parts.ray_lost(str(lost))
@@ -224,7 +226,12 @@ class Controller:
         self._stopping_since: float | None = None
         self._message = ""  # what the panel says of the run
         self._bus = BusHealth(services.bus, heartbeat_timeout_s=heartbeat_timeout_s)
-        self._health = WorkerHealth(services, parts.recoveries, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._health = WorkerHealth(
+            services,
+            parts.recoveries,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            start_timeout_s=config.run.start_timeout_s,
+        )
         self._watchdog = Watchdog(
             context,
             services,
@@ -272,6 +279,7 @@ class Controller:
             Check(name="relax stall", every_s=STATUS_S, look=self._answer_stall_asks),
             Check(name="workers", every_s=STATUS_S, look=self._look_at_workers),
             *deployments,
+            *self._parts.checks,
             Check(name="engines that come and go", every_s=0.0, look=self._move_engines),
             Check(name="orders", every_s=0.0, look=self._move_orders),
             Check(name="numbers of engines", every_s=RECORD_S, look=self._record_engines),

@@ -71,7 +71,7 @@ class GatewayProcess:
         self._folder = Path(config.run.dir)
         self._log = self._folder / "logs" / "gateway.log"
         self._restarts_left = self._most_restarts = config.run.max_restarts
-        self._given_up = False
+        self._given_up = self._greeted = False
         self._listener = listener_of(config.gateway.host, config.gateway.port)
         self._channel, self.controller_end = channel()
         self._settings = GatewaySettings(
@@ -85,7 +85,7 @@ class GatewayProcess:
         )
         self._child = self._start()
         self._started = time.monotonic()
-        self.is_up = False  # whether it has said its address
+        self.is_up = False  # whether this process has answered with its address
 
     @property
     def pid(self) -> int:
@@ -104,16 +104,18 @@ class GatewayProcess:
         child.send(msgspec.json.encode(self._settings) + b"\n")
         return child
 
-    def _look_for_address(self) -> None:
+    def _look_for_address(self) -> Finding | None:
+        """Greets the user once the gateway has its address, and finds a gateway that died or is late before that."""
         try:
             line = self._child.first_line(wait_s=0.0)
         except ChildLost as lost:
-            raise GatewayUnstarted(str(lost)) from lost
-        if line is None:
-            return
-        address = msgspec.json.decode(line, type=GatewayAddress)
-        self.is_up = True
-        self._greet(address)
+            return Finding(blames=self._child.name, how=str(lost).removeprefix(f"{self._child.name} "))
+        if line is not None:
+            self.is_up = True
+            if not self._greeted:
+                self._greeted = True
+                self._greet(msgspec.json.decode(line, type=GatewayAddress))
+        return None
 
     def _greet(self, address: GatewayAddress) -> None:
         port = self._listener.getsockname()[1]
@@ -127,34 +129,37 @@ class GatewayProcess:
         _report(*lines)
 
     def check(self) -> Check:
-        """Returns the check that says where the gateway is once it is up, and starts it again if it has died.
+        """Returns the check that reports the gateway's address once it is up, and starts it again if it is lost.
 
-        It is started again at most run.max_restarts times, under its port and its token. The check raises
-        GatewayUnstarted if it does not start at first.
+        It is started again at most run.max_restarts times, under its port and its token. This holds for a gateway that
+        dies before it is up, and for one that is not up within `START_S` seconds. After that the run goes on without.
         """
         return Check(name="gateway", every_s=0.0, look=self._look, act=self._start_again)
 
     def _look(self) -> Finding | None:
-        if not self.is_up:
-            self._look_for_address()
-        elif self._given_up:
+        if self._given_up:
             refuse_waiting(self._listener)
-        elif (code := self._child.poll()) is not None and time.monotonic() - self._started >= AGAIN_S:
-            return Finding(blames="the gateway", how=f"ended with exit code {code}")
+        elif time.monotonic() - self._started < AGAIN_S:
+            return None
+        elif not self.is_up:
+            return self._look_for_address()
+        elif (code := self._child.poll()) is not None:
+            return Finding(blames=self._child.name, how=f"ended with exit code {code}")
         return None
 
-    def _start_again(self, ended: Finding) -> None:
+    def _start_again(self, lost: Finding) -> None:
+        self._child.end(grace_s=0.0)
         if not self._restarts_left:
             self._given_up = True
             (self._folder / FILE).unlink(missing_ok=True)
             _report(
-                f"{ended} after run.max_restarts={self._most_restarts} restarts, and the run takes no more orders; see "
+                f"{lost}, after run.max_restarts={self._most_restarts} restarts, and the run takes no more orders; see "
                 f"{self._log}"
             )
             return
+        _report(f"{lost}; it is started again")
         self._restarts_left -= 1
-        self._started = time.monotonic()
-        self._child.close_pipes()
+        self._started, self.is_up = time.monotonic(), False
         self._child = self._start()
 
     def stop(self) -> None:

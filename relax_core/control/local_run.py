@@ -1,6 +1,6 @@
 """Executes one run on this machine, from a validated configuration to an exit code.
 
-The start, in order: Ray, while a thread makes built-in models; the monitor of Ray's daemons; the event log, the
+The start, in order: Ray with the monitor of its daemons, while a thread makes built-in models; the event log, the
 trackers and the view of the run; the gateway's orders; then the services (`controller.py`). The end comes in reverse
 order, and the summary last.
 """
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import psutil
-
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import BusProgress
-from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
-from relax_core.contracts.process_trees import EXITED, process_state
 from relax_core.control.controller_process import SupervisorPipe
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.finish import Outcome, collect, report_failure, show_end, tell_end, write_outcome
@@ -46,7 +42,6 @@ if TYPE_CHECKING:
 
 FAILED = 1
 PRELOADED = ("relax_core.train.rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, and what workers share
-DAEMONS_S = 0.25
 
 
 def run_local(
@@ -98,7 +93,10 @@ def _in_session(
 
     def ray_lost(cause: str) -> NoReturn:
         session.keep_logs()
-        supervisor.report_ray_lost(cause)
+        if session.started:
+            supervisor.report_ray_lost(cause)
+        else:
+            supervisor.report_ray_unstarted(f"{cause} before Ray had started.")
         os._exit(FAILED)  # the main thread may wait for Ray without end
 
     session = RaySession(
@@ -108,6 +106,9 @@ def _in_session(
         placement=config.placement,
         start_timeout_s=config.run.start_timeout_s,
         preloaded=() if config.placement.gpus_per_node else PRELOADED,
+        max_restarts=config.run.max_restarts,
+        frozen_after_s=config.run.heartbeat_timeout_s,
+        lost=ray_lost,
     )
     title = f"{config.algo.name} · {config.model.name} · {short_name(config.data.name)} · {config.mode.name.value}"
     panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
@@ -115,7 +116,7 @@ def _in_session(
     with panel, ThreadPoolExecutor(1) as pool:
         panel.starting(workers, first="Ray")
         models = making_models(config, pool)
-        with session, Monitor([daemons_check(session.daemons, config.run.heartbeat_timeout_s, lost=ray_lost)]):
+        with session:
             folders = models()
             context = RunContext(
                 config=config,
@@ -127,34 +128,12 @@ def _in_session(
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
+                restarted=attempt.number > 0,
                 data_digest=data_digest(config.data),
                 teacher_folders=folders.teachers,
                 judge_folders=folders.judges,
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, alarms, ray_lost=ray_lost)
-
-
-def daemons_check(daemons: Mapping[str, int], frozen_after_s: float, *, lost: Callable[[str], None]) -> Check:
-    """Returns the check of the daemons of a run's own Ray, given as name → process id.
-
-    Without its GCS or its raylet, no process of the run can start or recover, and the main thread may wait for Ray
-    without end. So ``lost`` is called in another thread, with the cause, if a daemon has exited or was stopped for
-    ``frozen_after_s`` seconds.
-    """
-    elapsed, stopped_s = Elapsed(), dict.fromkeys(daemons, 0.0)
-
-    def look() -> Finding | None:
-        passed = elapsed.since_last()
-        for name, pid in daemons.items():
-            state = process_state(pid)
-            stopped_s[name] = stopped_s[name] + passed if state == psutil.STATUS_STOPPED else 0.0
-            if state in EXITED:
-                return Finding(blames=f"Ray's {name}", how="died")
-            if stopped_s[name] > frozen_after_s:
-                return Finding(blames=f"Ray's {name}", how=f"froze (it was stopped for {stopped_s[name]:.0f} s)")
-        return None
-
-    return Check(name="Ray", every_s=DAEMONS_S, look=look, act=lambda finding: lost(str(finding)), beside=True)
 
 
 def _run_services(
@@ -197,6 +176,7 @@ def _run_services(
                 engines=engines,
                 book=book,
                 alarms=alarms,
+                checks=session.checks(),
             )
             failure: RunFailed | None = None
             progress: BusProgress | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -14,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_bus import RayBus, blocking
 from relax_core.bus.settings import BusSettings
-from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost
+from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.contracts.process_trees import kill, kill_trees
 from relax_core.control.engine_set import EngineSet
 from relax_core.roles.attached_engine import AttachedEngineOwner
@@ -32,6 +33,8 @@ from relax_core.roles.trainer.teacher_worker import TeacherEngineOwner, TeacherW
 from relax_core.roles.worker import WorkerStatus, process_host
 
 WORKER_CALLS = 8  # concurrent calls that a worker answers beside its loop: status, stop, endpoint, waits
+
+CREATED_S = 30.0  # after the limit of the start, in which the calls that create the bus have ended by themselves
 
 WORKERS: dict[str, Any] = {
     "engine": EngineOwner,
@@ -81,14 +84,22 @@ class Services:
         self._statuses: dict[str, WorkerStatus] = {}
         self.workers: dict[str, Any] = {}
         self._reserved: dict[str, PlacementGroup] = {}
+        ends = time.monotonic() + config.run.start_timeout_s
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="bus-start") as pool, ExitStack() as on_failure:
             on_failure.callback(self._abandon)
-            bus = pool.submit(self._create_bus, snapshot)
+            bus = pool.submit(self._create_bus, snapshot, ends=ends)
             self._start_roles(role for role in self.roles if role not in AFTER_RESTORE)
-            self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
+            self.bus: RayBus = self._started(bus, ends=ends)
             self._start_roles(role for role in self.roles if role in AFTER_RESTORE)
-            self.bus_pid = self.bus.process_id(timeout_s=CALL_TIMEOUT_S)
+            self.bus_pid = self.bus.process_id(timeout_s=_left_s(ends))
             on_failure.pop_all()
+
+    def _started(self, bus: Future[RayBus], *, ends: float) -> RayBus:
+        try:
+            return bus.result(timeout=_left_s(ends) + CREATED_S)
+        except TimeoutError as error:
+            limit_s, why = self._context.config.run.start_timeout_s, str(error) or "it is still starting"
+            raise BusTimeout(f"the bus did not start within run.start_timeout_s={limit_s:g} s: {why}") from error
 
     def _start_roles(self, roles: Iterable[str]) -> None:
         for role in roles:
@@ -99,7 +110,7 @@ class Services:
             for rank in ranks:
                 self.workers[worker_name(role, rank)] = self._start(role, rank)
 
-    def _create_bus(self, snapshot: bytes | None) -> RayBus:
+    def _create_bus(self, snapshot: bytes | None, *, ends: float) -> RayBus:
         config = self._context.config
         by_node = config.launcher.ray_address is not None
         if self._context.media_folder is not None and not by_node:
@@ -112,9 +123,10 @@ class Services:
             namespace=self._context.namespace,
             socket_folder=self._context.token_file.parent,
             node_options=node_options(config.launcher, BUS, 0),
+            timeout_s=_left_s(ends),
         )
         if snapshot is not None:
-            blocking(bus.restore(snapshot, timeout_s=CALL_TIMEOUT_S))
+            blocking(bus.restore(snapshot, timeout_s=_left_s(ends)))
         return bus
 
     def _start(self, role: str, rank: int) -> Any:
@@ -263,3 +275,8 @@ class Services:
         self._kill_actors()
         with suppress(ValueError):  # the bus does not exist
             ray.kill(ray.get_actor(BUS, namespace=self._context.namespace))
+
+
+def _left_s(ends: float) -> float:
+    """Returns the seconds until the monotonic time ``ends``, at least 1."""
+    return max(1.0, ends - time.monotonic())

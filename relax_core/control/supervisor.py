@@ -29,6 +29,7 @@ from relax_core.control.host.run_paths import RunPaths, remove_left_weights, rem
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.control.run_alarms import TITLES
+from relax_core.control.stopped_processes import StoppedProcesses
 from relax_core.observe.alarms import clean
 from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
@@ -83,16 +84,17 @@ def _supervise(
     asked = None if gateway_process is None else gateway_process.controller_end
     attempt = Attempt(number=0, started=next(_STARTS)(), gateway=asked)
     ray_starts = 0
+    stopped = StoppedProcesses(os.getpid(), frozen_after_s=config.run.heartbeat_timeout_s, report=_report)
     while True:
         with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as paths:
             main = partial(run_once, config, resume, paths, attempt)
             controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
-            checks = [controller.check(frozen_after_s=config.run.heartbeat_timeout_s)]
+            checks = [controller.check(frozen_after_s=config.run.heartbeat_timeout_s), stopped.check()]
             if gateway_process is not None:
                 checks.append(gateway_process.check())
             try:
                 end = controller.wait(Monitor(checks))
-            finally:  # also if the gateway did not start
+            finally:
                 _end_rest(gateway_process)
         if end.how == "ended":
             return end.code

@@ -54,8 +54,10 @@ class WorkerHealth:
     """Watches the workers of one attempt of the services.
 
     A worker that has answered before and then gives no answer for ``heartbeat_timeout_s`` seconds is frozen: it was
-    stopped, or its interpreter hangs. It is killed, so that Ray restarts it. If a worker on this machine has exited,
-    the processes that it owned, such as an engine, are killed, because they may be frozen too.
+    stopped, or its interpreter hangs. It is killed, so that Ray restarts it. If a process does not give its first
+    answer within ``start_timeout_s`` seconds, all services start again, because Ray does not tell which process it is.
+    If a worker on this machine has exited, the processes that it owned, such as an engine, are killed, because they may
+    be frozen too.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class WorkerHealth:
         recoveries: Recoveries,
         *,
         heartbeat_timeout_s: float,
+        start_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._services = services
         self._recoveries = recoveries
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._start_timeout_s = start_timeout_s
         self._heartbeats = Heartbeats(clock=clock)
         self._watch = RoleWatch()
         self._restarts: defaultdict[str, _Restarts] = defaultdict(_Restarts)  # by worker
@@ -106,6 +110,12 @@ class WorkerHealth:
         failure = verdict(needed, bus=bus_lost, killed=killed, sure=self._suspicious)
         if failure is not None:
             raise failure
+        for beat in needed.values():
+            if beat.alive is None and beat.silent_s > self._start_timeout_s:
+                raise ServicesLost(
+                    f"{beat.name} did not answer within run.start_timeout_s={self._start_timeout_s:g} s of its "
+                    f"{'restart' if beat.life == 'restarting' else 'start'}"
+                )
         self._suspicious = any(role.state == "failed" and role.name in needed for role in self.roles)
         self._record_restarts(step)
 
@@ -167,7 +177,7 @@ class Beat:
 
     ``status`` is its newest answer, which a process that has exited may have given.
 
-    ``silent_s`` counts the seconds without an answer of a process that has answered before. ``cause`` says how the
+    ``silent_s`` counts the seconds without an answer since the last one, or since its start. ``cause`` says how the
     process died.
     """
 
@@ -217,10 +227,10 @@ class Heartbeats:
             status: WorkerStatus = ray.get(self._asked[name], timeout=0)
             beat = Beat(name=name, life="alive", status=status)
         except GetTimeoutError:
-            silent_s = last.silent_s + passed if last.life == "alive" else 0.0
-            return Beat(name=name, life=last.life, status=last.status, silent_s=silent_s)
+            return Beat(name=name, life=last.life, status=last.status, silent_s=last.silent_s + passed)
         except ActorUnavailableError:
-            beat = Beat(name=name, life="restarting", status=last.status)
+            silent_s = last.silent_s + passed if last.life == "restarting" else 0.0
+            beat = Beat(name=name, life="restarting", status=last.status, silent_s=silent_s)
         except ActorDiedError as error:
             beat = Beat(name=name, life="dead", status=last.status, cause=str(error))
         del self._asked[name]

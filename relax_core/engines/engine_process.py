@@ -46,11 +46,14 @@ class _Ready(msgspec.Struct):
     port: int
 
 
-class EngineKilled(EngineError):
-    """Says that a signal has ended an engine before it answered; ``code`` is its exit code, which is negative."""
+class EngineStartLost(EngineError):
+    """Says that an engine did not come up.
 
-    def __init__(self, words: str, *, code: int) -> None:
-        super().__init__(words)
+    ``code`` is its exit code, negative for a signal, and None if it gave no answer in time.
+    """
+
+    def __init__(self, text: str, *, code: int | None) -> None:
+        super().__init__(text)
         self.code = code
 
 
@@ -73,8 +76,8 @@ class EngineProcess:
         """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
 
         ``held_port`` is that of an earlier process, whose place this one takes; without it the port is ``launch.port``.
-        The log is appended to. Raises EngineError with the cause in the log if the engine does not start, and
-        `EngineKilled` if somebody else has killed it.
+        The log is appended to. Raises `EngineStartLost` with the cause in the log if the engine does not start, and
+        EngineError if its port is taken.
         """
         scratch = launch.new_scratch()
         with ExitStack() as undo:
@@ -90,9 +93,7 @@ class EngineProcess:
                 while not (line := child.first_line()):
                     _hand_over(held_port, child)
             except ChildLost as lost:
-                if lost.code is not None and lost.code < 0:
-                    raise EngineKilled(str(lost), code=lost.code) from lost
-                raise EngineError(str(lost)) from lost
+                raise EngineStartLost(str(lost), code=lost.code) from lost
             ready = msgspec.json.decode(line, type=_Ready)
             _hand_over(held_port, child)
             undo.pop_all()

@@ -19,7 +19,7 @@ from typing import Any
 
 from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
 from relax_core.contracts.monitor import Check, Finding, Monitor
-from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess, EngineStartLost
 from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine_directory import engine_client
@@ -276,14 +276,23 @@ class EngineOwner(Worker):
         return self._launch_up(process.port, process.held_port)
 
     def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
-        """Starts the engine process; one that is killed before it answers counts as one that was killed later."""
+        """Starts the engine process, and starts it again if it is lost before it answers, which counts as a restart.
+
+        The first engine of a run that ends with an error, or is late, has a fault that another start would not mend:
+        then it raises `EngineStartLost`.
+        """
         while True:
             try:
                 return self._launch(port, held_port)
-            except EngineKilled as error:
-                if self.stopping:
+            except EngineStartLost as lost:
+                if lost.code is not None and lost.code < 0:
+                    how = f"{how_it_ended(lost.code, frozen_s=None)} before it answered"
+                else:
+                    how = f"did not start again: {lost}"
+                first = not self._url and not self.context.restarted
+                if self.stopping or (first and (lost.code is None or lost.code >= 0)):
                     raise
-                self._count_restart(f"{how_it_ended(error.code, frozen_s=None)} before it answered")
+                self._count_restart(how)
 
     def _count_restart(self, how: str) -> None:
         self.last_restart = how

@@ -17,9 +17,11 @@ class RunContext:
     ``run_namespace`` is the run's Ray namespace. ``namespace`` is that of this attempt and holds its services.
     Restarted services get a new one, so that processes of an earlier attempt cannot find them.
 
-    ``attempt`` is the number of the attempt in the event log. ``start_step`` is the number of train steps that the
-    checkpoint in ``resume_from`` has done, or 0. ``data_digest`` is the digest of the training data if the data is in
-    files (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions (shared memory).
+    ``attempt`` is the number of the attempt in the event log. ``restarted`` says that the services of this run were
+    started before, so that a failure of a start is no fault of the configuration. ``start_step`` is the number of train
+    steps that the checkpoint in ``resume_from`` has done, or 0. ``data_digest`` is the digest of the training data if
+    the data is in files (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions
+    (shared memory).
     ``token_file`` holds the run's bearer token. ``teacher_folders`` are the model folders of a distillation's teachers,
     by name, and ``judge_folders`` those of the judges that have engines of the run. ``media_folder`` holds the files of
     the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
@@ -36,6 +38,7 @@ class RunContext:
     resume_from: Path | None
     start_step: int
     attempt: int = 0
+    restarted: bool = False
     data_digest: str = ""
     teacher_folders: Mapping[str, Path] = field(default_factory=dict)
     judge_folders: Mapping[str, Path] = field(default_factory=dict)

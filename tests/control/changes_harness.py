@@ -110,7 +110,7 @@ class Run:
         self.members = MemberList(folder, count=1)
         self.versions = VersionFolder(folder)
         recoveries = Recoveries(folder / "recoveries.json", report=lambda text: None)
-        self.health = WorkerHealth(self.services, recoveries, heartbeat_timeout_s=600.0)
+        self.health = WorkerHealth(self.services, recoveries, heartbeat_timeout_s=600.0, start_timeout_s=600.0)
         for number in self.engines.added("joining"):
             self.services.start_engine(number)
         self.changes = EngineChanges(

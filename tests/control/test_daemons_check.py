@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from relax_core.contracts.monitor import Monitor
-from relax_core.control.local_run import daemons_check
+from relax_core.control.host.ray_session import daemons_check
 
 DEADLINE_S = 60.0
 LONG_S = 3600.0
@@ -40,7 +40,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
     pids = {one: process.pid for one, process in daemons.items()}
-    with Monitor([daemons_check(pids, LONG_S, lost=lost)]):
+    with Monitor([daemons_check(lambda: pids, LONG_S, lost=lost)]):
         os.kill(daemons[name].pid, signal.SIGKILL)
         assert lost.reported.wait(DEADLINE_S)
     assert lost.causes == [f"Ray's {name} died"]
@@ -49,7 +49,7 @@ def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subproc
 def test_a_freeze_is_reported_after_its_timeout(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
     pid = daemons["GCS"].pid
-    with Monitor([daemons_check({"GCS": pid}, 1.0, lost=lost)]):
+    with Monitor([daemons_check(lambda: {"GCS": pid}, 1.0, lost=lost)]):
         os.kill(pid, signal.SIGSTOP)
         assert lost.reported.wait(DEADLINE_S)
     assert lost.causes[0].startswith("Ray's GCS froze (it was stopped for ")
@@ -57,7 +57,7 @@ def test_a_freeze_is_reported_after_its_timeout(daemons: dict[str, subprocess.Po
 
 def test_the_end_of_the_run_is_no_loss(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
-    with Monitor([daemons_check({"raylet": daemons["raylet"].pid}, LONG_S, lost=lost)]) as monitor:
+    with Monitor([daemons_check(lambda: {"raylet": daemons["raylet"].pid}, LONG_S, lost=lost)]) as monitor:
         pass
     daemons["raylet"].kill()
     daemons["raylet"].wait(DEADLINE_S)

@@ -120,6 +120,23 @@ def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(
         eventually("it is not noticed", lambda: look_after(process) is None and not (tmp_path / FILE).exists())
         look_after(process)
     words = capsys.readouterr().err
-    assert (
-        words.count("the run takes no more orders") == 1 and "ended with exit code -9 after run.max_restarts=0" in words
-    )
+    assert words.count("the run takes no more orders") == 1
+    assert "ended with exit code -9" in words and "run.max_restarts=0" in words
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_gateway_that_dies_before_its_first_answer_is_started_again_or_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_restarts: int
+) -> None:
+    config = load_config(["gateway=local", "gateway.port=0", f"run.max_restarts={max_restarts}", f"run.dir={tmp_path}"])
+    with gateway(config) as process:
+        assert process is not None
+        first = process.pid
+        os.kill(first, signal.SIGKILL)
+        if max_restarts:
+            until_up(process)
+            assert process.pid != first and answer(tmp_path, "/healthz") == {"status": "ok"}
+        else:
+            eventually("it is not reported", lambda: look_after(process) or "no more orders" in capsys.readouterr().err)
+            look_after(process)
+            assert not process.is_up and not (tmp_path / FILE).exists()

@@ -20,7 +20,7 @@ from relax_core.roles.failure import Lost
 from relax_core.roles.worker import State, WorkerStatus, process_host
 
 DEADLINE_S = 120.0
-HEARTBEAT_S = 1.0
+HEARTBEAT_S, START_S = 1.0, 10.0
 
 
 class Clock:
@@ -34,9 +34,11 @@ class Clock:
 
 
 class Role:
-    """A worker whose status the test sets."""
+    """A worker whose status the test sets; with a ``gate`` its start ends once that file exists."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gate: Path | None = None) -> None:
+        while gate is not None and not gate.exists():
+            time.sleep(0.01)
         self.reported: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
 
     def status(self) -> WorkerStatus:
@@ -61,10 +63,10 @@ class Services:
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
         kill(status.pid)
 
-    def start(self, name: str, *, max_restarts: int) -> None:
+    def start(self, name: str, *, max_restarts: int, gate: Path | None = None) -> None:
         import ray
 
-        self.workers[name] = ray.remote(Role).options(num_cpus=0, max_restarts=max_restarts).remote(name)
+        self.workers[name] = ray.remote(Role).options(num_cpus=0, max_restarts=max_restarts).remote(name, gate)
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def clock() -> Clock:
 @pytest.fixture
 def health(services: Services, clock: Clock, tmp_path: Path) -> WorkerHealth:
     recoveries = Recoveries(tmp_path / "recoveries.json", report=lambda text: None)
-    return WorkerHealth(services, recoveries, heartbeat_timeout_s=HEARTBEAT_S, clock=clock)
+    return WorkerHealth(services, recoveries, heartbeat_timeout_s=HEARTBEAT_S, start_timeout_s=START_S, clock=clock)
 
 
 def check_until(health: WorkerHealth, condition: Callable[[], bool], *, step: int = 5) -> None:
@@ -138,6 +140,23 @@ def test_a_stopped_worker_that_may_not_restart_is_a_loss(
     with pytest.raises(ServicesLost, match=r"^actor-0 froze \(no answer for .* killed by SIGKILL$"):
         check_until(health, lambda: False)
     assert recorded(health) == []
+
+
+def test_a_worker_without_a_first_answer_is_a_loss(
+    services: Services, health: WorkerHealth, clock: Clock, tmp_path: Path
+) -> None:
+    """Others that answer do not hide it; the time of a pause of the controller does not count."""
+    services.start("actor-0", max_restarts=0)
+    pid_of(health, "actor-0")
+    services.start("rollout-0", max_restarts=1, gate=tmp_path / "gate")
+    clock.now += 100 * START_S
+    health.check(bus_lost=None, step=5)
+    for _ in range(7):
+        clock.now += 1.0
+        health.check(bus_lost=None, step=5)
+    clock.now += 1.0
+    with pytest.raises(ServicesLost, match=r"rollout-0 .*run\.start_timeout_s=10 s"):
+        health.check(bus_lost=None, step=5)
 
 
 def test_a_death_past_the_restarts_is_a_loss(services: Services, health: WorkerHealth) -> None:
@@ -393,14 +412,12 @@ def test_a_killed_process_is_dead_or_restarts(start: Callable[..., Any]) -> None
     assert dead.cause and beat_pid(dead) == second
 
 
-def test_a_process_that_has_not_answered_yet_is_starting_and_never_silent(
-    start: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_process_that_has_not_answered_yet_is_starting(start: Callable[..., Any], tmp_path: Path) -> None:
     clock, gate = Clock(), tmp_path / "gate"
     heartbeats, actor = Heartbeats(clock=clock), start(0, gate=gate)
-    for _ in range(2):
+    for passed_s in (0.0, 1.0, 2.0):
         beat = heartbeats.poll({"status-0": actor}, timeout_s=0.0)["status-0"]
-        assert (beat.life, beat.silent_s) == ("starting", 0.0)
-        clock.now += 100.0
+        assert (beat.life, beat.silent_s) == ("starting", passed_s)
+        clock.now += 1.0
     gate.touch()
     until(heartbeats, actor, is_alive)

@@ -19,6 +19,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import WeightManifest
+from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.preflight import settle
@@ -180,6 +181,35 @@ def test_an_engine_that_is_killed_before_it_answers_starts_again(
         engines[0].kill()
         assert engine_client(context, owner.endpoint(180.0)).ready()
         assert owner.restarts == 1 and owner.last_restart == "was killed by SIGKILL before it answered"
+    finally:
+        owner.request_stop()
+        assert owner.join(120.0)
+
+
+class FailsTwice(EngineOwner):
+    """Starts its second process with a deadline that is over at once, and its third without a model."""
+
+    starts = 0
+
+    def _engine_launch(self, port: int) -> EngineLaunch:
+        self.starts += 1
+        launch = super()._engine_launch(port)
+        if self.starts == 2:
+            return replace(launch, engine=replace(launch.engine, start_timeout_s=0.01))
+        return replace(launch, model_folder=Path("/nowhere")) if self.starts == 3 else launch
+
+
+def test_a_restart_that_is_late_or_ends_with_an_error_is_repeated(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    owner = FailsTwice("engine-0", context_of(load_config(settle=settle), tmp_path), 0)
+    try:
+        url = owner.endpoint(180.0)
+        (pid,) = owner.child_pids
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: owner.starts == 4 and owner.child_pids != (pid,), what="the fourth process")
+        assert owner.restarts == 3 and owner.endpoint(1.0) == url
+        assert "did not start again" in owner.last_restart and "/nowhere" in owner.last_restart
     finally:
         owner.request_stop()
         assert owner.join(120.0)

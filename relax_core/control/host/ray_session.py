@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +20,9 @@ import psutil
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
 from relax_core.contracts.child import OPENMP_WAITS, Child, module_command
+from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
 from relax_core.contracts.private_folder import set_compile_cache
-from relax_core.contracts.process_trees import kill_trees
+from relax_core.contracts.process_trees import EXITED, kill_trees, process_state
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER
 from relax_core.roles.process_placement import cluster_fault
@@ -36,11 +38,16 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the monitor reports it in fewer words
     "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is a lower one
+    # After this time the raylet starts another process for a worker that was lost before the raylet knew it. Ray's 60 s
+    # are for imports from a slow disk; here this process has just imported the same files.
+    "RAY_worker_register_timeout_seconds": "30",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that requests no GPU sees none
 }
 RAY_CPUS = 16  # Ray's bookkeeping only: services are not bound to cores by it
 NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
 DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # programs of the daemons that a run needs → names in messages
+DAEMONS_S = 0.25
+FORK_SERVER_S = 1.0
 OWN_NODE_RAY = "2.60.0"  # the Ray whose private classes own_ray_node.py knows
 OWN_NODE_FILE = Path(__file__).with_name("own_ray_node.py")
 KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
@@ -68,15 +75,51 @@ def new_token_file(path: Path) -> Path:
     return path
 
 
+class ForkServer:
+    """Owns the run's fork server, and starts it again at most ``max_restarts`` times if a signal ends it.
+
+    Without it Ray starts each worker by itself, which takes some seconds longer.
+    """
+
+    def __init__(self, path: Path, modules: Sequence[str], *, max_restarts: int) -> None:
+        self._path, self._modules = path, modules
+        self._restarts_left = max_restarts
+        self._child = self._start()
+
+    def check(self) -> Check:
+        """Returns the check that starts it again. One that ended by itself has printed why, and would end again."""
+        return Check(name="fork server", every_s=FORK_SERVER_S, look=self._look, act=self._start_again)
+
+    def end(self) -> None:
+        """Kills it with the workers that are left."""
+        self._child.end(grace_s=0.0)
+
+    def _start(self) -> Child:
+        self._path.unlink(missing_ok=True)
+        command = module_command("relax_core.control.host.fork_server", str(self._path), *self._modules)
+        return Child(command, name="the fork server", stdout=None)
+
+    def _look(self) -> Finding | None:
+        code = self._child.poll() if self._restarts_left else None
+        return None if code is None or code >= 0 else Finding(blames="the fork server", how=f"died (signal {-code})")
+
+    def _start_again(self, died: Finding) -> None:
+        self._restarts_left -= 1
+        print(f"relax: {died} and is started again", file=sys.stderr, flush=True)
+        self._child.close_pipes()
+        self._child = self._start()
+
+
 class RaySession:
     """Starts or joins Ray while it is used as a context manager.
 
     A process can use it once, because Ray reads the path of its token when it is imported. Entering raises RayUnstarted
     if the run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` says how many
-    GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``daemons`` maps the names of the
-    daemons of the run's own Ray to their process ids. ``preloaded`` are modules that the run's own Ray imports once
-    (`fork_server`), in place of each worker, if `own_node_fits`. Give none for a run on GPUs: the fork of a process
-    that used one fails.
+    GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``preloaded`` are modules that the
+    run's own Ray imports once (`ForkServer`), in place of each worker, if `own_node_fits`. Give none for a run on GPUs:
+    the fork of a process that used one fails. ``lost`` is called in another thread, with the cause, if the GCS or the
+    raylet of the run's own Ray dies or is stopped for ``frozen_after_s`` seconds, from their start on. ``started`` says
+    whether Ray has started, and ``daemons`` then maps their names to process ids.
     """
 
     def __init__(
@@ -88,24 +131,36 @@ class RaySession:
         placement: PlacementConfig | None = None,
         start_timeout_s: float = 300.0,
         preloaded: Sequence[str] = (),
+        max_restarts: int = 0,
+        frozen_after_s: float = math.inf,
+        lost: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self._launcher = launcher
         self._placement = placement
         self._start_timeout_s = start_timeout_s
         self._preloaded = preloaded
+        self._max_restarts = max_restarts
+        self._frozen_after_s, self._lost = frozen_after_s, lost
         self._paths = paths
         self.token_file = paths.token_folder / "token"
         self._log_dir = log_dir
         self._undo = ExitStack()
-        self.daemons: dict[str, int] = {}
+        self.started = False
+        self.daemons: Mapping[str, int] = {}
         self._own_node = False
-        self._started: Set[psutil.Process] = set()  # those of Ray
+        self._fork_server: ForkServer | None = None
+        self._before: set[psutil.Process] = set()  # children that are not of Ray
+
+    def checks(self) -> list[Check]:
+        """Returns the checks of what this object started beside Ray."""
+        return [] if self._fork_server is None else [self._fork_server.check()]
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             new_token_file(self.token_file)
             self._init_ray(undo)
             self._undo = undo.pop_all()
+        self.started = True
         return self
 
     def _init_ray(self, undo: ExitStack) -> None:
@@ -119,7 +174,10 @@ class RaySession:
             os.environ["RAY_TMPDIR"] = str(self._paths.folder)  # Ray makes a folder of the name "ray" there
             self._own_node = own_node_fits()
             if self._preloaded and self._own_node:
-                undo.callback(self._start_fork_server().end, grace_s=0.0)  # with the workers that are left
+                path = self._paths.folder / "fork-server"
+                os.environ[FORK_SERVER] = str(path)
+                self._fork_server = ForkServer(path, self._preloaded, max_restarts=self._max_restarts)
+                undo.callback(self._fork_server.end)
         import ray
 
         if self._own_node:
@@ -133,8 +191,12 @@ class RaySession:
             "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
         }
-        before = set(psutil.Process().children())
+        self._before = set(psutil.Process().children())
         undo.callback(self._end_ray)
+        if own:
+            daemons = OwnDaemons(self._before)
+            monitor = Monitor([daemons_check(daemons, self._frozen_after_s, lost=self._lost)]).start()
+            undo.callback(monitor.end)  # before Ray ends
         try:
             ray.init(
                 **(where if own else {"address": self._launcher.ray_address}),
@@ -144,19 +206,10 @@ class RaySession:
             )
         except Exception as error:  # Ray raises a bare Exception after a timeout
             raise self._unstarted(error) if own else self._not_joined(error) from error
-        finally:
-            self._started = set(psutil.Process().children()) - before
         if own:
-            self.daemons = {DAEMONS[one.name()]: one.pid for one in self._started if one.name() in DAEMONS}
+            self.daemons = daemons()
         else:
             self._await_nodes()
-
-    def _start_fork_server(self) -> Child:
-        """Starts the fork server, which ends with its stdin, and tells its path to those whom Ray starts."""
-        path = self._paths.folder / "fork-server"
-        command = module_command("relax_core.control.host.fork_server", str(path), *self._preloaded)
-        os.environ[FORK_SERVER] = str(path)
-        return Child(command, name="the fork server", stdout=None)
 
     def _unstarted(self, error: Exception) -> RayUnstarted:
         self.keep_logs()
@@ -198,7 +251,7 @@ class RaySession:
 
             leave_processes()
         ray.shutdown()
-        kill_trees(one.pid for one in self._started if one.is_running())
+        kill_trees(one.pid for one in set(psutil.Process().children()) - self._before if one.is_running())
 
     def keep_logs(self) -> None:
         """Copies the logs of workers and daemons into the run's folder, for a run that failed or lost its Ray."""
@@ -217,6 +270,51 @@ class RaySession:
         if error is not None:
             self.keep_logs()
         self._undo.close()
+
+
+class OwnDaemons:
+    """Finds the daemons of Ray among the children of this process, without the processes ``before``.
+
+    A daemon that has ended stays in the result.
+    """
+
+    def __init__(self, before: set[psutil.Process]) -> None:
+        self._before = before
+        self._found: dict[str, int] = {}
+
+    def __call__(self) -> Mapping[str, int]:
+        """Returns the daemons so far: name → process id."""
+        if len(self._found) < len(DAEMONS):
+            for child in set(psutil.Process().children()) - self._before:
+                with suppress(psutil.NoSuchProcess):
+                    if (name := child.name()) in DAEMONS:
+                        self._found.setdefault(DAEMONS[name], child.pid)
+        return self._found
+
+
+def daemons_check(
+    daemons: Callable[[], Mapping[str, int]], frozen_after_s: float, *, lost: Callable[[str], None]
+) -> Check:
+    """Returns the check of the daemons of a run's own Ray; ``daemons`` returns those that exist: name → process id.
+
+    Without its GCS or its raylet, no process of the run can start or recover, and the main thread may wait for Ray
+    without end. So ``lost`` is called in another thread, with the cause, if a daemon has exited or was stopped for
+    ``frozen_after_s`` seconds.
+    """
+    elapsed, stopped_s = Elapsed(), dict.fromkeys(DAEMONS.values(), 0.0)
+
+    def look() -> Finding | None:
+        passed = elapsed.since_last()
+        for name, pid in daemons().items():
+            state = process_state(pid)
+            stopped_s[name] = stopped_s[name] + passed if state == psutil.STATUS_STOPPED else 0.0
+            if state in EXITED:
+                return Finding(blames=f"Ray's {name}", how="died")
+            if stopped_s[name] > frozen_after_s:
+                return Finding(blames=f"Ray's {name}", how=f"froze (it was stopped for {stopped_s[name]:.0f} s)")
+        return None
+
+    return Check(name="Ray", every_s=DAEMONS_S, look=look, act=lambda finding: lost(str(finding)), beside=True)
 
 
 def own_node_fits() -> bool:

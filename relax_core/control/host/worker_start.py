@@ -14,7 +14,7 @@ from collections.abc import Sequence
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
 NO_ENVIRONMENT = "{}"
 FORK_SERVER = "RELAX_FORK_SERVER"  # the environment variable with the path of the fork server's socket
-FORK_S = 40.0  # how long the fork server may take; Ray gives up a worker after a minute
+FORK_S = 20.0  # the limit for the fork server; the raylet starts another process after 30 s
 
 
 def is_plain(words: Sequence[str]) -> bool:
