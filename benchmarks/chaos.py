@@ -1,4 +1,5 @@
-"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--media see] [--env number_guess] [--kinds engine …]``.
+"""Harm to runs: ``python -m benchmarks.chaos --kills 50 [--media see] [--env number_guess] [--kinds engine …]``,
+``--storm 1000`` (`benchmarks.chaos_storm`), ``--births`` (`benchmarks.chaos_births`).
 
 Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
 last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
@@ -32,36 +33,38 @@ from statistics import median
 
 import psutil
 
+from benchmarks.chaos_births import KINDS, MOMENTS, Birth, births, births_table, usual_start_s
 from benchmarks.chaos_runs import (
     CONTROLLER,
+    ENDS,
     ENV_RUNS,
     FROZEN,
     HEARTBEAT_S,
+    HUNG_S,
+    IN_THE_PIPE,
     MEDIA_RUNS,
     PAIR,
     POLL_S,
     RAY,
     RUNS,
+    STEPS_BETWEEN,
     TEXT,
     TITLES,
     HarmedRun,
     Training,
     find_process,
     parent_of,
+    read_books,
 )
-from relax_core.bus.ledger_reader import LedgerFile
+from benchmarks.chaos_storm import Books, Draw, injuries, storm, storm_table, went_wrong
 from relax_core.contracts.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
 WITHOUT_END = "run.steps=1000000"
 NOTICE_S = 60.0  # after its deadline a stopped process is gone, also on a busy machine
 QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
-ENDS = ("survived", "hung", "ended", "unnoticed")
 KILLS_A_RUN = 10
-HUNG_S = 300.0
 SUCCESSOR_S = 0.5  # a look at all processes of the machine takes a core for a while, which the run needs then
-STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
-IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
 PERSISTED_S = 0.5  # until what was done at that moment is in the ledger's file
 BREATH_S = (0.1, 1.5)  # and a random time more
 LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
@@ -212,15 +215,6 @@ def _none(kind: str, training: Training, end: str) -> Harm:
     return Harm(kind=kind, victim=f"before {kind}", at_step=training.newest(), seconds=None, settled_s=None, end=end)
 
 
-def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
-    """(samples lost, samples trained twice) by a run's ledger."""
-    if not (folder / "ledger.sqlite").exists():  # it ended before it began
-        return 0, 0
-    with LedgerFile(folder / "ledger.sqlite") as file:
-        books = file.counts(run_over=run_over)
-    return len(books.lost), len(books.trained_twice)
-
-
 def schedule(kinds: Sequence[str], *, kills: int, seed: int) -> list[str]:
     """``kills`` kinds, each as often as the others give or take one, in random order."""
     chance = random.Random(seed)
@@ -254,28 +248,64 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storm", type=int, metavar="DRAWS", help="draw so many injuries of all kinds, on --runs")
+    parser.add_argument("--runs", nargs="+", choices=tuple(RUNS), default=list(RUNS), help="runs of the storm")
+    parser.add_argument("--births", action="store_true", help="harm processes at their births")
+    parser.add_argument("--moments", nargs="+", type=float, default=list(MOMENTS), help="seconds after a birth")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--media", choices=MEDIA_RUNS, help="runs whose prompts have media; default: text")
     which.add_argument("--env", choices=ENV_RUNS, help="runs of several turns whose environment is in env workers")
-    parser.add_argument("--kinds", nargs="+", choices=(*TITLES, FROZEN, PAIR), help="default: every kind of the run")
+    parser.add_argument("--kinds", nargs="+", help="default: every kind of the run")
     arguments = parser.parse_args()
     harmed = RUNS[arguments.media or arguments.env or TEXT]
-    kinds = arguments.kinds or harmed.kinds
-    if unknown := sorted({*kinds} - {*harmed.kinds}):
-        parser.error(f"this run has no {', '.join(unknown)}; it has {', '.join(harmed.kinds)}")
-    print(f"overrides: {' '.join(harmed.overrides)}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    planned = schedule(kinds, kills=arguments.kills, seed=arguments.seed)
-    harms: list[Harm] = []
+    known: Sequence[str] = harmed.kinds
+    if arguments.storm:
+        known = sorted({kind for name in arguments.runs for kind in injuries(RUNS[name])})
+    elif arguments.births:
+        known = KINDS
+    if unknown := sorted({*(arguments.kinds or ())} - {*known}):
+        parser.error(f"there is no {', '.join(unknown)} here; there are {', '.join(known)}")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory(prefix="relax-chaos-") as folder:
-        for number in itertools.count():
-            if not planned:
-                break
-            one, seed = Path(folder) / f"run{number}", arguments.seed + number
-            run = harm_run(one, planned[:KILLS_A_RUN], seed=seed, run=harmed)
-            for harm in run:
-                harms.append(harm)
-                planned = planned[harm.kind != QUIET_END :]
-                print(f"{len(harms):>3}. {_words(harm)} (load {os.getloadavg()[0]:.0f})", flush=True)
+        if arguments.storm:
+            return _storm(Path(folder), arguments)
+        if arguments.births:
+            return _births(Path(folder), arguments)
+        return _kills(Path(folder), arguments, harmed)
+
+
+def _storm(folder: Path, arguments: argparse.Namespace) -> int:
+    found: list[Draw | Books] = []
+    for one in storm(folder, arguments.storm, runs=arguments.runs, only=arguments.kinds, seed=arguments.seed):
+        found.append(one)
+        print(f"{sum(isinstance(each, Draw) for each in found):>4}. {one} (load {os.getloadavg()[0]:.0f})", flush=True)
+    print(storm_table(found))
+    return int(went_wrong(found))
+
+
+def _births(folder: Path, arguments: argparse.Namespace) -> int:
+    found: list[Birth] = []
+    start_s = usual_start_s(folder / "usual")
+    print(f"usual start {start_s:.1f} s", flush=True)
+    for birth in births(folder, arguments.kinds or KINDS, moments=arguments.moments):
+        found.append(birth)
+        print(f"{len(found):>3}. {birth} (load {os.getloadavg()[0]:.0f})", flush=True)
+    print(births_table(found, start_s=start_s))
+    return int(any(one.end != "survived" or one.lost or one.trained_twice for one in found))
+
+
+def _kills(folder: Path, arguments: argparse.Namespace, harmed: HarmedRun) -> int:
+    print(f"overrides: {' '.join(harmed.overrides)}")
+    planned = schedule(arguments.kinds or harmed.kinds, kills=arguments.kills, seed=arguments.seed)
+    harms: list[Harm] = []
+    for number in itertools.count():
+        if not planned:
+            break
+        run = harm_run(folder / f"run{number}", planned[:KILLS_A_RUN], seed=arguments.seed + number, run=harmed)
+        for harm in run:
+            harms.append(harm)
+            planned = planned[harm.kind != QUIET_END :]
+            print(f"{len(harms):>3}. {_words(harm)} (load {os.getloadavg()[0]:.0f})", flush=True)
     print(table(harms))
     return int(any(harm.end != "survived" or harm.lost or harm.trained_twice for harm in harms))
 

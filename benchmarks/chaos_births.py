@@ -1,4 +1,4 @@
-"""Harm to processes that start: ``python -m benchmarks.chaos_births [--kinds gateway …] [--moments 0 0.3 1]``.
+"""Harm to processes that start: ``python -m benchmarks.chaos --births [--kinds gateway …] [--moments 0 0.3 1]``.
 
 For each kind of process, signal (SIGKILL, SIGSTOP) and moment after the process appears, a real run of the demo is
 harmed twice: the first process of the kind while the run starts, and its successor after the running process was killed
@@ -10,11 +10,9 @@ trained twice. Prints a line for each harm and a table. Exit code 1 if anything 
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,21 +20,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.chaos import ENDS, HUNG_S, read_books
-from benchmarks.chaos_runs import CONTROLLER, OF_SOME_RUNS, POLL_S, RAY, RUNS, TEXT, TITLES, Training, parent_of
+from benchmarks.chaos_runs import (
+    CONTROLLER,
+    ENDS,
+    FORKED_WORKER,
+    HUNG_S,
+    OF_SOME_RUNS,
+    POLL_S,
+    RUNS,
+    STEPS_BETWEEN,
+    TEXT,
+    TITLES,
+    Training,
+    find_process,
+    members,
+    newborn,
+    read_books,
+)
 from tests.integration.live_run import LiveRun
 
-KINDS = {
-    **{kind: title for kind, title in TITLES.items() if kind not in (*OF_SOME_RUNS, CONTROLLER)},
-    "gateway": "relax_core.server.gateway_server",
-    "fork_server": "relax_core.control.host.fork_server",
-    "forked_worker": "relax_core.control.host.fork_server",  # a fork of it that has no title of Ray yet
-}
+KINDS = (*(kind for kind in TITLES if kind not in (*OF_SOME_RUNS, CONTROLLER)), FORKED_WORKER)
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 MOMENTS = (0.0, 0.1, 0.3, 1.0, 2.0)
-APPEAR_S = 120.0
-STEPS_BETWEEN = 5
-LAST_STEPS = 5
 WITHOUT_END = "run.steps=1000000"
 
 
@@ -57,28 +62,6 @@ class Birth:
         after = "" if self.seconds is None else f", next step after {self.seconds:.1f} s"
         when = f"{self.moment_s:g} s after its birth ({self.phase})"
         return f"{self.kind} {self.number.name} {when}: {self.end}{after}; lost {self.lost}, twice {self.trained_twice}"
-
-
-def newborn(live: LiveRun, kind: str, *, known: set[int]) -> int | None:
-    """Waits for a process of the kind that is not in ``known``; returns its pid, or None if the run ends first."""
-    deadline = time.monotonic() + APPEAR_S
-    while live.running() and time.monotonic() < deadline:
-        for pid in members(live, kind):
-            if pid not in known:
-                return pid
-        time.sleep(POLL_S)
-    return None
-
-
-def members(live: LiveRun, kind: str) -> set[int]:
-    """Returns the living processes of a kind."""
-    lines = live.processes()
-    found = {pid for pid, line in lines.items() if KINDS[kind] in f"{line} "}
-    if kind == "forked_worker":
-        return {pid for pid in found if parent_of(pid) in found}
-    if kind in RAY:  # not what it has just forked off, which has its title for a moment
-        return {pid for pid in found if parent_of(parent_of(pid)) == live.pid}
-    return {pid for pid in found if parent_of(pid) not in found}
 
 
 def harm(live: LiveRun, pid: int, number: signal.Signals, *, moment_s: float) -> float:
@@ -111,12 +94,8 @@ def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) 
                 while training.newest() < goal and live.running():
                     time.sleep(POLL_S)
                 known = members(live, kind)
-                if not known:  # forks that have their titles by now; any worker brings a new fork
-                    known, killed = set(), max(members(live, "rollout"))
-                else:
-                    killed = max(known)
-                with suppress(ProcessLookupError):
-                    os.kill(killed, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the loss of any worker brings a new fork
+                    os.kill(find_process(live, "rollout" if kind == FORKED_WORKER else kind), signal.SIGKILL)
             if (pid := newborn(live, kind, known=known)) is None:
                 yield Birth(kind=kind, number=number, moment_s=moment_s, phase=phase, end="unnoticed")
                 break
@@ -156,7 +135,7 @@ def usual_start_s(folder: Path) -> float:
     return seconds
 
 
-def table(births: Sequence[Birth], *, start_s: float) -> str:
+def births_table(births: Sequence[Birth], *, start_s: float) -> str:
     """Returns the table by kind and signal."""
     lines = [
         f"| process | signal | births | {' | '.join(ENDS)} | lost | twice "
@@ -175,28 +154,7 @@ def table(births: Sequence[Birth], *, start_s: float) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
-    parser.add_argument("--moments", nargs="+", type=float, default=list(MOMENTS), help="seconds after the birth")
-    parser.add_argument(
-        "--signals", nargs="+", choices=[one.name for one in SIGNALS], default=[one.name for one in SIGNALS]
-    )
-    given = parser.parse_args()
-    births: list[Birth] = []
-    with tempfile.TemporaryDirectory(prefix="relax-births-") as folder:
-        start_s = usual_start_s(Path(folder) / "usual")
-        print(f"usual start {start_s:.1f} s; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
-        for kind in given.kinds:
-            for name in given.signals:
-                for moment_s in given.moments:
-                    run = Path(folder) / f"run{len(births)}"
-                    for birth in birth_run(run, kind, signal.Signals[name], moment_s):
-                        births.append(birth)
-                        print(f"{len(births):>3}. {birth} (load {os.getloadavg()[0]:.0f})", flush=True)
-    print(table(births, start_s=start_s))
-    return int(any(one.end != "survived" or one.lost or one.trained_twice for one in births))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def births(folder: Path, kinds: Sequence[str], *, moments: Sequence[float]) -> Iterator[Birth]:
+    """Harms the births of each kind with each signal at each moment."""
+    for number, (kind, one, moment_s) in enumerate(itertools.product(kinds, SIGNALS, moments)):
+        yield from birth_run(folder / f"run{number}", kind, one, moment_s)

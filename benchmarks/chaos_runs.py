@@ -11,13 +11,18 @@ from pathlib import Path
 
 import psutil
 
+from relax_core.bus.ledger_reader import LedgerFile
 from tests.integration.live_run import MARK, LiveRun
 
 HEARTBEAT_S = 5
 APPEAR_S = 60.0
+HUNG_S = 300.0
+IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
+STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
 POLL_S = 0.02
 CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
 ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD = "encode_worker", "env_worker", "agent", "agent_guard"
+FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # the second is a fork of the first without Ray's title
 OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD)
 CALCULATOR = Path(__file__).parents[1] / "examples" / "agents" / "calculator.py"
 TITLES = {  # kind → what its process is called
@@ -31,6 +36,8 @@ TITLES = {  # kind → what its process is called
     "advantages": "ray::AdvantagesWorker",
     "bus": "ray::BusActor",
     "trackers": "relax_core.observe.trackers.tracker_process",
+    "gateway": "relax_core.server.gateway_server",
+    FORK_SERVER: "relax_core.control.host.fork_server",
     "gcs": "src/ray/gcs/gcs_server ",
     "raylet": "src/ray/raylet/raylet ",
     CONTROLLER: "-m relax_core ",
@@ -39,6 +46,7 @@ TITLES = {  # kind → what its process is called
     AGENT: f"{sys.executable} {CALCULATOR}",  # its guard, which is older, has these words, too
     AGENT_GUARD: "agent_guard.py",
 }
+ENDS = ("survived", "hung", "ended", "unnoticed")
 RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
 
 
@@ -155,19 +163,35 @@ class Training:
         return None if row is None else row[0]
 
 
+def members(live: LiveRun, kind: str) -> set[int]:
+    """Returns the living processes of a kind."""
+    title = TITLES[FORK_SERVER if kind == FORKED_WORKER else kind]
+    found = {pid for pid, line in live.processes().items() if title in f"{line} "}
+    if kind == CONTROLLER:
+        return {pid for pid in found if parent_of(pid) == live.pid}
+    if kind in RAY:  # not what it has just forked off, which has its title for a moment
+        return {pid for pid in found if parent_of(parent_of(pid)) == live.pid}
+    if kind in (FORK_SERVER, FORKED_WORKER):
+        return {pid for pid in found if (parent_of(pid) in found) == (kind == FORKED_WORKER)}
+    return found
+
+
+def newborn(live: LiveRun, kind: str, *, known: set[int]) -> int | None:
+    """Waits for a process of the kind that is not in ``known``; returns its pid, or None if none comes."""
+    deadline = time.monotonic() + APPEAR_S
+    while live.running() and time.monotonic() < deadline:
+        if new := members(live, kind) - known:
+            return max(new, key=_born)
+        time.sleep(POLL_S)
+    return None
+
+
 def find_process(live: LiveRun, kind: str) -> int:
     """The pid of a kind's newest living process; waits for one that is just being restarted."""
-    deadline = time.monotonic() + APPEAR_S
-    while time.monotonic() < deadline:
-        found = [pid for pid, line in live.processes().items() if TITLES[kind] in f"{line} "]
-        if kind == CONTROLLER:
-            found = [pid for pid in found if parent_of(pid) == live.pid]
-        if kind in RAY:  # not what it has just forked off, which has its title for a moment
-            found = [pid for pid in found if parent_of(parent_of(pid)) == live.pid]
-        if found:
-            return max(found, key=_born)
-        time.sleep(POLL_S)
-    raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
+    pid = newborn(live, kind, known=set())
+    if pid is None:
+        raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
+    return pid
 
 
 def parent_of(pid: int) -> int:
@@ -181,3 +205,12 @@ def _born(pid: int) -> float:
     with suppress(psutil.NoSuchProcess):
         return float(psutil.Process(pid).create_time())
     return 0.0
+
+
+def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
+    """(samples lost, samples trained twice) by a run's ledger."""
+    if not (folder / "ledger.sqlite").exists():  # it ended before it began
+        return 0, 0
+    with LedgerFile(folder / "ledger.sqlite") as file:
+        books = file.counts(run_over=run_over)
+    return len(books.lost), len(books.trained_twice)
