@@ -38,6 +38,7 @@ from benchmarks.chaos_runs import (
 )
 from relax_core.contracts.process_trees import kill
 from tests.integration.live_run import LiveRun
+from tests.outages import filled, locked
 
 DRAWS_A_RUN = 10
 OUTAGES_S = (2.0, 8.0, 15.0)
@@ -158,28 +159,18 @@ def in_publication(scene: Scene) -> None:
 
 def full_disk(scene: Scene) -> None:
     """Fills the disk for some seconds."""
-    seconds, file = scene.chance.choice(OUTAGES_S), scene.folder.parent / "filling"
+    seconds = scene.chance.choice(OUTAGES_S)
     scene.words.append(f"full disk for {seconds:g} s")
-    try:
-        with suppress(OSError), file.open("wb", buffering=0) as filling:
-            while True:
-                filling.write(bytes(1 << 20))
-        with suppress(OSError), file.open("ab", buffering=0) as filling:
-            while True:
-                filling.write(bytes(512))
+    with filled(scene.folder.parent):
         time.sleep(seconds)
-    finally:
-        file.unlink()
 
 
 def ledger_locked(scene: Scene) -> None:
     """Holds a lock on the ledger for some seconds, as a backup does."""
     seconds = scene.chance.choice(OUTAGES_S)
     scene.words.append(f"ledger locked for {seconds:g} s")
-    with closing(sqlite3.connect(scene.folder / "ledger.sqlite", isolation_level=None, timeout=30.0)) as database:
-        database.execute("BEGIN EXCLUSIVE")
+    with locked(scene.folder / "ledger.sqlite"):
         time.sleep(seconds)
-        database.execute("ROLLBACK")
 
 
 def no_descriptor(scene: Scene) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -131,3 +133,21 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.005)
 
     return wait
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Returns a function that makes a file system of a size such as 1m; it skips the test if it may not."""
+    disk = tmp_path / "disk"
+
+    def make(size: str) -> Path:
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+        mount = subprocess.run(command, capture_output=True, text=True, check=False)
+        if mount.returncode:
+            pytest.skip(f"needs leave to mount a tmpfs: {mount.stderr.strip()}")
+        return disk
+
+    yield make
+    if disk.is_mount():
+        subprocess.run(["umount", str(disk)], check=True)

@@ -34,6 +34,7 @@ from relax_core.bus.replay_buffer import BusCore, HeldLease, OpenGroup
 from relax_core.bus.settings import ACTOR, BusSettings
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import (
+    Admission,
     BusLost,
     BusProgress,
     BusTimeout,
@@ -44,6 +45,7 @@ from relax_core.contracts.bus import (
     LeaseRequest,
     VersionChange,
 )
+from relax_core.contracts.outage import RETRY_S
 
 T = TypeVar("T")
 
@@ -163,6 +165,13 @@ WRITERS = {  # the task that writes each column that the rollout does not write
     c.TEACHER_TOP_LOGPROBS: "teacher",
 }
 ROLLOUT = "rollout"  # the task name of calls that wait for admissions
+BUS = "bus"  # owes what waits for the disk of the ledger
+
+
+def explain_ledger(task: str, journal: Journal, *, waited_s: float) -> str:
+    """Returns such as "actor waits for the ledger for 3.0 s: 2 MiB wait for the disk: database is locked since 9 s"."""
+    head = f"{task} waits for the ledger for {waited_s:.1f} s"
+    return f"{head}: {journal.waiting_bytes >> 20} MiB wait for the disk: {journal.problem or 'it is slow'}"
 
 
 def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
@@ -308,6 +317,8 @@ class BusActor:
         self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
         self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
+        self._drain: asyncio.TimerHandle | None = None  # the next look at a journal that has too much to write
+        self._snapshots: dict[object, float] = {}  # the begins of snapshots that wait for the disk, on the loop's clock
         self._media = self._stored_media()
         self._lost: BusLost | None = None  # set by a backend whose payloads are stored in other processes
 
@@ -316,13 +327,29 @@ class BusActor:
     async def admit(self, max_groups: int, worker: int, timeout_s: float) -> Any:
         """Waits for admissions."""
         return await self._waiting.wait(
-            lambda: self._core.admit(max_groups, worker=worker) or None,
-            explain=lambda waited_s: explain_admit(self._core, worker, waited_s=waited_s),
+            lambda: self._admit(max_groups, worker),
+            explain=lambda waited_s: (
+                explain_ledger(ROLLOUT, self._journal, waited_s=waited_s)
+                if self._journal.overfull
+                else explain_admit(self._core, worker, waited_s=waited_s)
+            ),
             timeout_s=timeout_s,
-            owed_by=lambda: admit_owed_by(self._core, worker),
+            owed_by=lambda: [BUS] if self._journal.overfull else admit_owed_by(self._core, worker),
             task=ROLLOUT,
             worker=worker,
         )
+
+    def _admit(self, max_groups: int, worker: int) -> list[Admission] | None:
+        """Admits groups unless too many events wait for the disk; then it looks again after a while."""
+        if not self._journal.overfull:
+            return self._core.admit(max_groups, worker=worker) or None
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().call_later(RETRY_S, self._look_at_journal)
+        return None
+
+    def _look_at_journal(self) -> None:
+        self._drain = None
+        self._waiting.wake()
 
     @answers
     async def reclaim(self, worker: int) -> Any:
@@ -469,11 +496,24 @@ class BusActor:
     # -- calls of the controller ---------------------------------------------------------------------------------
     @answers
     async def progress(self) -> Any:
-        return self._core.progress()
+        return self._progress()
+
+    def _progress(self) -> BusProgress:
+        return msgspec.structs.replace(self._core.progress(), ledger_problem=self._journal.problem)
 
     @answers
     async def waits(self) -> Any:
-        return self._waiting.waits()
+        now = asyncio.get_running_loop().time()
+        snapshots = [
+            BusWait(
+                task=ACTOR,
+                since_s=now - since,
+                text=explain_ledger(ACTOR, self._journal, waited_s=now - since),
+                owed_by=[BUS],
+            )
+            for since in self._snapshots.values()
+        ]
+        return [*snapshots, *self._waiting.waits()]
 
     @answers
     async def wait_progress(self, since_version: int, timeout_s: float) -> Any:
@@ -481,18 +521,22 @@ class BusActor:
 
         def attempt() -> BusProgress | None:
             moved = self._core.version != since_version or self._core.closed_because is not None
-            return self._core.progress() if moved else None
+            return self._progress() if moved else None
 
         try:
             return await self._waiting.wait(attempt, explain=lambda _: "", timeout_s=timeout_s)
         except BusTimeout:
-            return self._core.progress()
+            return self._progress()
 
     @answers
     async def snapshot(self, timeout_s: float) -> Any:
         """Returns the state for a checkpoint once the ledger's events are on disk."""
-        snapshot = self._core.snapshot()
-        await asyncio.to_thread(self._journal.flush, timeout_s=timeout_s)
+        snapshot, waits = self._core.snapshot(), object()
+        self._snapshots[waits] = asyncio.get_running_loop().time()
+        try:
+            await asyncio.to_thread(self._journal.flush, timeout_s=timeout_s)
+        finally:
+            del self._snapshots[waits]
         return snapshot
 
     @answers

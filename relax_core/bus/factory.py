@@ -58,9 +58,7 @@ def create_bus(
     return _start_ray_bus(settings, ledger_path, options=options, timeout_s=timeout_s)
 
 
-def _start_ray_bus(
-    settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any], timeout_s: float
-) -> RayBus:
+def _start_ray_bus(settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any], timeout_s: float) -> RayBus:
     import ray
 
     from relax_core.bus.bus_actor import BusActor

@@ -1,20 +1,30 @@
-"""The ledger on disk: a thread appends the events to SQLite in batches, so no call to the bus waits for the disk."""
+"""The ledger on disk: a thread appends the events to SQLite in batches, so no call to the bus waits for the disk.
+
+A batch that an outage of the disk or a lock of another program refuses stays in memory and is written again, and later
+events wait behind it.
+"""
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
 from relax_core.contracts.bus import BusTimeout
 from relax_core.contracts.columns import PERSISTED_COLUMNS
+from relax_core.contracts.outage import RETRY_S, Outage, sqlite_code, wait_out
 
 GATHER_S = 0.2  # the thread gathers events for this long and writes them as one batch
+OPEN_S = 60.0  # how long an outage or a lock may last while the file is opened
+MOST_WAITING_BYTES = 256 << 20  # while more events than this wait for the disk, the bus admits no group
+EVENT_BYTES, UID_BYTES = 512, 160  # estimates of an event and of each of its uids in memory
 
 _COLUMNS = "id, event, uid, group_uid, step, version, reason, time"
 _FIELDS = "event TEXT, uid TEXT, group_uid TEXT, step INTEGER, version INTEGER, reason TEXT, time REAL"
@@ -31,6 +41,7 @@ _LAST_ID = (
     + " UNION ALL ".join(f"SELECT MAX(id) AS id FROM {table}" for table in ("events", "rolled_back", "restores"))
     + ")"
 )
+_KEEPS_CONNECTION = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)  # the file itself is well
 
 
 class LedgerUnwritable(RuntimeError):
@@ -55,10 +66,28 @@ class _Events(NamedTuple):
         for number, (uid, version) in enumerate(zip(self.uids, versions, strict=False)):
             yield (self.first_id + number, self.event, uid, self.group_uid, self.step, version, self.reason, self.time)
 
+    @property
+    def last_id(self) -> int:
+        """Is the id of the last row."""
+        return self.first_id + len(self.uids) - 1
+
+    def size(self) -> int:
+        """Estimates the bytes in memory."""
+        return EVENT_BYTES + UID_BYTES * len(self.uids) + sum(map(len, self.persisted or ()))
+
 
 class _RollBack(NamedTuple):
     restore_id: int
     back_to: int
+
+    @property
+    def last_id(self) -> int:
+        """Is the id of the restore."""
+        return self.restore_id
+
+    def size(self) -> int:
+        """Estimates the bytes in memory."""
+        return EVENT_BYTES
 
 
 class _Flushed(NamedTuple):
@@ -72,32 +101,45 @@ class Journal:
     them back. Table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group, under the id of the
     first ``put`` event of the group.
 
-    If a write fails (for instance because the disk is full), the thread stops writing and the bus goes on; the next
-    `flush` raises `LedgerUnwritable`.
+    In an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory and are written when it is
+    over. After any other error of SQLite the thread stops writing and the bus goes on; the next `flush` raises
+    `LedgerUnwritable`.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = sqlite3.connect(path, check_same_thread=False)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=NORMAL")
-        self._database.executescript(_TABLES)
-        fields = [row[1] for row in self._database.execute("PRAGMA table_info(generated)")]
-        if fields != ["id", *PERSISTED_COLUMNS]:
-            self._database.close()
-            raise ValueError(
-                f"{path}: an older Relax, without token trees, wrote this ledger, so a run cannot continue it. "
-                "Use another run.dir."
-            )
-        self.position: int = self._database.execute(_LAST_ID).fetchone()[0]
+        self._outage = Outage(f"the ledger {path}")
+        self._given_up = threading.Event()
+        self._database: sqlite3.Connection | None = None
+        self._uncertain = False  # whether a try that failed may have written the batch
+        try:
+            self.position: int = wait_out(self._prepare, self._outage, limit_s=OPEN_S)
+        except sqlite3.OperationalError as error:
+            raise LedgerUnwritable(f"the ledger could not be opened at {path}: {error}") from error
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
+        self._queued_bytes = 0  # changed by the callers' thread alone
+        self._written_bytes = 0  # changed by the writing thread alone
         self._pending = threading.Event()
         self._hurry = threading.Event()
         self._closed = False
         self._failure: sqlite3.Error | None = None
         self._thread = threading.Thread(target=self._write_forever, name="ledger-journal", daemon=True)
         self._thread.start()
+
+    @property
+    def problem(self) -> str:
+        """Is why nothing can be written, such as "database is locked since 12 s"; "" if something can."""
+        return self._outage.problem
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Is an estimate of the memory that the events take which are not on disk."""
+        return self._queued_bytes - self._written_bytes
+
+    @property
+    def overfull(self) -> bool:
+        """Is True while so many events wait for the disk that no new group may begin."""
+        return self.waiting_bytes > MOST_WAITING_BYTES
 
     def append(
         self,
@@ -133,7 +175,8 @@ class Journal:
     def flush(self, *, timeout_s: float) -> None:
         """Waits until all appended events are on disk. After `close` it returns at once.
 
-        Raises `BusTimeout` after ``timeout_s`` seconds, and `LedgerUnwritable` if a write failed.
+        After ``timeout_s`` seconds it raises `LedgerUnwritable`, which names the outage, or `BusTimeout` if nothing is
+        wrong with the disk. It raises `LedgerUnwritable` if a write failed.
         """
         if self._closed:
             return
@@ -141,6 +184,8 @@ class Journal:
         self._enqueue(marker)
         self._hurry.set()
         if not marker.done.wait(timeout_s):
+            if problem := self.problem:
+                raise LedgerUnwritable(f"the ledger could not be written to {self._path}: {problem}")
             raise BusTimeout(f"the ledger's disk writer has not caught up after {timeout_s:.1f} s at {self._path}")
         if self._failure is not None:
             raise LedgerUnwritable(
@@ -148,20 +193,27 @@ class Journal:
             ) from self._failure
 
     def close(self, *, timeout_s: float) -> None:
-        """Writes the remaining events, ends the thread and closes the file."""
+        """Writes the remaining events, ends the thread and closes the file.
+
+        An outage that has lasted for ``timeout_s`` seconds gets two more tries.
+        """
         if self._closed:
             return
+        timeout_s = min(timeout_s, max(2 * RETRY_S, timeout_s - self._outage.seconds))
         try:
             self.flush(timeout_s=timeout_s)
         finally:
             self._closed = True
+            self._given_up.set()
             self._hurry.set()
             self._pending.set()
             self._thread.join(timeout_s)
-            self._database.close()
+            self._disconnect()
 
     def _enqueue(self, item: _Events | _RollBack | _Flushed) -> None:
         self._queue.append(item)
+        if not isinstance(item, _Flushed):
+            self._queued_bytes += item.size()
         if not self._pending.is_set():
             self._pending.set()
 
@@ -172,38 +224,83 @@ class Journal:
             self._hurry.clear()
             self._pending.clear()
             batch = [self._queue.popleft() for _ in range(len(self._queue))]
-            if self._failure is None:
+            items = [item for item in batch if not isinstance(item, _Flushed)]
+            if self._failure is None and items:
                 try:
-                    self._write(batch)
+                    wait_out(partial(self._write_once, items), self._outage, limit_s=math.inf, given_up=self._given_up)
                 except sqlite3.Error as failure:
                     self._failure = failure
+            self._written_bytes += sum(item.size() for item in items)
             for item in batch:
                 if isinstance(item, _Flushed):
                     item.done.set()
 
-    def _write(self, batch: list[_Events | _RollBack | _Flushed]) -> None:
-        with self._database:
-            for item in batch:
-                if isinstance(item, _Events):
-                    self._database.executemany(
-                        f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", item.rows()
-                    )
-                    if item.persisted is not None:
-                        self._database.execute(_INSERT_GENERATED, (item.first_id, *item.persisted))
-                elif isinstance(item, _RollBack):
-                    self._roll_back(item)
+    def _write_once(self, batch: Sequence[_Events | _RollBack]) -> None:
+        """Writes a batch unless an earlier try has done so, because an error may come after the commit."""
+        try:
+            database = self._connection()
+            if not (self._uncertain and database.execute(_LAST_ID).fetchone()[0] >= batch[-1].last_id):
+                self._write(database, batch)
+            self._uncertain = False
+        except sqlite3.OperationalError as error:
+            self._uncertain = True
+            if sqlite_code(error) not in _KEEPS_CONNECTION:
+                self._disconnect()
+            raise
 
-    def _roll_back(self, item: _RollBack) -> None:
-        restores = self._database.execute("SELECT id, back_to FROM restores ORDER BY id").fetchall()
+    def _write(self, database: sqlite3.Connection, batch: Sequence[_Events | _RollBack]) -> None:
+        with database:
+            for item in batch:
+                if isinstance(item, _RollBack):
+                    self._roll_back(database, item)
+                    continue
+                database.executemany(f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", item.rows())
+                if item.persisted is not None:
+                    database.execute(_INSERT_GENERATED, (item.first_id, *item.persisted))
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._database is None:
+            # The time of a lock is waited for in the connection; `wait_out` counts it.
+            self._database = sqlite3.connect(self._path, timeout=RETRY_S, check_same_thread=False)
+            self._database.execute("PRAGMA synchronous=NORMAL")
+        return self._database
+
+    def _disconnect(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _prepare(self) -> int:
+        """Makes the file and its tables where they are missing, and returns the newest id."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            database = self._connection()
+            database.execute("PRAGMA journal_mode=WAL")
+            database.executescript(_TABLES)
+            fields = [row[1] for row in database.execute("PRAGMA table_info(generated)")]
+            newest: int = database.execute(_LAST_ID).fetchone()[0]
+        except sqlite3.Error:
+            self._disconnect()
+            raise
+        if fields != ["id", *PERSISTED_COLUMNS]:
+            self._disconnect()
+            raise ValueError(
+                f"{self._path}: an older Relax, without token trees, wrote this ledger, so a run cannot continue it. "
+                "Use another run.dir."
+            )
+        return newest
+
+    def _roll_back(self, database: sqlite3.Connection, item: _RollBack) -> None:
+        restores = database.execute("SELECT id, back_to FROM restores ORDER BY id").fetchall()
         spans = history(item.back_to, restores)
         in_force = " OR ".join(f"(id > {after} AND id <= {upto})" for after, upto in spans) or "FALSE"
         for source, target, which in (
             ("events", "rolled_back", f"NOT ({in_force})"),
             ("rolled_back", "events", in_force),
         ):
-            self._database.execute(f"INSERT INTO {target} SELECT {_COLUMNS} FROM {source} WHERE {which}")
-            self._database.execute(f"DELETE FROM {source} WHERE {which}")
-        self._database.execute("INSERT INTO restores VALUES (?, ?)", item)
+            database.execute(f"INSERT INTO {target} SELECT {_COLUMNS} FROM {source} WHERE {which}")
+            database.execute(f"DELETE FROM {source} WHERE {which}")
+        database.execute("INSERT INTO restores VALUES (?, ?)", item)
 
 
 def history(position: int, restores: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -146,7 +146,8 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the state of the run.
 
     ``version`` is the weight version in force, which equals the number of finished train steps. ``media_items`` counts
-    the media items that somebody names, and ``media_bytes`` is their size in bytes.
+    the media items that somebody names, and ``media_bytes`` is their size in bytes. ``ledger_problem`` says why the
+    ledger's events cannot be written now, "" if they can.
     """
 
     version: int
@@ -159,6 +160,7 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerCounts
     media_items: int = 0
     media_bytes: int = 0
+    ledger_problem: str = ""
 
 
 class VersionChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.outage import is_outage
 from relax_core.roles.failure import failure_line
 
 IN_PLACE = 1
@@ -81,10 +82,16 @@ class Recoveries:
         self._keep()
 
     def _keep(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._file.with_name(f"{self._file.name}.partial")
-        partial.write_bytes(msgspec.json.encode(self._all))
-        os.replace(partial, self._file)  # a controller that is killed before this leaves the earlier file whole
+        """Writes the file; in an outage of the disk the run goes on, and the next change writes it."""
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._file.with_name(f"{self._file.name}.partial")
+            partial.write_bytes(msgspec.json.encode(self._all))
+            os.replace(partial, self._file)  # a controller that is killed before this leaves the earlier file whole
+        except OSError as error:
+            if not is_outage(error):
+                raise
+            self._report(f"{self._file} is not written: {error}")
 
     def step_done(self) -> None:
         """Records that a train step ended, so that every open recovery has succeeded."""

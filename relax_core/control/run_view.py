@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.contracts.outage import is_outage
 from relax_core.control.run_alarms import RunAlarms
 from relax_core.observe.event_log import (
     ACTOR,
@@ -73,16 +74,28 @@ class RunView:
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
         self._problem = ""  # why this process cannot write events
+        self._unwritten: list[str] = []  # reported lines that the log lacks
+        self._ledger_problem = ""
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._alarms = alarms
         self._reported_drops = -1  # the step of the last report
 
     def report(self, event: str) -> None:
-        """Writes a line about the run to the screen and to ``logs/recoveries.log``."""
+        """Writes a line about the run to the screen and to ``logs/recoveries.log``.
+
+        In an outage of the disk the log gets it with a later line.
+        """
         self._panel.print_line(event)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as log:
-            log.write(event + "\n")
+        self._unwritten.append(event)
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write("".join(f"{line}\n" for line in self._unwritten))
+        except OSError as error:
+            if not is_outage(error):
+                raise
+        else:
+            self._unwritten.clear()
 
     def read(self, *, step: int, progress: BusProgress | None) -> None:
         """Reads the newest records of the log, and takes how far the current attempt is."""
@@ -92,6 +105,7 @@ class RunView:
         self.progress = progress or self.progress
         if progress is not None:
             self._report_drops(progress)
+            self._report_ledger(progress.ledger_problem)
 
     def draw(self, *, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
         """Shows the newest state of the current attempt on the panel."""
@@ -154,6 +168,14 @@ class RunView:
         if self._events.problem and not self._problem:
             self.report(self._events.problem)
         self._problem = self._events.problem
+
+    def _report_ledger(self, problem: str) -> None:
+        """Reports when the ledger begins to wait for the disk, and when it is written again."""
+        if problem and not self._ledger_problem:
+            self.report(f"the ledger waits for the disk: {problem}")
+        elif self._ledger_problem and not problem:
+            self.report(f"the ledger is written again; it had waited for the disk: {self._ledger_problem}")
+        self._ledger_problem = problem
 
     def check_trackers(self) -> None:
         """Reports which trackers have begun to fail."""

@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from relax_core.bus.ray_bus import blocking
 from relax_core.contracts.bus import BusLost, BusTimeout, BusWait
 from relax_core.contracts.monitor import Finding
+from relax_core.contracts.outage import is_outage
 from relax_core.contracts.process_trees import process_state
 from relax_core.control.worker_health import Beat
 from relax_core.observe.panel import RoleState
@@ -91,9 +92,14 @@ class Watchdog:
         self._stalled(f"no train step ended for {idle_s:.0f} s; {blockers}")
         print(text, file=sys.stderr, end="", flush=True)
         log = self._context.log_dir / LOG
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            if not is_outage(error):
+                raise
+            print(f"relax: {log} lacks this report: {error}", file=sys.stderr, flush=True)
 
     def _text(self, beats: Mapping[str, Beat], what: str) -> str:
         waits: list[BusWait] | str

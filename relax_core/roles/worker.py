@@ -19,14 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.outage import is_outage
 from relax_core.contracts.private_folder import set_compile_cache, set_private_files
 from relax_core.observe.process_usage import ProcessUsage, UsageMeter
 from relax_core.roles.failure import Lost, failure_line, what_was_lost
 from relax_core.roles.process_placement import on_this_node
 from relax_core.roles.role_context import RunContext
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
@@ -237,6 +241,18 @@ def keep_output(log_file: Path) -> None:
         sys.stdout, sys.stderr = _stream(1), _stream(2)
 
 
+class _LogFile(io.FileIO):
+    """Drops output that the disk refuses in an outage, so that a plug-in which prints something goes on."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not is_outage(error):
+                raise
+            return memoryview(data).nbytes
+
+
 def _stream(descriptor: int) -> TextIO:
-    file = io.FileIO(descriptor, "w", closefd=False)
+    file = _LogFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="backslashreplace", line_buffering=True)

@@ -352,7 +352,7 @@ class MegatronRank:
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
         self._param_gather_pending = False  # True after an update with overlap, until the parameters are gathered.
         if trainable:
-            self._copy: StateCopy | None = None  # A state that is copied and not yet written.
+            self._copy: StateCopy | None = None  # A state that is copied and may still be written.
             self._checkpoint = RankCheckpoint(
                 setup,
                 architecture=self.architecture,
@@ -492,22 +492,29 @@ class MegatronRank:
     def copy_state(self) -> None:
         """Copies what a checkpoint holds to the host.
 
-        `write_copy` writes the copy, also in another thread while training goes on. A copy that is not yet written is
-        replaced by the new one.
+        `write_copy` writes the copy, also in another thread while training goes on. The new copy replaces an older one.
         """
+        self.drop_copy()
         self._gather_parameters()
         self._copy = self._checkpoint.copy(steps_done=self._steps_done)
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the copied state to ``folder``; raises as `RankCheckpoint.write` does."""
+        """Writes the copied state to ``folder``; raises as `RankCheckpoint.write` does.
+
+        The copy stays until `drop_copy`, so that a write that failed can be repeated.
+        """
         assert self._copy is not None, "copy_state comes first"
-        copy, self._copy = self._copy, None
-        self._checkpoint.write(copy, folder)
+        self._checkpoint.write(self._copy, folder)
+
+    def drop_copy(self) -> None:
+        """Frees the copied state."""
+        self._copy = None
 
     def save(self, folder: Path) -> None:
         """Copies the state and writes it to ``folder``; raises as `RankCheckpoint.write` does."""
         self.copy_state()
         self.write_copy(folder)
+        self.drop_copy()
 
     def load(self, folder: Path) -> None:
         """Loads the checkpoint in ``folder``; raises as `RankCheckpoint.load` does."""

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from relax_core.control.run_view import EVENTS_LOG, RunView
 from relax_core.observe.event_log import CONTROLLER, EventWriter, read_metrics
 from relax_core.observe.panel import Panel
 from relax_core.observe.trackers.tracker_process import Trackers
+from tests.outages import filled
 
 
 def progress_of(version: int, **dropped: int) -> BusProgress:
@@ -88,3 +90,28 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
     assert sum(record.source == "ledger" for record in read_metrics(tmp_path)) == 3
     _, lacking = trackers.close(records=6, timeout_s=60.0)
     assert lacking == {"tensorboard": 6}
+
+
+def test_an_outage_of_the_ledger_is_reported_and_the_log_gets_its_lines_later(
+    small_disk: Callable[[str], Path],
+) -> None:
+    folder = small_disk("1m")
+    screen, lines = io.StringIO(), folder / "logs" / EVENTS_LOG
+    trackers = Trackers(TrackerConfig(tensorboard=False), folder)
+    events = EventWriter(folder, CONTROLLER)
+    with Panel(9, folder, "title", live=False, console=Console(file=screen, width=400)) as panel:
+        view = RunView(panel, events, run_dir=folder, trackers=trackers, step=0)
+        with filled(folder):
+            for seconds in (0, 1):
+                problem = f"database or disk is full since {seconds} s"
+                view.read(step=0, progress=msgspec.structs.replace(progress_of(0), ledger_problem=problem))
+            assert not lines.exists() or lines.read_bytes() == b""
+        view.read(step=0, progress=progress_of(0))
+    told = [
+        "the ledger waits for the disk: database or disk is full since 0 s",
+        "the ledger is written again; it had waited for the disk: database or disk is full since 1 s",
+    ]
+    assert lines.read_text().splitlines() == told
+    assert all(screen.getvalue().count(line) == 1 for line in told)
+    events.close()
+    trackers.end()

@@ -125,6 +125,7 @@ def controller(folder: Path) -> Controller:
             tell_alarms=print,
         ),
         events=SimpleNamespace(record=print),
+        checks=(),
         book=None,
         serve=None,
         recoveries=None,

@@ -206,8 +206,8 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def full_disk_run(small_disk: Path) -> FinishedRun:
-    """A run whose disk is full before its third or fourth checkpoint."""
-    settings = ("run.save_every=2", "run.keep_last=100", "run.steps=40", *NO_EVAL)
+    """A run whose disk is full before its third or fourth checkpoint, and stays full longer than it waits."""
+    settings = ("run.save_every=2", "run.keep_last=100", "run.steps=40", "run.stall_timeout_s=40", *NO_EVAL)
     return run_to_end(small_disk / "run", *settings)
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from relax_core.contracts.child import Child, cause_in_log, module_command
+from relax_core.contracts.outage import is_outage
 from relax_core.contracts.sink import BaseSink, SinkStart
 from relax_core.observe.event_log import EventReader, Record
 from relax_core.registry import FILE_SINKS, find_sink, short_name
@@ -186,7 +187,12 @@ class _TrackerChild:
             self.problem = self.problem or f"its process ended: {cause_in_log(self._log)}; see {self._log}"
         if time.monotonic() >= self._next_start:
             self._child.close_pipes()
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                if not is_outage(error):
+                    raise
+                self.problem = f"its process cannot be started: {error}"
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def begin_end(self) -> None:
@@ -234,7 +240,9 @@ class _Follower:
         self._batch: list[Record] = []
         self._taken = 0  # the number of events up to the end of the batch
         self._pause_s, self._next_try = FIRST_PAUSE_S, 0.0
-        self._save(problem="")
+        self._saved = False  # whether the newest state is in the file
+        with suppress(OSError):  # the disk may be full
+            self._save(problem="")
 
     def step(self, *, is_last: bool) -> bool:
         """Passes on the next events, and returns whether there were any and the sink took them."""
@@ -243,13 +251,17 @@ class _Follower:
             self._taken += len(events)
             self._batch = [event for event in events if isinstance(event, Record)]
             if not events:
+                if not self._saved:
+                    with suppress(OSError):
+                        self._save(problem="")
                 return False
         if not is_last and time.monotonic() < self._next_try:
             return False
         try:
             self._write()
         except Exception as error:  # a library of somebody else
-            traceback.print_exc()
+            with suppress(OSError):  # the disk of the log may be full
+                traceback.print_exc()
             self._next_try = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             with suppress(OSError):  # the disk may be full
@@ -265,7 +277,8 @@ class _Follower:
         return not self._batch and not self._reader.read()
 
     def show_life(self) -> None:
-        os.utime(self._file)
+        with suppress(OSError):  # a disk that is full or read-only
+            os.utime(self._file)
 
     def _write(self) -> None:
         if self._batch:
@@ -273,8 +286,9 @@ class _Follower:
                 self._sink = _open(self.tracker, self.run_dir)
             self._sink.write(self._batch)
             self._sink.flush()
+            self._batch = []  # before the state is saved, so that a full disk does not send the batch again
         self._state = TrackerState(cursor=self._reader.cursor, records=self._state.records + self._taken)
-        self._taken = 0
+        self._taken, self._saved = 0, False
         self._save(problem="")
 
     def _save(self, *, problem: str) -> None:
@@ -282,6 +296,7 @@ class _Follower:
         partial = self._file.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode(self._state))
         partial.replace(self._file)
+        self._saved = True
 
 
 def _open(tracker: Tracker, run_dir: Path) -> BaseSink:

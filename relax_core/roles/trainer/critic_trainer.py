@@ -86,6 +86,10 @@ class CriticTrainer(ColumnWorker):
         """Writes the copy to ``folder``, beside the thread of the model."""
         self._backend.result().write_copy(folder)
 
+    def drop_copy(self) -> None:
+        """Frees the copy of a checkpoint that is written."""
+        self._backend.result(timeout=0).drop_copy()
+
     def load(self, folder: Path) -> None:
         """Loads a checkpoint from ``folder``."""
         self._run("load", folder)

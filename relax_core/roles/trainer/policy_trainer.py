@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -34,6 +35,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import BusTimeout, Group, Lease, LeaseRequest
 from relax_core.contracts.engine import SYNC_TIMEOUT_S
+from relax_core.contracts.outage import OUTAGE_SHARE, Outage, is_outage, wait_out
 from relax_core.contracts.reward import HALT
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
@@ -128,7 +130,11 @@ class PolicyTrainer(Worker):
         self._metrics = context.event_writer(self.name)
         self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(
-            context, bus=self._bus, worker_group=self._worker_group, report_progress=self.report_progress
+            context,
+            bus=self._bus,
+            worker_group=self._worker_group,
+            report_progress=self.report_progress,
+            report_wait=self._report_wait,
         )
         try:
             if context.resume_from is not None:
@@ -237,9 +243,49 @@ class PolicyTrainer(Worker):
         return groups
 
     def _publish(self, version: int) -> None:
-        """Publishes the weights; their push runs beside the trainer, and the next version waits for its end."""
+        """Publishes the weights; their push runs beside the trainer, and the next version waits for its end.
+
+        An outage of a disk is waited out; shared memory that is full is an error at once.
+        """
         self._end_push()
-        self._sync.publish(version, self._worker_group.export())
+        on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
+        outage = Outage(f"writes weights {version}", report=self._report_wait)
+        self._write_weights(partial(self._sync.publish, version), outage, waits=on_disk)
+
+    def _write_weights(
+        self,
+        write: Callable[[Iterator[tuple[str, Tensor]]], None],
+        outage: Outage,
+        *,
+        waits: bool = True,
+        progress: str = "",
+    ) -> None:
+        """Passes all weights to ``write``, and again after an outage of the disk if ``waits`` is True.
+
+        With ``progress`` each weight is reported as progress of a long operation of that name.
+        """
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._worker_group.export():
+                if progress:
+                    self.report_progress(f"{progress}: {name}")
+                yield name, tensor
+                del tensor  # frees it before the next one is made
+
+        def attempt() -> None:
+            exported = tensors()
+            try:
+                write(exported)
+            except OSError as error:
+                if waits and is_outage(error):
+                    for _ in exported:  # all ranks end their part of this export before they begin another
+                        pass
+                raise
+
+        wait_out(attempt, outage, limit_s=OUTAGE_SHARE * self._config.run.stall_timeout_s if waits else 0.0)
+
+    def _report_wait(self, text: str) -> None:
+        self.set_state("running", text)
 
     def _end_push(self) -> None:
         report = self._sync.end_push()
@@ -325,20 +371,17 @@ class PolicyTrainer(Worker):
     def _export_hf(self) -> None:
         from relax_core.train.hf.hf_export import export_hf_folder
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self._worker_group.export():
-                self.report_progress(f"writes hf/: {name}")
-                yield name, tensor
-                del tensor  # frees it before the next one is made
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            export_hf_folder(
+                tensors,
+                shapes=self._worker_group.lead.weight_shapes,
+                own_dtype=self._config.model.dtype,
+                source_folder=self.context.model_folder,
+                target=self.context.run_dir / "hf",
+                passed=folder_architecture(self.context.model_folder, also=self._config.model.family).passed,
+            )
 
-        export_hf_folder(
-            tensors(),
-            shapes=self._worker_group.lead.weight_shapes,
-            own_dtype=self._config.model.dtype,
-            source_folder=self.context.model_folder,
-            target=self.context.run_dir / "hf",
-            passed=folder_architecture(self.context.model_folder, also=self._config.model.family).passed,
-        )
+        self._write_weights(write, Outage("writes hf/", report=self._report_wait), progress="writes hf/")
 
 
 def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:

@@ -25,6 +25,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import Bus
 from relax_core.contracts.engine import WeightManifest
+from relax_core.contracts.outage import is_outage
 from relax_core.contracts.train import RankTimes
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.process_usage import UsageMeter
@@ -215,9 +216,14 @@ class RankWorker:
 
     @ray.method(concurrency_group="files")
     def write_copy(self, folder: Path) -> None:
-        """Writes this rank's part of a checkpoint, beside the train step."""
+        """Writes this rank's part of a checkpoint, beside the train step; the lead repeats it after an outage."""
         with self._failures("write_copy"):
             self._backend.write_copy(folder)
+
+    @ray.method(concurrency_group="files")
+    def drop_copy(self) -> None:
+        """Frees the copy of a checkpoint that is written."""
+        self._backend.drop_copy()
 
     # -- called by any process --------------------------------------------------------------------------------------
     @ray.method(concurrency_group="status")
@@ -304,7 +310,9 @@ class RankWorker:
         except RankLost:
             raise
         except Exception as error:
-            if not is_broken_collective(error):
+            if method == "write_copy" and is_outage(error):
+                log.warning("%s could not write its part of a checkpoint: %s", self._name, error)
+            elif not is_broken_collective(error):
                 self._fail(method, error)
             elif self.ends_with_others:
                 log.error("%s ends, because a collective of %s broke: %s", self._name, method, error)

@@ -20,6 +20,7 @@ from relax_core.bus.ray_bus import blocking
 from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
+from relax_core.contracts.outage import OUTAGE_SHARE, Outage, wait_out
 from relax_core.contracts.reward import HALT
 from relax_core.observe.event_log import EVAL
 from relax_core.roles.role_context import RunContext
@@ -108,7 +109,9 @@ class RunCheckpoints:
 
     A thread writes the snapshot while the next steps run; it counts once it is complete. ``shadow_watch`` is the newest
     state of the watch, which each checkpoint has.
-    ``report_progress`` is called with a text for each progress of a write that is waited for.
+    ``report_progress`` is called with a text for each progress of a write that is waited for, and ``report_wait`` with
+    a text that names the ledger or the outage for which it waits. A write that fails by an outage of the disk
+    (`relax_core.contracts.outage`) is repeated with the same snapshot while the steps go on.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class RunCheckpoints:
         bus: Bus,
         worker_group: TrainerWorkerGroup,
         report_progress: Callable[[str], None],
+        report_wait: Callable[[str], None],
     ) -> None:
         run = context.config.run
         self._best = _best_metric(context)
@@ -125,10 +129,11 @@ class RunCheckpoints:
         self._halts = context.config.reward.on_hack == HALT
         self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=run.keep_last, kept=self._kept)
         self._deadline_s = run.stall_timeout_s
-        self._timeout_s = CALL_TIMEOUT_S
+        self._outage_s = OUTAGE_SHARE * run.stall_timeout_s
+        self._outage = Outage("the checkpoint")
         self._bus = bus
         self._worker_group = worker_group
-        self._report_progress = report_progress
+        self._report_progress, self._report_wait = report_progress, report_wait
         self._taken = context.start_step
         self._config = marked(to_yaml(context.config))
         self._data_digest = context.data_digest
@@ -148,12 +153,14 @@ class RunCheckpoints:
     def save(self, version: int) -> None:
         """Saves the state after ``version`` steps, unless the newest checkpoint holds it already.
 
-        It waits for the previous write first and raises what that write failed with.
+        It waits for the previous write first and raises what that write failed with. It waits for the ledger's events
+        to be on disk, and raises LedgerUnwritable if an outage lasts too long.
         """
         if version == self._taken:
             return
         self.finish()
-        snapshot = blocking(self._bus.snapshot(timeout_s=self._timeout_s))
+        self._report_wait(f"takes the snapshot of step {version}: waits for the ledger")
+        snapshot = blocking(self._bus.snapshot(timeout_s=min(CALL_TIMEOUT_S, self._outage_s)))
         self._worker_group.copy_state()
 
         meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}
@@ -174,19 +181,31 @@ class RunCheckpoints:
             self._name_best()
             return stored
 
-        self._write = self._thread.submit(store)
+        def store_in_outages(outage: Outage) -> Path:
+            stored = wait_out(store, outage, limit_s=self._outage_s)
+            self._worker_group.drop_copies()
+            return stored
+
+        self._outage = outage = Outage(f"the checkpoint of step {version}")
+
+        self._write = self._thread.submit(store_in_outages, outage)
         self._taken = version
 
     def finish(self) -> None:
         """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.
 
-        Raises what the write failed with, and RuntimeError if nothing is written for ``run.stall_timeout_s``; it is no
-        loss that a restart repairs, because the disk stays the same.
+        Raises what the write failed with, which is an outage after nine tenths of ``run.stall_timeout_s``, and
+        RuntimeError if nothing is written for ``run.stall_timeout_s``; it is no loss that a restart repairs, because
+        the disk stays the same.
         """
         if self._write is None:
             return
         seen, moved = -1, time.monotonic()
         while not wait([self._write], timeout=min(CHECK_S, self._deadline_s)).done:
+            if problem := self._outage.problem:  # `wait_out` limits it
+                moved = time.monotonic()
+                self._report_wait(f"writes checkpoint of step {self._taken}: waits for the disk ({problem})")
+                continue
             progress = self._store.progress(self._taken)
             if progress != seen:
                 seen, moved = progress, time.monotonic()

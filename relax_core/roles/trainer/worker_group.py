@@ -269,13 +269,25 @@ class TrainerWorkerGroup(WorkerGroup):
     def write_copy(self, folder: Path) -> None:
         """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; callable from any thread.
 
-        It runs beside train steps. It does not detect that a write has stalled.
+        It runs beside train steps. It does not detect that a write has stalled. It may be called again with the same
+        copies until `drop_copies`, also after an OSError, which is raised when no process writes any more.
         """
         sent = self._send(self._other_ranks, "write_copy", folder / POLICY)
         sent += self._send(self._critic, "write_copy", folder / CRITIC)
-        with self._collective("write_copy", sent):
-            self.lead.write_copy(folder / POLICY)
-        take_answers("write_copy", sent, timeout_s=SLOWEST_WRITE_S, waiting=self._waiting)
+        try:
+            with self._collective("write_copy", sent):
+                self.lead.write_copy(folder / POLICY)
+            take_answers("write_copy", sent, timeout_s=SLOWEST_WRITE_S, waiting=self._waiting)
+        except OSError as error:
+            if sent:
+                ray.wait([answer for _, answer in sent], num_returns=len(sent), timeout=SLOWEST_WRITE_S)
+            raise first_cause(error) from error
+
+    def drop_copies(self) -> None:
+        """Frees the copies of a checkpoint that is written, on all ranks and the critic; callable from any thread."""
+        sent = self._send([*self._other_ranks, *self._critic], "drop_copy")
+        self.lead.drop_copy()
+        self._wait("drop_copy", sent)
 
     def close_samples(self) -> None:
         """Writes the samples of the last train step on all ranks; the critic has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from relax_core.roles.trainer.run_checkpoint import BUS_SNAPSHOT, Best, BestMetric, RunCheckpoints
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
+from tests.outages import filled
 from tests.roles.run_context import context_in
 
 
@@ -79,6 +80,9 @@ class Lead:
         assert self.may_write.wait(timeout=120)
         folder.write_text(str(self.copy))
 
+    def drop_copy(self) -> None:
+        del self.copy
+
 
 class Bus:
     def __init__(self, lead: Lead) -> None:
@@ -104,6 +108,7 @@ def checkpoints(
     run_dir: Path,
     *overrides: str,
     report_progress: Callable[[str], None] = nobody,
+    report_wait: Callable[[str], None] = nobody,
     **changes: Any,
 ) -> RunCheckpoints:
     """Returns the checkpoints of a run; ``changes`` are fields of its context."""
@@ -112,7 +117,9 @@ def checkpoints(
     ranks = Ranks(name="actor-0", lead=whole, other_ranks=[], replicas=[[0]])
     worker_group = TrainerWorkerGroup(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
     bus: Any = Bus(lead)
-    return RunCheckpoints(context, bus=bus, worker_group=worker_group, report_progress=report_progress)
+    return RunCheckpoints(
+        context, bus=bus, worker_group=worker_group, report_progress=report_progress, report_wait=report_wait
+    )
 
 
 def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
@@ -205,6 +212,47 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
     assert time.monotonic() - began > 3 * STALL_S
     assert set(told) == {"writes checkpoint of step 1"}
     assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
+
+
+WAITS = "writes checkpoint of step 5: waits for the disk (No space left on device since "
+
+
+def test_a_full_disk_is_waited_out_with_the_same_snapshot(
+    lead: Lead, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, told = small_disk("1m"), list[str]()
+    space = ExitStack()
+
+    def free_after_two(text: str) -> None:
+        told.append(text)
+        if len(told) == 3:
+            space.close()
+
+    one = checkpoints(lead, disk / "run", report_wait=free_after_two)
+    with space:
+        space.enter_context(filled(disk))
+        lead.state = 5
+        one.save(5)
+        lead.state = 6  # the steps go on
+        one.raise_failure()
+        one.finish()
+    assert saved(disk / "run") == {"step_00000005": (b"5", "5")}
+    assert told[0] == "takes the snapshot of step 5: waits for the ledger"
+    assert len(told) >= 3 and all(text.startswith(WAITS) for text in told[1:])
+    assert "the checkpoint of step 5 waits for the disk" in caplog.text
+    assert "the checkpoint of step 5 goes on after" in caplog.text
+
+
+def test_a_disk_that_stays_full_ends_the_wait_with_its_cause(lead: Lead, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("1m")
+    one = checkpoints(lead, disk / "run", *SHORT)
+    one.save(1)
+    one.finish()
+    with filled(disk):
+        one.save(2)
+        with pytest.raises(OSError, match=r"step_00000002 was not written: No space left on device.*bytes are free"):
+            one.finish()
+    assert list(saved(disk / "run")) == ["step_00000001"]
 
 
 # -- the best one -----------------------------------------------------------------------------------------------------

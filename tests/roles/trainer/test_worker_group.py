@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from relax_core.roles.trainer.worker_group import (
 )
 from relax_core.train.parallel_layout import replica_ranks, world_size
 from tests.bus.blocking import BlockingBus
+from tests.outages import filled
 from tests.roles.trainer.worker_group_harness import (
     BROKE,
     OVERRIDES,
@@ -262,3 +265,24 @@ def test_a_loss_while_ranks_build_is_told_at_once(other_ranks: list[Any], contex
     assert len(losses) == 2 and losses[1].startswith("actor-2 was lost in build: The actor")
     with pytest.raises(FileNotFoundError):
         take_answers("build", sent, timeout_s=120.0, waiting=waiting)
+
+
+def test_a_rank_whose_disk_is_full_has_not_failed_and_writes_again(
+    other_ranks: list[Any], context: RunContext, lease: Lease, small_disk: Callable[[str], Path]
+) -> None:
+    """The lead has its own disk, and gets the number of the other rank's error."""
+    disk = small_disk("1m")
+    (disk / "train").mkdir()
+
+    class OtherDisk(Backend):
+        def write_copy(self, folder: Path) -> None:
+            """Writes elsewhere."""
+
+    members = start(other_ranks, 1, context)
+    group = one_replica(OtherDisk(0), members, lease)
+    with filled(disk), pytest.raises(OSError, match="No space left on device") as raised:
+        group.write_copy(disk)
+    assert type(raised.value) is OSError and raised.value.errno == errno.ENOSPC
+    assert status_of(members[0][1]).state != "failed"
+    group.write_copy(disk)
+    assert (disk / "train" / "rank-1").read_text() == "a copy"

@@ -1,0 +1,99 @@
+"""Outages are told from other errors, waited out within a limit, and logged at their begin and end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import sqlite3
+import threading
+
+import pytest
+
+from relax_core.contracts import outage
+from relax_core.contracts.outage import Outage, is_outage, wait_out
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def sqlite_error(code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("of a test")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        OSError(errno.EROFS, "read-only"),
+        TimeoutError(errno.ETIMEDOUT, "of a network disk"),
+        sqlite_error(sqlite3.SQLITE_BUSY),
+        sqlite_error(sqlite3.SQLITE_BUSY_SNAPSHOT),
+        sqlite_error(sqlite3.SQLITE_FULL),
+        sqlite_error(sqlite3.SQLITE_IOERR_WRITE),
+        sqlite_error(sqlite3.SQLITE_READONLY),
+    ],
+)
+def test_what_may_end_by_itself_is_an_outage(error: Exception) -> None:
+    assert is_outage(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "no file"),
+        TimeoutError("a wait of our own"),
+        ValueError("a value"),
+        sqlite_error(sqlite3.SQLITE_ERROR),
+        sqlite3.OperationalError("of Python's module"),
+        sqlite3.DatabaseError("not a database"),
+    ],
+)
+def test_other_errors_are_none(error: Exception) -> None:
+    assert not is_outage(error)
+
+
+class Disk:
+    """An action that raises these errors, one in each call, and then succeeds."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+
+    def __call__(self) -> str:
+        if self._errors:
+            raise self._errors.pop(0)
+        return "written"
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
+
+
+def test_an_action_is_repeated_until_the_outage_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+    one = Outage("the file", report=told.append)
+    with caplog.at_level(logging.WARNING):
+        assert wait_out(Disk(FULL, FULL, sqlite_error(sqlite3.SQLITE_BUSY)), one, limit_s=math.inf) == "written"
+    assert one.problem == ""
+    assert told[:2] == ["the file: waits for the disk (No space left on device since 0 s)"] * 2
+    begin, end = (record.message for record in caplog.records)
+    assert begin == "the file waits for the disk: No space left on device"
+    assert end.startswith("the file goes on after 0.") and end.endswith(": of a test")
+
+
+def test_another_error_and_the_limit_end_the_wait() -> None:
+    one = Outage("the file")
+    with pytest.raises(ValueError, match="a value"):
+        wait_out(Disk(FULL, ValueError("a value")), one, limit_s=math.inf)
+    with pytest.raises(OSError, match="No space left"):
+        wait_out(Disk(*[FULL] * 99), one, limit_s=0.05)
+    assert one.problem.startswith("No space left on device since 0 s")
+
+
+def test_a_wait_that_is_given_up_raises_the_newest_error() -> None:
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(OSError, match="No space left"):
+        wait_out(Disk(FULL), Outage("the file"), limit_s=math.inf, given_up=given_up)
