@@ -185,8 +185,8 @@ class OpenTurn:
     ``tokens`` grows while the answer is sampled, and ``grew`` is set whenever it did or the answer has ended. ``anew``:
     an engine was lost, and another one began the answer with other tokens.
     ``conversation`` are the messages of the request without instructions, and ``place`` is where they stand.
-    ``answer`` is there once it has ended, or ``failure`` if there will be none. ``waiting`` counts the requests that
-    wait for it.
+    ``answer`` is there once it has ended, or ``failure`` if there will be none. ``clients`` has a function for each
+    request that waits for it, which says whether the client has hung up.
     """
 
     request: TurnRequest
@@ -203,7 +203,7 @@ class OpenTurn:
     failure: RequestRefused | None = None
     response: Generated | None = None
     task: asyncio.Task[None] | None = None
-    waiting: int = 0
+    clients: list[Callable[[], bool]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -211,12 +211,17 @@ class OpenTurn:
         return self.answer is not None or self.failure is not None
 
     def given(self) -> None:
-        """Records that a client has the whole answer."""
+        """Records that a client has the whole answer, as far as the server of the endpoint can know that."""
         self.asked.given, self.asked.abandoned = True, False
 
     def hung_up(self) -> None:
-        """Records that a client no longer waits; the next equal request gets the answer."""
-        if not self.waiting and not self.asked.given:
+        """Records that a client no longer waits; the next equal request gets the answer if no other one waits."""
+        if not self.clients and not self.asked.given:
+            self.asked.abandoned = True
+
+    def look(self) -> None:
+        """Records if all clients have hung up, also where the event loop has not read that yet."""
+        if self.clients and not self.asked.given and all(has_hung_up() for has_hung_up in self.clients):
             self.asked.abandoned = True
 
 
@@ -293,6 +298,8 @@ class AgentSession:
         walk = self._forest.walk(request.messages, tools=_tools_key(request))
         self._tell_foreign(walk)
         kind: Hashable = (request.stop, request.max_tokens)
+        for one in walk.place.answers:  # a client may hang up and ask again before the event loop reads either
+            self._turns[one].look()
         if (before := self._forest.repeated(walk, kind=kind, asked_again=asked_again)) is not None:
             self.counts["repeated"] += 1
             return self._turns[before]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -107,11 +108,15 @@ SHAPES: Mapping[str, Shape] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Client:
-    """Is the client of one request: its connection, and the task that ends when the event loop reads its end."""
+    """Is the client of one request: its connection, what sends to it, and a task.
+
+    The task ends when the event loop reads that the client has closed the connection.
+    """
 
     connection: Connection
+    send: Send
     watcher: asyncio.Task[None]
 
     def has_hung_up(self) -> bool:
@@ -121,6 +126,31 @@ class _Client:
         that some turns of the event loop later. The agent would not have received tokens that are trained as seen.
         """
         return self.watcher.done() or self.connection.has_hung_up()
+
+    async def takes(self, body: bytes) -> bool:
+        """Sends the rest of an answer; returns whether the kernel took all of it while the connection was open.
+
+        The wait for the kernel ends when the client reads or hangs up, or when the sweeps of the server find that it
+        reads nothing. A kernel that gets bytes for a closed socket resets the connection. On one machine that happens
+        before the write returns, so that a client is noticed that has hung up since `has_hung_up` was asked. What
+        cannot be known here is whether a client reads what is in the buffers of the kernels when it hangs up, and
+        whether it has hung up on another machine whose word of that is still under way.
+        """
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        await self.connection.flow.drain()
+        # Before the response ends: the server may then close the connection itself. A client that closes now, having
+        # read everything, is no longer asked whether it is there.
+        taken = not self._was_reset()
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+        return taken
+
+    def _was_reset(self) -> bool:
+        transport = self.connection.transport
+        if transport.is_closing():  # a write failed, or the client hung up before the kernel had everything
+            return True
+        errors = select.poll()
+        errors.register(transport.get_extra_info("socket").fileno(), 0)  # poll reports errors without a request
+        return bool(errors.poll(0))
 
 
 class EndpointApp:
@@ -179,8 +209,8 @@ class EndpointApp:
         body = await read_body(scope, receive, limit=self._most_body_bytes)
         request = await off_loop(len(body) > LARGE_TEXT, lambda: shape.read(body))
         turn = await session.ask(replace(request, size=len(body)), asked_again=_asked_again(scope))
-        client = _Client(scope["connection"], asyncio.create_task(_disconnect(receive)))
-        await self._answer(session, turn, request, shape, client=client, send=send)
+        client = _Client(scope["connection"], send, asyncio.create_task(_disconnect(receive)))
+        await self._answer(session, turn, request, shape, client=client)
 
     async def _models(self, path: str, send: Send) -> None:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "relax"}
@@ -188,40 +218,41 @@ class EndpointApp:
         await _send_json(send, payload)
 
     async def _answer(
-        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, client: _Client, send: Send
+        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, client: _Client
     ) -> None:
         """Waits for an answer and sends it. If the client hangs up, the answer goes on without it."""
         name = session.record.uid
         client.watcher.add_done_callback(lambda done: turn.grew.set())
-        turn.waiting += 1
+        turn.clients.append(client.has_hung_up)
         given = False
         try:
             if request.stream:
                 events = shape.events(request, turn, name)
-                given = await self._stream(turn, events, client, send)
+                given = await self._stream(turn, events, client)
             else:
                 await _end(turn, client.watcher)
                 if turn.failure is not None:
                     raise turn.failure
                 if turn.answer is not None and not client.has_hung_up():
-                    await _send_json(send, shape.reply(request, turn.answer, name))
-                    given = True
+                    body = msgspec.json.encode(shape.reply(request, turn.answer, name))
+                    await start_response(client.send, status=200, content_type=JSON, length=len(body))
+                    given = await client.takes(body)
         finally:
-            turn.waiting -= 1
+            turn.clients.remove(client.has_hung_up)
             client.watcher.cancel()
             if given:
                 turn.given()
             else:
                 turn.hung_up()
 
-    async def _stream(self, turn: OpenTurn, events: Events, client: _Client, send: Send) -> bool:
+    async def _stream(self, turn: OpenTurn, events: Events, client: _Client) -> bool:
         """Sends an answer while it is sampled; returns whether the client has all of it."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            await client.send({"type": "http.response.body", "body": body, "more_body": more})
 
         growing, streamed = GrowingText(self._tokenizer), StreamedReply(turn.form)
-        await start_response(send, status=200, content_type=EVENT_STREAM.encode())
+        await start_response(client.send, status=200, content_type=EVENT_STREAM.encode())
         await write(events.begin())
         sent: list[int] = []
         while True:
@@ -240,8 +271,7 @@ class EndpointApp:
                 if client.has_hung_up():
                     return False
                 pieces = streamed.ended(turn.answer.reply)
-                await write(b"".join(map(events.piece, pieces)) + events.end(turn.answer), more=False)
-                return not client.watcher.done()  # a client that has read the last event may close at once
+                return await client.takes(b"".join(map(events.piece, pieces)) + events.end(turn.answer))
             if new and (pieces := streamed.grown(growing.text)):
                 await write(b"".join(map(events.piece, pieces)))
             if not await _news(turn):
@@ -311,6 +341,18 @@ GRACE_S = 1  # seconds that open requests get to end when the server stops
 POLL_S = 0.01
 
 
+class _AgentConnection(Connection):
+    """Is a connection whose ``flow`` is drained only when the kernel has all that was written.
+
+    By default some bytes may be left in this process, and those are lost if the client hangs up.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Adds the connection to the open ones."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+
+
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -327,7 +369,7 @@ async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) ->
     connections = OpenConnections(connection_limit())
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
+        http=cast("type[asyncio.Protocol]", partial(_AgentConnection, connections)),
         ws="none",
         lifespan="off",
         log_config=None,  # the process has its own log, and no key of a client belongs there

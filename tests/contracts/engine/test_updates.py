@@ -22,6 +22,8 @@ from relax_core.weights.transports import DiskTransport
 from relax_core.weights.version_folder import read_latest
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER, WEIGHTS
 from tests.contracts.engine.harness import (
+    EOS,
+    LONG,
     Engine,
     hf_weights,
     long_request,
@@ -267,7 +269,7 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
     client, other = engine_back.new_client(), engine_back.new_client()
 
     async def sample() -> list[Generated]:
-        params = SamplingParams(max_new_tokens=400, n=8)
+        params = SamplingParams(max_new_tokens=LONG, n=8, banned_token_ids=[EOS])  # only an abort ends a sample
         try:
             started = client.generate(prompts_of(*[PROMPT] * 4), params, on_tokens=lambda *words: told.set())
             return [one async for one in started]

@@ -152,11 +152,12 @@ def played(
     ends: EarlyEnds | None = None,
     beside: Callable[[asyncio.Task[Any], AnsweringPool], Any] | None = None,
     at_url: Callable[[asyncio.Task[Any], AnsweringPool, str], Any] | None = None,
+    sessions: SessionTable | None = None,
     **form: Any,
 ) -> Played:
     """Plays one group; ``beside`` is awaited with its task and its engines while it is played.
 
-    ``at_url`` gets the endpoint's address, too.
+    ``at_url`` gets the endpoint's address, too. ``sessions`` are those of the endpoint.
     """
     settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer, ages=ages, holds=holds)
     found = Played(records=[], pool=pool)
@@ -172,12 +173,12 @@ def played(
             sampling={"temperature": 1.0},
             **form,
         )
-        sessions = SessionTable(most=at_once)
+        table = SessionTable(most=at_once) if sessions is None else sessions
         agents = runner(settings)
         outside = agents if isinstance(agents, OutsideAgents) else None
-        app = EndpointApp(sessions, tokenizer, model="policy", outside=outside)
+        app = EndpointApp(table, tokenizer, model="policy", outside=outside)
         async with served(app) as url, asyncio.TaskGroup() as tasks:
-            host = AgentHost(settings, sessions, base_url=url, runner=agents, at_once=at_once)
+            host = AgentHost(settings, table, base_url=url, runner=agents, at_once=at_once)
             player = AgentPlayer(
                 host, own, group_size=episodes, max_retries=max_retries, seed=0, ends=ends or EarlyEnds()
             )
@@ -195,7 +196,7 @@ def played(
                 assert playing.cancelled()
             finally:
                 await agents.aclose()
-            assert not len(sessions)
+            assert not len(table)
 
     async def bounded() -> None:
         async with asyncio.timeout(LONG_S):

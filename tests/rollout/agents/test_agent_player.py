@@ -12,6 +12,7 @@ from relax_core.contracts.env import EpisodeLimits
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
+from relax_core.rollout.agents.agent_session import AgentSession, SessionTable
 from relax_core.rollout.agents.endpoint_app import SHAPES
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.group_assembly import build_tree, token_accounts
@@ -106,10 +107,9 @@ for path in {[path.removeprefix("/v1") for path in SHAPES]!r}:
 
 
 def test_an_agent_that_hangs_ends_by_its_time(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    found = played(
-        tokenizer, runs(tmp_path, "ask('a'); time.sleep(600)"), agent=agent_settings(timeout_s=1.5), max_retries=3
-    )
-    assert found.one.ended == "episode_timeout" and "agent.timeout_s=1.5" in found.one.failed
+    settings = agent_settings(timeout_s=6.0)  # a loaded machine needs seconds to start a process, which then asks
+    found = played(tokenizer, runs(tmp_path, "ask('a'); time.sleep(600)"), agent=settings, max_retries=3)
+    assert found.one.ended == "episode_timeout" and "agent.timeout_s=6" in found.one.failed
     assert accounts(found)["no_reward"] == found.pool.sampled > 0
 
 
@@ -156,36 +156,59 @@ def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: Prom
     assert not (tmp_path / "agents").exists()
 
 
+class SeenSessions(SessionTable):
+    """Keeps the newest session for the test, whose engines and event loop it shares."""
+
+    session: AgentSession
+
+    def open(self, session: AgentSession) -> str:
+        self.session = session
+        return super().open(session)
+
+
 def test_requests_at_one_time_and_clients_that_hang_up(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
     """A helper beside the agent is a segment of its own. An answer whose client hung up is given to the one that asks
     again, and else an orphan: each token has one account."""
-    answered = tmp_path / "answered"  # the engines hold the answers to "slow" without it
     body = f"""
 import pathlib, socket, threading
-answered = pathlib.Path({str(answered)!r})
+folder = pathlib.Path({str(tmp_path)!r})
 
 def hang_up(text):
     host, port = os.environ["ANTHROPIC_BASE_URL"].removeprefix("http://").split(":")
     body = json.dumps({{"messages": [{{"role": "user", "content": text}}]}})
     lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Authorization: Bearer " + os.environ["OPENAI_API_KEY"]]
     lines += [f"Content-Length: {{len(body)}}", "", body]
-    with socket.create_connection((host, int(port))) as one:
+    with socket.create_connection((host, int(port)), timeout=60) as one:
         one.sendall((chr(13) + chr(10)).join(lines).encode())
-        time.sleep(0.3)
+        while not (folder / f"the engine has {{text}}").exists():
+            time.sleep(0.01)
+        one.shutdown(socket.SHUT_WR)
+        assert one.recv(1) == b"", "the endpoint closes its side, so it has seen that this side is closed"
 
 threads = [threading.Thread(target=ask, args=[text]) for text in ("main", "helper")]
 [one.start() for one in threads]
 [one.join() for one in threads]
-hang_up("slow: asked again")
-threading.Timer(0.3, answered.touch).start()
-assert ask("slow: asked again") == "yes"
-answered.unlink()
-hang_up("slow: left alone")
-answered.touch()
-time.sleep(0.3)
+hang_up("asked again")
+assert ask("asked again") == "yes"
+hang_up("left alone")
+(folder / "hung up").touch()
 assert ask("main", "yes", "and on") == "yes"
 """
-    found = played(tokenizer, runs(tmp_path, body), holds=lambda text: "slow" in text and not answered.exists())
+    sessions = SeenSessions(most=1)
+
+    def holds(text: str) -> bool:
+        """Says for what each answer waits; the helper and the first one wait for nothing."""
+        for held, over in {
+            "asked again": lambda: sessions.session.counts["repeated"],
+            "left alone": (tmp_path / "hung up").exists,
+            "and on": lambda: len(sessions.session.under_way) == 1,  # without the one that was left alone
+        }.items():
+            if held in text:
+                (tmp_path / f"the engine has {held}").touch()
+                return not over()
+        return False
+
+    found = played(tokenizer, runs(tmp_path, body), holds=holds, sessions=sessions)
     record = found.one
     assert record.failed == "" and record.ended == "env_done"
     counts = accounts(found)
@@ -194,7 +217,15 @@ assert ask("main", "yes", "and on") == "yes"
 
 
 def test_stragglers_end_with_their_agents(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    body = "ask('a'); time.sleep(600 if os.environ['RELAX_UID'].endswith('.1') else 0)"
+    body = f"""
+ask('a')
+straggles = {str(tmp_path / "straggles")!r}
+if os.environ["RELAX_UID"].endswith(".1"):
+    open(straggles, "w").close()
+    time.sleep(600)
+while not os.path.exists(straggles):
+    time.sleep(0.01)
+"""
     found = played(tokenizer, runs(tmp_path, body), episodes=2, ends=EarlyEnds(quorum=0.5))
     assert [one.ended for one in found.records] == ["env_done", "straggler"]
     assert accounts(found)["sampled"] == found.pool.sampled

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from relax_core.contracts.env import EpisodeLimits
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agents.chat_messages import RequestRefused
+from relax_core.rollout.agents.endpoint_app import EndpointApp
 from tests.data.chat_templates import FAMILIES, write_folder
-from tests.rollout.agents.endpoint_harness import CONTEXT, Say, ScriptedPool, Served, serve, until
+from tests.rollout.agents.endpoint_harness import CONTEXT, LONG_S, Say, ScriptedPool, Served, serve, until
 
 ASK = {"role": "user", "content": "12*7 ?"}
 TOOL = {
@@ -194,6 +196,41 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
 
 
 # -- repeated requests and clients that hang up -----------------------------------------------------------------------
+def connected(one: Served) -> socket.socket:
+    """A client whose every byte a test decides. It takes a few kilobytes that it has not read."""
+    client = socket.socket()
+    client.settimeout(LONG_S)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's least
+    host, port = one.url.removeprefix("http://").split(":")
+    client.connect((host, int(port)))
+    return client
+
+
+def request_bytes(one: Served, body: Any) -> bytes:
+    data = json.dumps(body)
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {one.key}"]
+    return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", data]).encode()
+
+
+def around_sending(
+    *, before: Callable[[Any, Any], None] = lambda scope, message: None, behind: Callable[[Any], None] = lambda _: None
+) -> Callable[[EndpointApp], Any]:
+    """An application around the endpoint's with hooks on each message, while the event loop does nothing else."""
+
+    def around(app: EndpointApp) -> Any:
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            async def told(message: Any) -> None:
+                before(scope, message)
+                await send(message)
+                behind(message)
+
+            await app(scope, receive, told)
+
+        return call
+
+    return around
+
+
 async def hang_up(one: Served, body: Any) -> None:
     """Sends a request, and leaves when the engine has begun to answer it."""
     asking = asyncio.create_task(one.post(body))
@@ -264,18 +301,111 @@ def test_an_answer_that_ends_while_its_client_hangs_up_is_not_given(tokenizer: P
     pool = ScriptedPool(tokenizer, Say(text="lost", hold=hold), "kept")
 
     async def scene(one: Served) -> None:
-        host, port = one.url.removeprefix("http://").split(":")
-        body = json.dumps({"messages": [ASK], "stream": stream})
-        lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {one.key}"]
-        with socket.create_connection((host, int(port))) as client:
-            client.sendall("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode())
-            await until(lambda: bool(one.session.under_way))
-            await asyncio.sleep(0.05)  # the answer waits for `hold` now
+        with connected(one) as client:
+            client.sendall(request_bytes(one, {"messages": [ASK], "stream": stream}))
+            await until(lambda: pool.given)  # the answer waits for `hold` now, and its client for the answer
         hold.set()
         await until(lambda: not one.session.under_way)
         await one.said([{"role": "user", "content": "another question"}])
         one.tree()
         assert one.record.orphan == len(pool.given[0]) and len(one.record.turns) == 1
+
+    serve(tokenizer, scene, pool)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_while_its_answer_is_written_has_it_only_if_it_read_it(
+    tokenizer: PromptTokenizer, stream: bool, reads: bool
+) -> None:
+    """It closes its socket between the endpoint's look at the connection and the write, or right behind the write."""
+    pool = ScriptedPool(tokenizer, "said", "kept")
+    end = b"[DONE]" if stream else b'"usage"'
+    clients: list[socket.socket] = []
+
+    def before(scope: Any, message: Any) -> None:
+        if clients and not reads and end in message.get("body", b""):
+            clients.pop().close()
+
+    def behind(message: Any) -> None:
+        if clients and reads and end in message.get("body", b""):
+            client, received = clients.pop(), b""
+            while end not in received:
+                received += client.recv(1 << 16)
+            client.close()
+
+    async def scene(one: Served) -> None:
+        with connected(one) as client:
+            clients.append(client)
+            client.sendall(request_bytes(one, {"messages": [ASK], "stream": stream}))
+            await until(lambda: client.fileno() < 0)
+        await one.said([{"role": "user", "content": "another question"}])
+        one.tree()
+        assert one.record.orphan == (0 if reads else len(pool.given[0]))
+        assert len(one.record.turns) == 1 + reads
+
+    serve(tokenizer, scene, pool, around=around_sending(before=before, behind=behind))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("stream", "length"), [(False, 3000), (True, 100)])
+def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has_it_ready(
+    tokenizer: PromptTokenizer, stream: bool, length: int, reads: bool
+) -> None:
+    """The answer is larger than what the kernel takes for a client that does not read."""
+    pool = ScriptedPool(tokenizer, "x" * length, "kept")
+    connections: list[Any] = []
+
+    def before(scope: Any, message: Any) -> None:
+        if not connections:
+            connections.append(scope["connection"])
+            server = connections[0].transport.get_extra_info("socket")
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least
+
+    async def scene(one: Served) -> None:
+        body = {"messages": [ASK], "stream": stream, "return_token_ids": True}
+        with connected(one) as client:
+            client.sendall(request_bytes(one, body))
+            await until(lambda: pool.given and not one.session.under_way)
+            await until(lambda: connections and connections[0].transport.get_write_buffer_size())
+            (turn,) = one.session._turns.values()
+            client.setblocking(False)
+            while reads and not turn.asked.given:
+                try:
+                    assert client.recv(1 << 16), "the server hung up"
+                except BlockingIOError:
+                    await asyncio.sleep(0.001)  # the server writes what follows
+            assert turn.asked.given == reads
+        await one.said([{"role": "user", "content": "another question"}])
+        one.tree()
+        assert one.record.orphan == (0 if reads else len(pool.given[0]))
+        assert len(one.record.turns) == 1 + reads
+
+    serve(tokenizer, scene, pool, around=around_sending(before=before))
+
+
+def test_a_client_that_hangs_up_and_asks_again_at_once_gets_the_answer_that_is_under_way(
+    tokenizer: PromptTokenizer,
+) -> None:
+    """The event loop reads the end of one connection and the request on another one at once."""
+    hold = asyncio.Event()
+    pool = ScriptedPool(tokenizer, "earlier", Say(text="It is 84.", hold=hold), "never")
+
+    async def scene(one: Served) -> None:
+        asks = request_bytes(one, {"messages": [ASK]})
+        with connected(one) as first, connected(one) as second:
+            second.sendall(request_bytes(one, {"messages": [{"role": "user", "content": "earlier"}]}))
+            await until(lambda: one.session._ended and one.session._ended[0].asked.given)
+            first.sendall(asks)
+            await until(lambda: len(pool.given) == 2)
+            first.close()
+            second.sendall(asks)
+            await until(lambda: one.session.counts["requests"] == 3)
+            assert one.session.counts["repeated"] == 1
+            hold.set()
+            await until(lambda: not one.session.under_way and one.session._ended[-1].asked.given)
+        one.tree()
+        assert len(pool.requests) == 2 and len(one.record.turns) == 2 and one.record.orphan == 0
 
     serve(tokenizer, scene, pool)
 

@@ -131,7 +131,7 @@ def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer)
         assert await agent.ask(second, "hello") == 200
         await agent.post(f"{SESSIONS}/{second['session']}/end", {"reward": 1})
 
-    record = scene(tokenizer, act, idle_s=0.3, max_retries=1).one
+    record = scene(tokenizer, act, idle_s=2.0, max_retries=1).one  # a loaded machine may take a second to ask
     assert (record.ended, record.own_reward, record.restarts) == ("env_done", 1.0, 1)
     record = scene(tokenizer, lambda agent, playing: agent.open(), idle_s=0.1).one
     assert record.ended == "env_failed" and "for 0.1 s" in record.failed
