@@ -24,7 +24,6 @@ from benchmarks.chaos_runs import (
     CONTROLLER,
     ENDS,
     FORKED_WORKER,
-    HUNG_S,
     OF_SOME_RUNS,
     POLL_S,
     RUNS,
@@ -34,6 +33,7 @@ from benchmarks.chaos_runs import (
     Training,
     find_process,
     members,
+    new_step,
     newborn,
     read_books,
 )
@@ -72,17 +72,6 @@ def harm(live: LiveRun, pid: int, number: signal.Signals, *, moment_s: float) ->
     return time.time()
 
 
-def next_step(live: LiveRun, training: Training, *, since: float, event: int) -> tuple[str, float | None]:
-    """Waits until a step is done that was never done before; returns how the run stands, and the seconds."""
-    behind = training.newest_at(since)
-    while True:
-        if (done := training.time_of(0, behind=behind, event=event, since=since)) is not None:
-            return "survived", done - since
-        if not live.running() or time.time() - since > HUNG_S:
-            return "hung" if live.running() else "ended", None
-        time.sleep(POLL_S)
-
-
 def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) -> Iterator[Birth]:
     """Runs once, with harm at the start and to the successor of a process that was killed."""
     training = Training(folder)
@@ -100,7 +89,7 @@ def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) 
                 yield Birth(kind=kind, number=number, moment_s=moment_s, phase=phase, end="unnoticed")
                 break
             event = training.last_event()
-            end, seconds = next_step(live, training, since=harm(live, pid, number, moment_s=moment_s), event=event)
+            end, seconds = new_step(live, training, since=harm(live, pid, number, moment_s=moment_s), event=event)
             lost, twice = read_books(folder, run_over=False)
             yield Birth(
                 kind=kind,
@@ -129,7 +118,7 @@ def usual_start_s(folder: Path) -> float:
     """Returns the seconds from the command to the first train step of a run without harm."""
     training, began = Training(folder), time.time()
     with LiveRun(folder, *RUNS[TEXT].overrides, "run.steps=3") as live:
-        _, seconds = next_step(live, training, since=began, event=0)
+        _, seconds = new_step(live, training, since=began, event=0)
         live.finish()
     assert seconds is not None, "a run without harm trains"
     return seconds

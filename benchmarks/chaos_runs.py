@@ -207,6 +207,22 @@ def _born(pid: int) -> float:
     return 0.0
 
 
+def new_step(
+    live: LiveRun, training: Training, *, since: float, event: int, number: int = 0
+) -> tuple[str, float | None]:
+    """Waits for the ``number``-th step, from 0, that was never done before Unix time ``since``.
+
+    Only what was persisted after event number ``event`` counts. Returns how the run stands, and the seconds.
+    """
+    behind = training.newest_at(since)
+    while True:
+        if (done := training.time_of(number, behind=behind, event=event, since=since)) is not None:
+            return "survived", done - since
+        if not live.running() or time.time() - since > HUNG_S:
+            return "hung" if live.running() else "ended", None
+        time.sleep(POLL_S)
+
+
 def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
     """(samples lost, samples trained twice) by a run's ledger."""
     if not (folder / "ledger.sqlite").exists():  # it ended before it began

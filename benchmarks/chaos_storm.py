@@ -34,6 +34,7 @@ from benchmarks.chaos_runs import (
     Training,
     find_process,
     members,
+    new_step,
     newborn,
 )
 from relax_core.contracts.process_trees import kill
@@ -271,17 +272,6 @@ class Draw:
         return f"{self.run}: {self.words or self.kind} at step {self.at_step}: {self.end}{after}"
 
 
-def new_steps(scene: Scene, *, since: float, event: int) -> tuple[str, float | None]:
-    """Waits for three steps that were never done before; returns how the run stands, and the seconds."""
-    behind = scene.training.newest_at(since)
-    while True:
-        if (done := scene.training.time_of(IN_THE_PIPE, behind=behind, event=event, since=since)) is not None:
-            return "survived", done - since
-        if not scene.live.running() or time.time() - since > HUNG_S:
-            return "hung" if scene.live.running() else "ended", None
-        time.sleep(POLL_S)
-
-
 def harmed(scene: Scene, kind: str, name: str) -> Draw:
     """Lets the run train, inflicts one injury and waits until training goes on."""
     goal, deadline = scene.training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
@@ -297,7 +287,7 @@ def harmed(scene: Scene, kind: str, name: str) -> Draw:
         injuries(scene.run)[kind](scene)
     except (NotMet, TimeoutError) as error:
         return Draw(kind=kind, run=name, words=f"{kind}: {error}", at_step=at_step, end="not met")
-    end, seconds = new_steps(scene, since=time.time(), event=event)
+    end, seconds = new_step(scene.live, scene.training, number=IN_THE_PIPE, since=time.time(), event=event)
     return Draw(kind=kind, run=name, words=", ".join(scene.words), at_step=at_step, end=end, seconds=seconds)
 
 
