@@ -42,17 +42,19 @@ from benchmarks.chaos_runs import (
     HEARTBEAT_S,
     HUNG_S,
     IN_THE_PIPE,
+    LAST_STEPS,
     MEDIA_RUNS,
     PAIR,
     POLL_S,
     RAY,
     RUNS,
-    STEPS_BETWEEN,
     TEXT,
     TITLES,
+    WITHOUT_END,
     HarmedRun,
     Training,
     find_process,
+    let_train,
     parent_of,
     read_books,
 )
@@ -60,14 +62,11 @@ from benchmarks.chaos_storm import Books, Draw, injuries, storm, storm_table, we
 from relax_core.contracts.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
-WITHOUT_END = "run.steps=1000000"
 NOTICE_S = 60.0  # after its deadline a stopped process is gone, also on a busy machine
 QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
 KILLS_A_RUN = 10
 SUCCESSOR_S = 0.5  # a look at all processes of the machine takes a core for a while, which the run needs then
 PERSISTED_S = 0.5  # until what was done at that moment is in the ledger's file
-BREATH_S = (0.1, 1.5)  # and a random time more
-LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +161,7 @@ def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: HarmedRun = 
     lost = twice = 0
     with LiveRun(folder, *run.overrides, WITHOUT_END) as live:
         for kind in kinds:
-            stood = _let_train(live, training, chance)
+            stood = let_train(live, training, chance)
             harm = (
                 do_harm(live, training, kind, chance, run=run) if stood == "survived" else _none(kind, training, stood)
             )
@@ -196,19 +195,6 @@ def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: HarmedRun = 
             lost=at_end_lost - lost,
             trained_twice=at_end_twice - twice,
         )
-
-
-def _let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
-    """Returns at a random moment after some more steps, with how the run stands: the last harm may show only now."""
-    goal, deadline = training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
-    while training.newest() < goal:
-        if not live.running():
-            return "ended"
-        if time.monotonic() > deadline:
-            return "hung"
-        time.sleep(POLL_S)
-    time.sleep(chance.uniform(*BREATH_S))
-    return "survived"
 
 
 def _none(kind: str, training: Training, end: str) -> Harm:

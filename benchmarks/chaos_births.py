@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,13 @@ from benchmarks.chaos_runs import (
     ENDS,
     FORKED_WORKER,
     OF_SOME_RUNS,
-    POLL_S,
     RUNS,
-    STEPS_BETWEEN,
     TEXT,
     TITLES,
+    WITHOUT_END,
     Training,
     find_process,
+    let_train,
     members,
     new_step,
     newborn,
@@ -42,7 +43,6 @@ from tests.integration.live_run import LiveRun
 KINDS = (*(kind for kind in TITLES if kind not in (*OF_SOME_RUNS, CONTROLLER)), FORKED_WORKER)
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 MOMENTS = (0.0, 0.1, 0.3, 1.0, 2.0)
-WITHOUT_END = "run.steps=1000000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,7 @@ def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) 
         for phase in ("start", "recovery"):
             known: set[int] = set()
             if phase == "recovery":
-                goal = training.newest() + STEPS_BETWEEN
-                while training.newest() < goal and live.running():
-                    time.sleep(POLL_S)
+                let_train(live, training, random.Random(0))
                 known = members(live, kind)
                 with suppress(ProcessLookupError):  # the loss of any worker brings a new fork
                     os.kill(find_process(live, "rollout" if kind == FORKED_WORKER else kind), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 import sys
 import time
@@ -18,6 +19,9 @@ HEARTBEAT_S = 5
 APPEAR_S = 60.0
 HUNG_S = 300.0
 IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
+BREATH_S = (0.1, 1.5)  # and a random time more
+LAST_STEPS = 5  # of a run's quiet end, in which every open sample is trained or dropped
+WITHOUT_END = "run.steps=1000000"
 STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
 POLL_S = 0.02
 CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
@@ -205,6 +209,19 @@ def _born(pid: int) -> float:
     with suppress(psutil.NoSuchProcess):
         return float(psutil.Process(pid).create_time())
     return 0.0
+
+
+def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
+    """Returns at a random moment after some more steps, with how the run stands: the last harm may show only now."""
+    goal, deadline = training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
+    while training.newest() < goal:
+        if not live.running():
+            return "ended"
+        if time.monotonic() > deadline:
+            return "hung"
+        time.sleep(POLL_S)
+    time.sleep(chance.uniform(*BREATH_S))
+    return "survived"
 
 
 def new_step(

@@ -26,13 +26,15 @@ from benchmarks.chaos_runs import (
     FORKED_WORKER,
     HUNG_S,
     IN_THE_PIPE,
+    LAST_STEPS,
     POLL_S,
     RAY,
     RUNS,
-    STEPS_BETWEEN,
+    WITHOUT_END,
     HarmedRun,
     Training,
     find_process,
+    let_train,
     members,
     new_step,
     newborn,
@@ -46,8 +48,6 @@ OUTAGES_S = (2.0, 8.0, 15.0)
 DISK_MIB = 512
 LATEST_BIRTH_S = 2.0  # after which a process has usually answered
 PHASE_S = 60.0  # how long a phase, such as a checkpoint, is waited for
-LAST_STEPS = 5
-WITHOUT_END = "run.steps=1000000"
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 
 
@@ -274,13 +274,8 @@ class Draw:
 
 def harmed(scene: Scene, kind: str, name: str) -> Draw:
     """Lets the run train, inflicts one injury and waits until training goes on."""
-    goal, deadline = scene.training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
-    while scene.training.newest() < goal:
-        if not scene.live.running() or time.monotonic() > deadline:
-            end = "hung" if scene.live.running() else "ended"
-            return Draw(kind=kind, run=name, words=f"before {kind}", at_step=scene.training.newest(), end=end)
-        time.sleep(POLL_S)
-    time.sleep(scene.chance.uniform(0.1, 1.5))
+    if (stood := let_train(scene.live, scene.training, scene.chance)) != "survived":
+        return Draw(kind=kind, run=name, words=f"before {kind}", at_step=scene.training.newest(), end=stood)
     scene.words, at_step = [], scene.training.newest()
     try:
         event = scene.training.last_event()
