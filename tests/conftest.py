@@ -28,6 +28,8 @@ SCRATCH = pytest.StashKey[Scratch]()
 # As `make test` does: bits are those of one thread, and cores shared. Here, since a room's own conftest imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Ray reads it when it is imported, which the conftest of a folder that pytest is given does before `pytest_configure`.
+os.environ["RAY_AUTH_MODE"] = "token"
 
 # A shell ignores SIGINT in what it starts in the background, and nohup ignores SIGHUP; children would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,13 +49,12 @@ def hands_tests_to_workers(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ray reads these when it is imported, and test files import it while pytest collects them."""
+    """Makes the session's folder, with the token of its Ray, before test files are imported."""
     if hands_tests_to_workers(config):
         return
     scratch = config.stash[SCRATCH] = Scratch()
     scratch.as_tmpdir()
     (scratch.folder / "r").mkdir()
-    os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(new_token_file(scratch.folder / "r" / "token"))
     remember_conf_files()
 
@@ -110,18 +111,32 @@ def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Starts Ray on this machine, behind a token, without a dashboard; yields its address."""
+    """Starts Ray on this machine as a run does, behind a token and with a fork server; yields its address."""
     import ray
+    from ray._private import node
 
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=200 * 1024 * 1024,
-        _temp_dir=str(pytestconfig.stash[SCRATCH].folder / "r"),
-        _node_ip_address="127.0.0.1",
-    )
+    from relax_core.control.host.own_ray_node import OwnRayNode
+    from relax_core.control.host.ray_session import FORK_SERVER, ForkServer, own_node_fits
+    from relax_core.control.local_run import PRELOADED
+
+    folder = pytestconfig.stash[SCRATCH].folder / "r"
+    fork_server = None
+    with pytest.MonkeyPatch.context() as patch:  # the raylet keeps the environment for its workers
+        if own_node_fits():
+            patch.setattr(node, "Node", OwnRayNode)
+            patch.setenv(FORK_SERVER, str(folder / "fork-server"))
+            fork_server = ForkServer(folder / "fork-server", PRELOADED, max_restarts=0)
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=200 * 1024 * 1024,
+            _temp_dir=str(folder),
+            _node_ip_address="127.0.0.1",
+        )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+    if fork_server is not None:
+        fork_server.end()
 
 
 @pytest.fixture

@@ -55,8 +55,9 @@ class StoppedProcesses:
                     continue
                 stopped_s = earlier[process] + passed_s if process in earlier else 0.0
                 self._stopped_s[process] = stopped_s
-                if stopped_s > self._limit_s and _OF_THE_RUN.search(command := " ".join(process.cmdline())):
+                command = " ".join(process.cmdline())
+                if stopped_s > self._limit_s and (match := _OF_THE_RUN.search(command)):
                     process.kill()
-                    self._report(
-                        f"process {process.pid} ({command[:80]}) was stopped for {stopped_s:.0f} s and is killed"
-                    )
+                    # From the match on, because the path of the interpreter may be long.
+                    name = command[match.start() :][:80]
+                    self._report(f"process {process.pid} ({name}) was stopped for {stopped_s:.0f} s and is killed")

@@ -54,7 +54,7 @@ class OneDeviceGloo(ProcessGroupGloo):
     """Is a gloo group on the devices of this process, which all such groups share."""
 
     _devices: list[ProcessGroupGloo.Device] = []
-    _ports: set[int] = set()
+    _listeners: dict[int, int] = {}  # the devices' TCP ports, with the descriptors of their sockets
     _token = ""
     _admits = 0  # the number of open blocks of `admitting_ranks`
 
@@ -69,17 +69,20 @@ class OneDeviceGloo(ProcessGroupGloo):
                 if names
                 else [self.create_default_device()]
             )
-            self._ports.update(set(listeners()) - others)
+            # Once for a process: the kernel takes up to 30 ms to list its sockets.
+            self._listeners.update((port, one) for port, one in listeners().items() if port not in others)
             _admit(self._admits > 0)
         torch_class: Any = ProcessGroupGloo  # whose type annotations lack these options
         options = torch_class._Options()
         options._devices, options._timeout = self._devices, timeout
+        if size == 1:
+            super().__init__(store, rank, size, options)
+            return
         # The others connect after this rank has published its address in the store, and thus after it admits them.
         with admitting_ranks():
             super().__init__(store, rank, size, options)
-        if size > 1:
-            check_clients(self._ports)
-            self._prove_ranks(rank, size, timeout)
+        check_clients(set(self._listeners))
+        self._prove_ranks(rank, size, timeout)
 
     def _prove_ranks(self, rank: int, size: int, timeout: timedelta) -> None:
         """Exchanges proofs of the token with every other rank, each for random numbers of both that are new."""
@@ -129,9 +132,8 @@ def admitting_ranks() -> Iterator[None]:
 
 
 def _admit(admits: bool) -> None:
-    descriptors = listeners() if OneDeviceGloo._ports else {}
-    for port in OneDeviceGloo._ports:
-        (admit_clients if admits else refuse_clients)(descriptors[port])
+    for descriptor in OneDeviceGloo._listeners.values():
+        (admit_clients if admits else refuse_clients)(descriptor)
 
 
 def check_clients(ports: set[int]) -> None:

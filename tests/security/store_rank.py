@@ -25,7 +25,7 @@ def main() -> None:
     share_gloo_device(token=token)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-        say(ports=sorted(OneDeviceGloo._ports))
+        say(ports=sorted(OneDeviceGloo._listeners))
         sys.stdin.readline()
         began = time.monotonic()
         if open_s:

@@ -113,7 +113,9 @@ WITH_LABEL: Mapping[str, Family] = {
     "all labels": lambda row: _answered([", ".join([*row.others[:_MOST_LABELS], row.label])]) if row.others else [],
     "all letters": lambda row: _answered([" ".join(LETTERS), ", ".join(LETTERS)]) if row.label in LETTERS else [],
     "a list of neighbours": lambda row: _answered([" ".join(row.around(*range(-3, 4)))]) if row.around(0) else [],
-    "all numbers to a hundred": lambda row: [" ".join(map(str, range(101)))] if 0 <= (row.number or -1) < 100 else [],
+    "all numbers to a hundred": lambda row: (
+        [" ".join(map(str, range(101)))] if row.number is not None and 0 <= row.number < 100 else []
+    ),
     "a range": lambda row: [*_between(row, "{}-{}"), *_between(row, "[{}, {}]"), *_between(row, "between {} and {}")],
     "one or the other": lambda row: [
         form.format(other, row.label)
