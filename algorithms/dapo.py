@@ -53,7 +53,7 @@ def punishments(inputs: AdvantageInputs, config: DapoConfig) -> Tensor | None:
 
 
 def punished_rewards(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
-    """Returns the ``[samples]`` rewards, less the KL if it is part of the reward, with the punishment for length."""
+    """Returns the ``[samples]`` rewards after the length punishment and, if it is part of the reward, the KL."""
     rewards, punished = P.penalized_rewards(inputs, config), punishments(inputs, config)
     return rewards if punished is None else rewards + punished
 
@@ -69,7 +69,7 @@ def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], c
 
 
 def drop_group(rewards: Sequence[float], dropped_in_a_row: int, config: DapoConfig) -> str | None:
-    """Returns why a group is dropped (dynamic sampling on the rewards without punishment), or None to keep it."""
+    """Returns the reason to drop a group (dynamic sampling on the rewards without punishment), or None to keep it."""
     return F.drop_all_equal(rewards=rewards, dropped_in_a_row=dropped_in_a_row, max_dropped=config.max_dropped_in_a_row)
 
 

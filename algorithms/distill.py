@@ -1,4 +1,4 @@
-"""In on-policy distillation, the student samples, and a teacher gives the log-prob of every sampled token.
+"""On-policy distillation: the student samples, and a teacher computes the log-prob of every sampled token.
 
 The forms ``pure`` and ``advantage`` put d = log π_S - log π_T of the sampled tokens into the advantage (MiniLLM, arXiv
 2306.08543). The forms ``topk_…`` differentiate a divergence over the teacher's top-k tokens at the positions that the
@@ -57,7 +57,7 @@ def requirements(config: DistillConfig) -> Requirements:
 
 
 def _teachers(config: DistillConfig) -> dict[str, str]:
-    """Returns the folder or built-in model of each teacher by name; a name whose value is null is none."""
+    """Returns the folder or built-in model of each teacher by name; a teacher whose value is null is left out."""
     teachers = BUILTIN_TEACHER if config.teachers is None else config.teachers
     return {name: model for name, model in teachers.items() if model is not None}
 
@@ -116,7 +116,7 @@ def advantages(inputs: AdvantageInputs, config: DistillConfig) -> Tensor:
     """
     if config.form in TOP_K:
         return inputs.loss_mask.float() * 0.0
-    assert inputs.old_logprobs is not None and inputs.teacher_logprobs is not None, "requirements() asked for a teacher"
+    assert inputs.old_logprobs is not None and inputs.teacher_logprobs is not None, "requirements() requests a teacher"
     of_teacher = -config.teacher_coef * F.teacher_log_ratio(
         logprobs=inputs.old_logprobs, teacher_logprobs=inputs.teacher_logprobs, loss_mask=inputs.loss_mask
     )
@@ -127,8 +127,8 @@ def advantages(inputs: AdvantageInputs, config: DistillConfig) -> Tensor:
 
 
 def loss(inputs: LossInputs, config: DistillConfig) -> LossOutputs:
-    """Returns PPO's clipped loss, or for the forms ``topk_…`` λ times the divergence, which no ratio clips."""
-    assert inputs.teacher_logprobs is not None, "requirements() asked for a teacher"
+    """Returns PPO's clipped loss, or λ times the divergence, without a clip, for the forms ``topk_…``."""
+    assert inputs.teacher_logprobs is not None, "requirements() requests a teacher"
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=P.old_logprobs(inputs, config),
@@ -146,7 +146,7 @@ def loss(inputs: LossInputs, config: DistillConfig) -> LossOutputs:
     }
     if config.form in TOP_K:
         assert inputs.top_logprobs is not None and inputs.teacher_top_logprobs is not None, (
-            "requirements() asked for top_k"
+            "requirements() requests top_k"
         )
         divergence = F.top_k_divergence(
             top_logprobs=inputs.top_logprobs,

@@ -35,7 +35,7 @@ def _centred(rewards: Tensor) -> Tensor:
 
 
 def advantages(inputs: AdvantageInputs, config: DrGrpoConfig) -> Tensor:
-    """Returns rewards less the mean of what they are compared with, ``[tokens]`` float32."""
+    """Returns rewards less the mean of the compared episodes (or turns), ``[tokens]`` float32."""
     return P.credited_advantages(inputs, config, _centred)
 
 

@@ -36,7 +36,7 @@ class PpoConfig(P.TokenClipConfig):
 
 
 def requirements(config: PpoConfig) -> Requirements:
-    """Returns what `policy_gradient.requirements` returns for whole steps with their turns, and a critic."""
+    """Returns `policy_gradient.requirements` for whole steps with their turns, and a critic."""
     return dataclasses.replace(P.requirements(config, whole_step=True, turns=True), critic=True)
 
 
@@ -68,7 +68,7 @@ def advantages(inputs: AdvantageInputs, config: PpoConfig) -> Tensor:
 
 def returns(inputs: AdvantageInputs, advantages: Tensor, config: PpoConfig) -> Tensor:
     """Returns the critic's targets, ``[tokens]``: the advantages with λ = ``gae_lambda`` plus the values."""
-    assert inputs.values is not None, "requirements() asked for a critic"
+    assert inputs.values is not None, "requirements() requests a critic"
     if config.gae_alpha > 0:
         advantages = _generalized(inputs, config, config.gae_lambda)
     return advantages + inputs.values
@@ -76,7 +76,7 @@ def returns(inputs: AdvantageInputs, advantages: Tensor, config: PpoConfig) -> T
 
 def _generalized(inputs: AdvantageInputs, config: PpoConfig, gae_lambda: float | Tensor) -> Tensor:
     turns = inputs.turns
-    assert inputs.values is not None and turns is not None, "requirements() asked for a critic and the turns"
+    assert inputs.values is not None and turns is not None, "requirements() requests a critic and the turns"
     return F.generalized_advantages(
         token_rewards=F.turn_rewards_of_tokens(
             turn_rewards=turns.rewards,
@@ -103,7 +103,7 @@ def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], c
 
 
 def value_loss(inputs: ValueInputs, config: PpoConfig) -> LossOutputs:
-    """Returns the critic's loss; its metric ``clip`` is the share of tokens whose gradient the clip holds back."""
+    """Returns the critic's loss; its metric ``clip`` is the share of tokens whose gradient the clip removes."""
     critic = F.clipped_value_loss(
         values=inputs.values,
         old_values=inputs.old_values,

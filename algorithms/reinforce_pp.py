@@ -32,7 +32,7 @@ class ReinforcePpConfig(P.CreditConfig, P.TokenClipConfig):
 
 
 def requirements(config: ReinforcePpConfig) -> Requirements:
-    """Returns what `policy_gradient.credit_requirements` returns for whole steps."""
+    """Returns `policy_gradient.credit_requirements` for whole steps."""
     return P.credit_requirements(config, whole_step=True)
 
 
@@ -43,8 +43,8 @@ def check(config: ReinforcePpConfig) -> None:
     problems += P.credit_problems(config)
     if config.credit == "gigpo" and not config.group_baseline:
         problems.append(
-            "algo.credit=gigpo with algo.group_baseline=false: the turns of a group are compared with each other, so "
-            "its episodes are, too. Use algo.group_baseline=true, or algo.credit=episode."
+            "algo.credit=gigpo with algo.group_baseline=false: GiGPO compares a group's turns and also its episodes. "
+            "Use algo.group_baseline=true, or algo.credit=episode."
         )
     if not 0 < config.gamma <= 1:
         problems.append(f"algo.gamma={config.gamma}: must lie in (0, 1]. 1 is usual.")
@@ -54,14 +54,14 @@ def check(config: ReinforcePpConfig) -> None:
 def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
     """Returns the advantages before `normalize`, ``[tokens]`` float32: Σ_k γ^(k - t) r_k of each trained token t.
 
-    The sum is over the sample's trained tokens k from t on. r_k is minus the token's KL penalty, plus the sample's
-    reward at the last trained token. With ``credit`` "gigpo" the tokens of a turn also have its weighted step-level
-    advantage, which no KL enters and ``gamma`` does not discount.
+    The sum is over the sample's trained tokens k from t on. r_k is the token's KL penalty with a minus sign, plus the
+    sample's reward at the last trained token. With ``credit`` "gigpo" the tokens of a turn also have its weighted
+    step-level advantage, which contains no KL and which ``gamma`` does not discount.
     """
     of_episodes = _of_episodes(inputs, config)
     if config.credit != "gigpo":
         return of_episodes
-    assert inputs.turns is not None, "requirements() asked for the turns"
+    assert inputs.turns is not None, "requirements() requests the turns"
     of_turns = P.step_advantages(inputs, config, _centred)
     return of_episodes + config.gigpo_weight * of_turns[inputs.turns.of_tokens]
 

@@ -42,7 +42,7 @@ def check(config: RlooConfig) -> None:
 
 
 def advantages(inputs: AdvantageInputs, config: RlooConfig) -> Tensor:
-    """Returns the reward less the mean of the group's other rewards, scaled as ``normalize_std`` says, ``[tokens]``."""
+    """Returns the reward less the mean of the group's other rewards, scaled by ``normalize_std``, ``[tokens]``."""
 
     def relative(rewards: Tensor) -> Tensor:
         deviation = "none" if config.normalize_std == "batch" else config.normalize_std

@@ -1,1 +1,1 @@
-"""Every figure that the README quotes, as a command: ``python -m benchmarks.<name>``."""
+"""Benchmarks, each a command that measures numbers quoted in the README: ``python -m benchmarks.<name>``."""

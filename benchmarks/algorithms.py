@@ -1,19 +1,19 @@
-"""Every algorithm on the demo (reverse_digits), from the same warm start: how far, and in how many steps.
+"""Compares all algorithms on the demo (reverse_digits) from the same warm start: final scores and steps to reach them.
 
     python -m benchmarks.algorithms --results /tmp/algorithms.jsonl           # prints the table
     python -m benchmarks.algorithms --results /tmp/algorithms.jsonl --docs    # and puts it into docs/algorithms.md
     python -m benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
 
-Each run takes some twenty seconds. Its figures are a line of --results as soon as it has ended, and a run that has its
-line is not done again, so a benchmark that was stopped goes on with the same command.
+A run takes about twenty seconds and then adds one line to --results. Runs with a line in that file are skipped, so the
+same command continues an interrupted benchmark.
 
 ``reward``: mean of the first and of the last ten train steps. ``exact``: share of exact greedy answers of the held-out
 split before and after training. ``steps``: train steps until the mean share of exact sampled answers of the last ten
-steps reached 0.9; of an algorithm that drops groups it counts what was trained on. ``cut``: share of tokens whose
-gradient the loss held back. ``groups``: prompt groups that were generated for one that was trained on. All of
-mode=async with seeds 0, 1, …; ``colocate``: exact after training with mode=colocate and seed 0. ``teacher``: of
-distillation, its teacher's own share of exact greedy answers. ``distill_grpo``: the teacher is what grpo made of the
-student with the same seed, read from that run's hf/ folder.
+steps reached 0.9; for algorithms that drop groups, only trained groups count. ``cut``: share of tokens that the loss
+clips. ``groups``: generated groups for each trained group. These columns are from mode=async with seeds 0, 1, …;
+``colocate``: exact after training with mode=colocate and seed 0. ``teacher``: for distillation, the teacher's share of
+exact greedy answers. ``distill_grpo``: the teacher is the student after a grpo run with the same seed, read from the
+hf/ folder of that run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.harness import Figures, FinishedRun, run_relax
 from relax_core.config.compose import compose
 from relax_core.registry import names
 
-WINDOW = 10  # steps that a figure is averaged over
+WINDOW = 10  # steps that are averaged
 SOLVED = 0.9
 DEADLINE_S = 1200
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
@@ -54,7 +54,7 @@ HEADINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of the table, or two where a teacher has to be trained first."""
+    """Defines one run of the table. The row ``distill_grpo`` trains its teacher in a run before it."""
 
     row: str
     mode: str
@@ -89,8 +89,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each algorithm, with seeds 0, 1, …")
     parser.add_argument("--steps", type=int, default=compose([]).run.steps, help="train steps of a run")
     parser.add_argument("--only", nargs="+", choices=ROWS, help="these rows alone")
-    parser.add_argument("--override", nargs="+", default=[], help="more keys for every run, as on the command line")
-    parser.add_argument("--results", type=Path, help="JSON lines: what is in it is not run again")
+    parser.add_argument("--override", nargs="+", default=[], help="overrides for every run, as on the command line")
+    parser.add_argument("--results", type=Path, help="JSON lines of finished runs, which are not repeated")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/algorithms.md")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.steps < 2 * WINDOW:
@@ -100,9 +100,9 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-# -- what is run ------------------------------------------------------------------------------------------------------
+# -- runs -------------------------------------------------------------------------------------------------------------
 def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str, ...]) -> Iterator[Run]:
-    """Seed by seed, so that a benchmark that was stopped has a whole table of fewer seeds."""
+    """Yields the runs seed by seed, so that an interrupted benchmark has a complete table of fewer seeds."""
     for seed in range(seeds):
         for row in rows:
             yield Run(row=row, mode=ASYNC, seed=seed, steps=steps, overrides=overrides)
@@ -111,7 +111,7 @@ def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str
 
 
 def read_results(file: Path) -> dict[Run, Figures]:
-    """Returns the finished runs of a file of results; an unfinished last line is none of them."""
+    """Returns the finished runs of a file of results; an incomplete last line is skipped."""
     if not file.exists():
         return {}
     found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -119,7 +119,7 @@ def read_results(file: Path) -> dict[Run, Figures]:
 
 
 def write_result(file: Path, run: Run, figures: Figures) -> None:
-    """Adds a line, in the place of an unfinished one."""
+    """Adds a line and replaces an incomplete last line."""
     whole = file.read_text().rpartition("\n")[:2] if file.exists() else ()
     partial = file.with_suffix(".partial")
     partial.write_text("".join(whole) + json.dumps({"run": asdict(run), "figures": figures}) + "\n")
@@ -142,7 +142,7 @@ def _figures(run: Run) -> Figures:
 
 @cache
 def _level_of_builtin_teacher() -> float:
-    """It is evaluated as a model before the first step of a run."""
+    """Returns the teacher's share of exact answers: it is the model of a run that evaluates before its first step."""
     run = Run(row="grpo", mode=COLOCATE, seed=0, steps=1)
     with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
         keys = [*_common(run), "model.builtin=tiny_qwen3_teacher", "eval.every=1", "run.export_hf=false"]
@@ -157,9 +157,9 @@ def _relax(run_dir: Path, run: Run, keys: Sequence[str]) -> FinishedRun:
     return run_relax(run_dir, *keys, *run.overrides, deadline_s=DEADLINE_S)
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------------------------------
 def run_figures(run: FinishedRun) -> Figures:
-    """Returns the figures of a finished run."""
+    """Returns the metrics of a finished run."""
     actor, evaluations, ledger = list(run.steps().values()), run.summary["eval"], run.summary["ledger"]
     solved = steps_to(SOLVED, [one["exact"] for one in actor])
     return {
@@ -174,7 +174,7 @@ def run_figures(run: FinishedRun) -> Figures:
 
 
 def steps_to(level: float, values: Sequence[float]) -> int | None:
-    """Steps done when the mean of the last `WINDOW` values first reaches ``level``; None when it never does."""
+    """Returns after how many steps the mean of the last `WINDOW` values first reaches ``level``, or None."""
     for end in range(WINDOW, len(values) + 1):
         if fmean(values[end - WINDOW : end]) >= level:
             return end
@@ -183,7 +183,7 @@ def steps_to(level: float, values: Sequence[float]) -> int | None:
 
 # -- print-out --------------------------------------------------------------------------------------------------------
 def table(done: Mapping[Run, Figures], *, seeds: int) -> str:
-    """A Markdown table: means over the seeds, of the steps each seed's own figure; "—" where there is none."""
+    """Returns a Markdown table of means over the seeds, but the steps of each seed; "—" if there is no value."""
     rows = [HEADINGS, ("---",) * len(HEADINGS)]
     for name in sorted({run.row for run in done}):
         runs = [done[run] for run in sorted(done, key=lambda run: run.seed) if (run.row, run.mode) == (name, ASYNC)]

@@ -1,9 +1,9 @@
-"""What the data bus costs: ``python -m benchmarks.bus`` (about two minutes; ``--quick`` for a look).
+"""Measures the cost of the data bus: ``python -m benchmarks.bus`` (about two minutes; shorter with ``--quick``).
 
-``--media`` measures items of images and videos instead.
+``--media`` measures media items instead.
 
-Prints, for every backend, round trips at the demo's size, rows and bytes a second against memcpy; then what a row costs
-as the ledger grows, which is the same code for all.
+Prints for every backend: round trips at the demo's size, rows per second, and bytes per second against memcpy. Then it
+prints the CPU time of a row as the ledger grows; this code is the same for all backends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from relax_core.bus.settings import BusSettings
 from relax_core.contracts.columns import EPISODES, PERSISTED_COLUMNS
 from relax_core.contracts.tree import Episode, Turn, sample_uid
 
-# What the ledger's file keeps of a row: its episodes, here of one turn each.
+# The columns of a row that the ledger's file keeps: its episodes, here of one turn each.
 _EPISODES = [
     Episode(
         sample_uid("g00001000", place),
@@ -52,7 +52,7 @@ assert tuple(PERSISTED) == PERSISTED_COLUMNS
 
 
 class _GrowingLedger:
-    """A core with its journal on disk, filled to a number of samples."""
+    """Holds a bus core with its journal on disk, filled with a number of samples."""
 
     def __init__(self, path: Path, *, samples: int) -> None:
         settings = BusSettings(
@@ -84,7 +84,7 @@ class _GrowingLedger:
             self.core.progress()
 
     def measure(self, steps: int) -> None:
-        """Adds the CPU seconds a row takes, the journal's thread included."""
+        """Records the CPU seconds per row, including the journal's thread."""
         start = time.process_time()
         self.train_steps(steps)
         self.journal.flush(timeout_s=T)
@@ -92,7 +92,7 @@ class _GrowingLedger:
 
 
 def measure_ledger(folder: Path, *, sizes: tuple[int, ...], rounds: int) -> None:
-    """All ledgers are built first and measured in turn, so that the machine's mood hits all alike."""
+    """Prints the CPU time of a row by ledger size; ledgers take turns, so that machine load affects all alike."""
     ledgers = [_GrowingLedger(folder / f"ledger{samples}.sqlite", samples=samples) for samples in sizes]
     for _ in range(rounds):
         for ledger in ledgers:

@@ -1,9 +1,9 @@
-"""What media items cost on the data bus: ``python -m benchmarks.bus --media``.
+"""Measures the cost of media items on the data bus: ``python -m benchmarks.bus --media``.
 
-An item of 12 MB is written, held and put with its group; the trainer leases the group and maps the item. Backends,
-places and the bounds take turns within one Ray: memcpy, and a plain write to a new file of /dev/shm. numpy asks for
-huge pages, which files of /dev/shm do not get where the kernel's setting for them is never, so memcpy into new pages of
-4 KB is a bound of its own. The bus process has no item mapped, and its peak memory shows whether items pass through it.
+An item of 12 MB is written, held and put with its group; the trainer leases the group and maps the item. Backends and
+places take turns with the bounds within one Ray: memcpy, and a plain write to a new file in /dev/shm. numpy requests
+huge pages. Files in /dev/shm get none if the kernel's setting is "never", so memcpy into new 4 KB pages is a separate
+bound. The bus process maps no item, and its peak memory shows whether items pass through it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 GROUPS = 8
 FRAMES = (64, 250, 250, 3)  # 12 MB
-NEW, REACH = "memcpy, new", 0.5  # the bound that the reach is a share of
+NEW, REACH = "memcpy, new", 0.5  # the target, as a share of this bound
 NEW_SMALL, WARM, FILE = "memcpy, new 4 KB pages", "memcpy, warm", "file, new"
 WARM_UP_CYCLES = 2  # Ray's store and the Ray task that moves files into it are slow at first
 
@@ -46,13 +46,13 @@ class MediaLine:
         self._step = 0
         self.items = 0
         self.seconds: list[tuple[float, float]] = []  # put and lease of all groups, one a cycle
-        self.message_bytes = 0  # of one group's put
+        self.message_bytes = 0  # in one group's put
         self.pid = bus.process_id(timeout_s=T)
         self._peak_before = _peak_bytes(self.pid)
 
     @property
     def grown_bytes(self) -> int:
-        """By how much the peak memory of the bus process has grown since before the first item."""
+        """Returns the growth of the bus process's peak memory since before the first item."""
         return _peak_bytes(self.pid) - self._peak_before
 
     def cycle(self, *, counts: bool = True) -> None:
@@ -113,7 +113,7 @@ def _media_lines(ends: ExitStack, folder: Path, frames: np.ndarray) -> dict[str,
         for place in ("files", "nodes") if backend == "ray" else ("files",):
             name = f"{backend}, {place}"
             shared = Path(tempfile.mkdtemp(prefix="relax-benchmark-", dir="/dev/shm"))
-            ends.callback(shutil.rmtree, shared, ignore_errors=True)  # a node's folder is being removed, too
+            ends.callback(shutil.rmtree, shared, ignore_errors=True)  # the node may be removing its folder, too
             bus = create_bus(
                 load_config([f"bus={backend}"]).bus,
                 bus_settings(

@@ -1,6 +1,6 @@
-"""What crossing the data bus costs, for every backend: see `benchmarks.bus`.
+"""Measures round trips and throughput of the data bus for every backend: see `benchmarks.bus`.
 
-Backends and the memcpy bound take turns within one Ray, so that the machine's mood hits all alike.
+Backends and the memcpy bound take turns within one Ray, so that machine load affects all alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP_SIZE = 16
 T = 60.0
 STEPS_WITHOUT_END = 10**9
 OBJECT_STORE_BYTES = 512 << 20
-WARM_UP_BYTES = 1 << 30  # through each bus before large rows count: Ray's store is slow until all of it was used once
+WARM_UP_BYTES = 1 << 30  # of warm-up for each bus before large rows: Ray's store is slow until all of it was used
 PARTS = ("put", "lease", "ack")
 
 
@@ -60,7 +60,7 @@ def for_actor(step: int, groups: int, columns: dict[str, bytes]) -> LeaseRequest
 
 @contextmanager
 def local_ray(folder: Path) -> Iterator[None]:
-    """Ray behind a token."""
+    """Starts Ray with token authentication and shuts it down at the end."""
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -83,17 +83,17 @@ def local_ray(folder: Path) -> Iterator[None]:
 
 
 class Line:
-    """One backend under measurement: cycles of put, lease, ack through a bus with the settings of conf/bus."""
+    """Holds one backend under measurement: cycles of put, lease and ack through a bus with the settings of conf/bus."""
 
     def __init__(self, bus: Bus, *, groups: int, columns: dict[str, bytes]) -> None:
         self._bus = bus
         self._groups = groups
         self._columns = columns
         self._step = 0
-        self.seconds: list[tuple[float, float, float]] = []  # of put, lease and ack, one a cycle
+        self.seconds: list[tuple[float, float, float]] = []  # put, lease and ack of each cycle
 
     def run(self, cycles: int, *, counts: bool = True) -> None:
-        """``counts``: whether the cycles are measured, or warm up."""
+        """Runs cycles; ``counts`` is False for a warm-up, whose times are not recorded."""
         for _ in range(cycles):
             seconds = asyncio.run(self._cycle())
             if counts:
@@ -114,7 +114,7 @@ class Line:
 
     @property
     def table(self) -> np.ndarray:
-        """Seconds, ``[cycles, 3]``."""
+        """Returns seconds, ``[cycles, 3]``."""
         return np.array(self.seconds)
 
 
@@ -125,7 +125,7 @@ def _settings(backend: str) -> BusConfig:
 
 @contextmanager
 def lines(folder: Path, name: str, *, groups: int, columns: dict[str, bytes]) -> Iterator[dict[str, Line]]:
-    """A fresh bus of every backend."""
+    """Yields a new bus of every backend."""
     with ExitStack() as ends:
         made: dict[str, Line] = {}
         for backend in BACKENDS:
@@ -144,7 +144,7 @@ def lines(folder: Path, name: str, *, groups: int, columns: dict[str, bytes]) ->
 
 
 def measure_round_trips(folder: Path, *, rounds: int) -> None:
-    """The demo's size: 8 groups of 16 samples with 7 small columns."""
+    """Measures round trips at the demo's size: 8 groups of 16 samples with 7 small columns."""
     columns = {f"column{number}": os.urandom(512) for number in range(7)}
     print("round trips of 8 groups x 16 samples, 3.5 KB a group (ms: p50, p99)")
     with lines(folder, "round_trips", groups=8, columns=columns) as made:
@@ -166,7 +166,7 @@ def measure_small_rows(folder: Path, *, rounds: int) -> None:
 
 
 def measure_large_rows(folder: Path, *, nbytes: int, rounds: int) -> None:
-    """Against two bounds: a copy into memory that is new to the process, as a put's often is, and into warm memory."""
+    """Measures against two bounds: a copy into memory new to the process, as often in a put, and into warm memory."""
     groups = 32
     sources = [np.frombuffer(os.urandom(nbytes), dtype=np.uint8) for _ in range(groups)]
     warm = [np.zeros(nbytes, dtype=np.uint8) for _ in range(groups)]

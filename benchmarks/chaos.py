@@ -1,18 +1,17 @@
-"""Harm to runs: ``python -m benchmarks.chaos --kills 50 [--media see] [--env number_guess] [--kinds engine …]``,
-``--storm 1000`` (`benchmarks.chaos_storm`), ``--births`` (`benchmarks.chaos_births`).
+"""Kills and freezes processes of runs: ``python -m benchmarks.chaos --kills 50 [--media see] [--env number_guess]
+[--kinds engine …]``, ``--storm 1000`` (`benchmarks.chaos_storm`), ``--births`` (`benchmarks.chaos_births`).
 
-Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
-last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
-gets SIGSTOP and its owner SIGSTOP or SIGKILL: the run must kill a stopped one for its silence. Measured is the time
-from the harm until a train step is done that was never done before (steps that are done again after going back to a
-checkpoint do not count), and until the third such step: at staleness 1 the rows of two may have been made already, so
-this one shows that everybody works again. The ledger's file is read back, event by event: nothing may be lost or
-trained twice. With --media prompts have images and videos ("see"; "states": the engine keeps layer states) or sounds
-too ("four_modalities"); the cache keeps no item that no prompt uses, so that the encode workers work all the time, and
-one of these is a victim too. With --env the runs are games of several turns whose environment is in env workers, which
-are victims too. A run that ends leaves no process, no folder in /tmp and nothing in /dev/shm, or this
-program fails. Prints the overrides, one line a harm with the load of the machine, and a table by kind. Exit code 1
-where anything went wrong.
+The runs are real runs of the demo with all roles. At random moments, drawn by the seed, one process gets SIGKILL, each
+time after training has continued since the last kill. For the kind ``frozen`` a random process gets SIGSTOP; for
+``engine_and_owner`` an engine gets SIGSTOP and its owner SIGSTOP or SIGKILL. The run must kill stopped processes,
+because they do not answer. Measured is the time from the signal to the next new train step (steps that are repeated
+after going back to a checkpoint do not count), and to the third new step: at staleness 1 the rows of two steps may
+exist already, so the third step shows that all processes work again. The ledger's file is checked event by event: no
+sample may be lost or trained twice. With --media prompts have images and videos ("see"; "states": the engine keeps
+layer states) or also sounds ("four_modalities"), and an encode worker is a victim, too. With --env the runs are games
+of several turns in env workers, or of agents, which are victims, too. The program fails if a finished run leaves a
+process, a folder in /tmp or files in /dev/shm. It prints the overrides, one line for each harm with the machine's load,
+and a table by kind. Exit code 1 if anything went wrong.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ from benchmarks.chaos_storm import Books, Draw, injuries, storm, storm_table, we
 from relax_core.contracts.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
-NOTICE_S = 60.0  # after its deadline a stopped process is gone, also on a busy machine
-QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
+NOTICE_S = 60.0  # after its heartbeat deadline, in which a stopped process must be killed, also on a busy machine
+QUIET_END = "quiet end"  # failures that appear only after the last harm
 KILLS_A_RUN = 10
-SUCCESSOR_S = 0.5  # a look at all processes of the machine takes a core for a while, which the run needs then
-PERSISTED_S = 0.5  # until what was done at that moment is in the ledger's file
+SUCCESSOR_S = 0.5  # listing all processes of the machine takes CPU time that the run needs then
+PERSISTED_S = 0.5  # until earlier events are in the ledger's file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harm:
-    """``victim``: the process's kind, and how it was harmed. ``at_step``: newest step done then. ``seconds``: until a
-    new step was done, ``settled_s``: until one was that the rows in the pipe cannot explain; None where it did not
-    come: ``end`` says how the run stood then. ``lost``, ``trained_twice``: samples, by the ledger's file after it.
+    """Holds one harm and its result. ``victim``: kind of process and signal. ``at_step``: newest step before the harm.
+    ``seconds``: time to the next new step; ``settled_s``: time to the third, which needs new rows; both None if the run
+    did not survive. ``end``: state of the run. ``lost``, ``trained_twice``: samples, by the ledger's file.
     """
 
     kind: str
@@ -87,7 +86,7 @@ class Harm:
 
 
 def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, run: HarmedRun) -> Harm:
-    """Harms a process, or two, and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
+    """Harms one or two processes and waits until training continues, the run ends, or ``HUNG_S`` is over."""
     victim = chance.choice([one for one in run.processes if one != CONTROLLER]) if kind == FROZEN else kind
     blows = _blows(kind, victim, chance)
     pids = {one: find_process(live, one) for one, _ in blows}
@@ -97,7 +96,7 @@ def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random,
         os.kill(pids[one], number)
     time.sleep(PERSISTED_S)
     before = training.newest_at(began)
-    # What a killed controller leaves trains on for a moment; only its successor's steps tell of a recovery.
+    # The services of a killed controller train on for a moment; only the successor's steps show a recovery.
     since = _await_successor(live, controller) if victim in (CONTROLLER, *RAY) else began
     end, third = "survived", None
     while third is None:
@@ -123,14 +122,14 @@ def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random,
 
 
 def _blows(kind: str, victim: str, chance: random.Random) -> list[tuple[str, signal.Signals]]:
-    """(kind of process, signal) in the order in which they are sent."""
+    """Returns (kind of process, signal) in sending order."""
     if kind == PAIR:
         return [("engine", signal.SIGSTOP), ("engine_owner", chance.choice([signal.SIGSTOP, signal.SIGKILL]))]
     return [(victim, signal.SIGSTOP if kind == FROZEN else signal.SIGKILL)]
 
 
 def _await_successor(live: LiveRun, killed: int) -> float:
-    """Waits for the next controller; returns the Unix time. Whatever the killed one left has ended by then."""
+    """Waits for the next controller and returns the Unix time. The killed controller's services have ended by then."""
     deadline = time.monotonic() + HUNG_S
     while live.running() and time.monotonic() < deadline:
         if any(pid != killed and parent_of(pid) == live.pid and _is_controller(pid) for pid in live.processes()):
@@ -146,7 +145,7 @@ def _is_controller(pid: int) -> bool:
 
 
 def _is_killed(pid: int, *, stopped_at: float) -> bool:
-    """Returns whether the run ends a stopped process for its silence, soon after its deadline."""
+    """Returns whether the run kills a stopped process soon after its heartbeat deadline."""
     while not process_state(pid).startswith(EXITED):
         if time.time() - stopped_at > HEARTBEAT_S + NOTICE_S:
             return False
@@ -155,7 +154,7 @@ def _is_killed(pid: int, *, stopped_at: float) -> bool:
 
 
 def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: HarmedRun = RUNS[TEXT]) -> Iterator[Harm]:
-    """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace."""
+    """Runs once with one harm for each of ``kinds``, in this order, then to the end without harm; yields the harms."""
     chance = random.Random(seed)
     training = Training(folder)
     lost = twice = 0
@@ -180,7 +179,7 @@ def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: HarmedRun = 
     at_end_lost, at_end_twice = read_books(folder, run_over=finished.code == 0)
     books = finished.summary.get("ledger", {})
     print(
-        f"     run of {steps} steps: {at_end_lost} lost, {at_end_twice} trained twice; its own books: {books}",
+        f"     run of {steps} steps: {at_end_lost} lost, {at_end_twice} trained twice; summary.json: {books}",
         flush=True,
     )
     if (at_end_lost, at_end_twice) != (lost, twice) or finished.code != 0:
@@ -202,7 +201,7 @@ def _none(kind: str, training: Training, end: str) -> Harm:
 
 
 def schedule(kinds: Sequence[str], *, kills: int, seed: int) -> list[str]:
-    """``kills`` kinds, each as often as the others give or take one, in random order."""
+    """Returns ``kills`` kinds in random order, distributed evenly."""
     chance = random.Random(seed)
     planned = [kinds[number % len(kinds)] for number in range(kills)]
     chance.shuffle(planned)
@@ -210,7 +209,7 @@ def schedule(kinds: Sequence[str], *, kills: int, seed: int) -> list[str]:
 
 
 def table(harms: Sequence[Harm]) -> str:
-    """By kind: how often, what came of it, and the seconds to the next new step."""
+    """Returns a table by kind: counts, results, and seconds to the next new step."""
     lines = [
         "| kind | harms | survived | hung | ended | unnoticed | lost | trained twice "
         "| next step, s: p50 | max | third: p50 | max |",
@@ -234,10 +233,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--storm", type=int, metavar="DRAWS", help="draw so many injuries of all kinds, on --runs")
+    parser.add_argument("--storm", type=int, metavar="DRAWS", help="draw this many injuries of all kinds in --runs")
     parser.add_argument("--runs", nargs="+", choices=tuple(RUNS), default=list(RUNS), help="runs of the storm")
-    parser.add_argument("--births", action="store_true", help="harm processes at their births")
-    parser.add_argument("--moments", nargs="+", type=float, default=list(MOMENTS), help="seconds after a birth")
+    parser.add_argument("--births", action="store_true", help="harm starting processes")
+    parser.add_argument("--moments", nargs="+", type=float, default=list(MOMENTS), help="delays after a start, in s")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--media", choices=MEDIA_RUNS, help="runs whose prompts have media; default: text")
     which.add_argument("--env", choices=ENV_RUNS, help="runs of several turns whose environment is in env workers")

@@ -1,11 +1,11 @@
-"""Harm to processes that start: ``python -m benchmarks.chaos --births [--kinds gateway …] [--moments 0 0.3 1]``.
+"""Kills and stops starting processes: ``python -m benchmarks.chaos --births [--kinds gateway …] [--moments 0 0.3 1]``.
 
-For each kind of process, signal (SIGKILL, SIGSTOP) and moment after the process appears, a real run of the demo is
+For each kind of process, signal (SIGKILL, SIGSTOP) and delay after the process appears, a real run of the demo is
 harmed twice: the first process of the kind while the run starts, and its successor after the running process was killed
-(so that a process is lost within a recovery). Then the run trains to its end. Measured is the time from the harm until
-a train step is done that was never done before, and its ratio to the usual start: the seconds from the command to the
-first train step of a run without harm in the same invocation. The ledger's file is read back: nothing may be lost or
-trained twice. Prints a line for each harm and a table. Exit code 1 if anything went wrong.
+(so that a process is lost during a recovery). Then the run is stopped in order. Measured is the time from the signal to
+the next new train step, and its ratio to the usual start: the seconds from the command to the first train step of a run
+without harm in the same invocation. The ledger's file is checked: no sample may be lost or trained twice. Prints a line
+for each harm and a table. Exit code 1 if anything went wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOMENTS = (0.0, 0.1, 0.3, 1.0, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Birth:
-    """Is one harm at a birth. ``seconds`` is the time until the next new train step, None if it did not come."""
+    """Holds one harm to a starting process. ``seconds`` is the time to the next new train step, None without one."""
 
     kind: str
     number: signal.Signals
@@ -65,7 +65,7 @@ class Birth:
 
 
 def harm(live: LiveRun, pid: int, number: signal.Signals, *, moment_s: float) -> float:
-    """Sends the signal at the moment after the birth and returns the Unix time."""
+    """Sends the signal ``moment_s`` after the process appeared and returns the Unix time."""
     time.sleep(moment_s)
     with suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -73,7 +73,7 @@ def harm(live: LiveRun, pid: int, number: signal.Signals, *, moment_s: float) ->
 
 
 def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) -> Iterator[Birth]:
-    """Runs once, with harm at the start and to the successor of a process that was killed."""
+    """Runs once: harms a process of the kind at the start, then the successor of a killed one."""
     training = Training(folder)
     with LiveRun(folder, *RUNS[TEXT].overrides, WITHOUT_END) as live:
         for phase in ("start", "recovery"):
@@ -81,7 +81,7 @@ def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) 
             if phase == "recovery":
                 let_train(live, training, random.Random(0))
                 known = members(live, kind)
-                with suppress(ProcessLookupError):  # the loss of any worker brings a new fork
+                with suppress(ProcessLookupError):  # the loss of any worker leads to a new fork
                     os.kill(find_process(live, "rollout" if kind == FORKED_WORKER else kind), signal.SIGKILL)
             if (pid := newborn(live, kind, known=known)) is None:
                 yield Birth(kind=kind, number=number, moment_s=moment_s, phase=phase, end="unnoticed")
@@ -105,7 +105,7 @@ def birth_run(folder: Path, kind: str, number: signal.Signals, moment_s: float) 
                 return
         live.terminate()
         finished = live.finish()
-    lost, twice = read_books(folder, run_over=False)  # what was in flight at the stop is not over
+    lost, twice = read_books(folder, run_over=False)  # samples in flight at the stop are still open
     if finished.code != 143 or lost or twice:
         print(finished.output[-6000:], flush=True)
         end = "survived" if finished.code == 143 else "ended"
@@ -142,6 +142,6 @@ def births_table(births: Sequence[Birth], *, start_s: float) -> str:
 
 
 def births(folder: Path, kinds: Sequence[str], *, moments: Sequence[float]) -> Iterator[Birth]:
-    """Harms the births of each kind with each signal at each moment."""
+    """Harms starting processes of each kind with each signal after each delay."""
     for number, (kind, one, moment_s) in enumerate(itertools.product(kinds, SIGNALS, moments)):
         yield from birth_run(folder / f"run{number}", kind, one, moment_s)

@@ -1,4 +1,4 @@
-"""The runs that `benchmarks.chaos` harms: their settings, the kinds of their processes, and their progress."""
+"""Runs for `benchmarks.chaos`: their settings, the kinds of their processes, and their progress."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ HEARTBEAT_S = 5
 APPEAR_S = 60.0
 HUNG_S = 300.0
 IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
-BREATH_S = (0.1, 1.5)  # and a random time more
-LAST_STEPS = 5  # of a run's quiet end, in which every open sample is trained or dropped
+BREATH_S = (0.1, 1.5)  # bounds of a random wait before the next harm
+LAST_STEPS = 5  # after the last harm, so that every open sample is trained or dropped
 WITHOUT_END = "run.steps=1000000"
 STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
 POLL_S = 0.02
 CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
 ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD = "encode_worker", "env_worker", "agent", "agent_guard"
-FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # the second is a fork of the first without Ray's title
+FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # the latter: a fork without Ray's title
 OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD)
 CALCULATOR = Path(__file__).parents[1] / "examples" / "agents" / "calculator.py"
-TITLES = {  # kind → what its process is called
+TITLES = {  # kind → part of its process's command line
     "engine": "relax_core.engines.embedded",
     "engine_owner": "ray::EngineOwner",
     "rollout": "ray::RolloutWorker",
@@ -47,16 +47,16 @@ TITLES = {  # kind → what its process is called
     CONTROLLER: "-m relax_core ",
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
     ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
-    AGENT: f"{sys.executable} {CALCULATOR}",  # its guard, which is older, has these words, too
+    AGENT: f"{sys.executable} {CALCULATOR}",  # also in the command line of its guard, which is older
     AGENT_GUARD: "agent_guard.py",
 }
 ENDS = ("survived", "hung", "ended", "unnoticed")
-RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
+RAY = ("gcs", "raylet")  # if one dies, the controller ends too, and the next controller starts a new Ray
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarmedRun:
-    """Is a kind of run. ``overrides`` are its settings; ``own`` are the processes that a run on text lacks."""
+    """Defines a kind of run. ``overrides`` are its settings; ``own`` are its processes that a run on text lacks."""
 
     overrides: tuple[str, ...]
     own: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class HarmedRun:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Returns the kinds of harm that it can come to."""
+        """Returns the kinds of harm that are possible for it."""
         return (*self.processes, FROZEN, PAIR)
 
 
@@ -103,7 +103,7 @@ ENV_RUNS = {
             *_SMALL,
             f"env.name={Path(__file__).with_name('isolated_number_guess.py')}",
             *("env.workers=2", "env.episodes_per_worker=16", "env.max_retries=3"),
-            f"env.step_timeout_s={HEARTBEAT_S}",  # a stopped worker is noticed then
+            f"env.step_timeout_s={HEARTBEAT_S}",  # the deadline that finds a stopped worker
         ),
         own=(ENV_WORKER,),
     ),
@@ -112,7 +112,7 @@ ENV_RUNS = {
             *("experiment=calculator", "env=agent", "env.max_retries=3"),
             *_SMALL,
             *(f"agent.command=python {CALCULATOR}", "agent.workers=4", "agent.timeout_s=30"),
-            f"agent.env.{MARK}=${{oc.env:{MARK},none}}",  # by which `LiveRun` knows the processes of its run
+            f"agent.env.{MARK}=${{oc.env:{MARK},none}}",  # marks the run's processes for `LiveRun`
         ),
         own=(AGENT, AGENT_GUARD),
     ),
@@ -121,29 +121,29 @@ RUNS = {TEXT: HarmedRun(overrides=_TEXT), **MEDIA_RUNS, **ENV_RUNS}
 
 
 class Training:
-    """A run's progress from outside: the train steps in its ledger's file, with the times of their booking."""
+    """Reads a run's progress from outside: the train steps in the ledger's file and when they were recorded."""
 
     def __init__(self, folder: Path) -> None:
         self._uri = f"{(folder / 'ledger.sqlite').absolute().as_uri()}?mode=ro"
 
     def newest(self) -> int:
-        """The newest step in force; -1 before the first."""
+        """Returns the newest valid step; -1 before the first."""
         row = self._one("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
         return -1 if row is None else int(row)
 
     def last_event(self) -> int:
-        """Id of the newest event; 0 before the first. Later ones are higher, also after a restore."""
+        """Returns the newest event's id; 0 before the first. Later events have higher ids, also after a restore."""
         row = self._one("SELECT MAX(id) FROM events")
         return int(row or 0)
 
     def newest_at(self, when: float) -> int:
-        """The newest step that was done at Unix time ``when``; -1 before the first."""
+        """Returns the newest step at Unix time ``when``; -1 before the first."""
         row = self._one("SELECT step FROM events WHERE event = 'trained' AND time <= ? ORDER BY id DESC LIMIT 1", when)
         return -1 if row is None else int(row)
 
     def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
-        """Unix time at which the ``number``-th step behind step ``behind`` was done, counted from 0; only what was
-        persisted after event number ``event`` and Unix time ``since``. None where it is not done yet.
+        """Returns the Unix time of the ``number``-th step after step ``behind``, counted from 0, or None if it is not
+        done. Only events after event number ``event`` and Unix time ``since`` count.
         """
         return self._one(
             "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
@@ -154,7 +154,7 @@ class Training:
     def _one(self, query: str, *values: float) -> float | None:
         try:
             database = sqlite3.connect(self._uri, uri=True, timeout=10.0)
-        except sqlite3.OperationalError:  # not made yet
+        except sqlite3.OperationalError:  # not created yet
             return None
         try:
             row = database.execute(query, values).fetchone()
@@ -173,7 +173,7 @@ def members(live: LiveRun, kind: str) -> set[int]:
     found = {pid for pid, line in live.processes().items() if title in f"{line} "}
     if kind == CONTROLLER:
         return {pid for pid in found if parent_of(pid) == live.pid}
-    if kind in RAY:  # not what it has just forked off, which has its title for a moment
+    if kind in RAY:  # without children that it has just forked, which have its title for a moment
         return {pid for pid in found if parent_of(parent_of(pid)) == live.pid}
     if kind in (FORK_SERVER, FORKED_WORKER):
         return {pid for pid in found if (parent_of(pid) in found) == (kind == FORKED_WORKER)}
@@ -191,7 +191,7 @@ def newborn(live: LiveRun, kind: str, *, known: set[int]) -> int | None:
 
 
 def find_process(live: LiveRun, kind: str) -> int:
-    """The pid of a kind's newest living process; waits for one that is just being restarted."""
+    """Returns the pid of a kind's newest living process; waits for a process that is being restarted."""
     pid = newborn(live, kind, known=set())
     if pid is None:
         raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
@@ -212,7 +212,7 @@ def _born(pid: int) -> float:
 
 
 def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
-    """Returns at a random moment after some more steps, with how the run stands: the last harm may show only now."""
+    """Returns the run's state at a random moment after some more steps: the last harm may show its effect only now."""
     goal, deadline = training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
     while training.newest() < goal:
         if not live.running():
@@ -227,9 +227,9 @@ def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
 def new_step(
     live: LiveRun, training: Training, *, since: float, event: int, number: int = 0
 ) -> tuple[str, float | None]:
-    """Waits for the ``number``-th step, from 0, that was never done before Unix time ``since``.
+    """Waits for the ``number``-th new step after Unix time ``since``, counted from 0.
 
-    Only what was persisted after event number ``event`` counts. Returns how the run stands, and the seconds.
+    Only events after event number ``event`` count. Returns the run's state and the seconds.
     """
     behind = training.newest_at(since)
     while True:
@@ -241,8 +241,8 @@ def new_step(
 
 
 def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
-    """(samples lost, samples trained twice) by a run's ledger."""
-    if not (folder / "ledger.sqlite").exists():  # it ended before it began
+    """Returns the numbers of lost and of twice trained samples from a run's ledger."""
+    if not (folder / "ledger.sqlite").exists():  # the run ended before it created the file
         return 0, 0
     with LedgerFile(folder / "ledger.sqlite") as file:
         books = file.counts(run_over=run_over)

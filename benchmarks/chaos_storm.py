@@ -1,10 +1,10 @@
-"""The storm of `benchmarks.chaos`: draws of injuries from one table, on any kind of run, at any phase, and in pairs.
+"""Random fault injection (``benchmarks.chaos --storm``): draws injuries for any kind of run at any phase.
 
-An `Injury` is a row of the table: a process is killed or stopped, at any moment, at its birth, during a checkpoint or a
-publication; two processes at once; a full disk; a lock on the ledger; no file descriptor left; a damaged checkpoint;
+An injury is an entry of `injuries`: a process is killed or stopped at any moment, at its start, during a checkpoint or
+a publication; two processes at once; a full disk; a lock on the ledger; no free file descriptor; a damaged checkpoint;
 signals to all processes. `storm` draws a run and `DRAWS_A_RUN` injuries for it, inflicts them one after the other, and
-lets the run end in peace. An injury that ends a run by its nature, such as SIGKILL to all processes, is followed by the
-command again with ``resume=auto``. What was lost or trained twice is read by SQL of this file's own.
+lets the run end without further harm. After an injury that ends the run, such as SIGKILL to all processes, the command
+is started again with ``resume=auto``. Lost and twice trained samples are counted by SQL in this file.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from tests.outages import filled, locked
 DRAWS_A_RUN = 10
 OUTAGES_S = (2.0, 8.0, 15.0)
 DISK_MIB = 512
-LATEST_BIRTH_S = 2.0  # after which a process has usually answered
-PHASE_S = 60.0  # how long a phase, such as a checkpoint, is waited for
+LATEST_BIRTH_S = 2.0  # within which a process usually answers
+PHASE_S = 60.0  # deadline of the wait for a phase, such as a checkpoint
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 
 
 class NotMet(Exception):
-    """The injury could not be inflicted, because what it needs was not there in time."""
+    """The injury could not be inflicted, because its precondition was not met in time."""
 
 
 @dataclass(kw_only=True)
 class Scene:
-    """Is one run under harm. ``live`` is its newest command. ``words`` describe the newest injury."""
+    """Holds one run under harm. ``live`` is its newest command. ``words`` describe the newest injury."""
 
     folder: Path
     run: HarmedRun
@@ -82,7 +82,7 @@ class Scene:
         return self.chance.choice((KILLED, STOPPED))
 
     def again(self) -> None:
-        """Ends what is left of the run and starts the command again."""
+        """Ends the remaining processes of the run and starts the command again."""
         with suppress(AssertionError):
             self.live.finish(deadline_s=HUNG_S)
         self.live.__exit__()
@@ -102,7 +102,7 @@ Inflict = Callable[[Scene], None]
 
 
 def signalled(kind: str, number: signal.Signals) -> Inflict:
-    """Sends a signal to the newest process of a kind; the services that a lost controller leaves train on a moment."""
+    """Sends a signal to a kind's newest process. After the loss of a controller it waits for the next controller."""
 
     def inflict(scene: Scene) -> None:
         controllers = members(scene.live, CONTROLLER)
@@ -114,7 +114,7 @@ def signalled(kind: str, number: signal.Signals) -> Inflict:
 
 
 def born(kind: str, number: signal.Signals) -> Inflict:
-    """Kills a process and sends a signal to its successor before that has answered, or soon after."""
+    """Kills a process and sends a signal to its successor before or soon after its first answer."""
 
     def inflict(scene: Scene) -> None:
         known = members(scene.live, kind)
@@ -150,7 +150,7 @@ def in_checkpoint(scene: Scene) -> None:
 
 
 def in_publication(scene: Scene) -> None:
-    """Harms a process at the moment in which a weight version appears."""
+    """Harms a process when a weight version appears."""
     kind, pid = scene.process()
     versions = [folder for folder in scene.live.places() if folder.parent == Path("/dev/shm")]
     before = {file for folder in versions for file in folder.rglob("*")}
@@ -175,7 +175,7 @@ def ledger_locked(scene: Scene) -> None:
 
 
 def no_descriptor(scene: Scene) -> None:
-    """Lets a process open no further file for some seconds."""
+    """Prevents a process from opening files for some seconds."""
     kind, pid = scene.process()
     seconds = scene.chance.choice(OUTAGES_S)
     scene.words.append(f"no descriptor for {kind} for {seconds:g} s")
@@ -201,21 +201,21 @@ def damaged_checkpoint(scene: Scene) -> None:
 
 
 def owners_killed(scene: Scene) -> None:
-    """Kills supervisor and controller at one moment; the command is given again."""
+    """Kills supervisor and controller at the same time and starts the command again."""
     scene.words.append("SIGKILL to supervisor and controller")
     scene.live.kill_owners()
     scene.again()
 
 
 def everything_killed(scene: Scene) -> None:
-    """Kills all processes; the command is given again."""
+    """Kills all processes and starts the command again."""
     scene.words.append("SIGKILL to all processes")
     scene.live.kill_everything()
     scene.again()
 
 
 def interrupted(number: signal.Signals) -> Inflict:
-    """Sends a stop signal to all processes, which ends the run in order; the command is given again."""
+    """Sends a stop signal to all processes, which ends the run in order, and starts the command again."""
 
     def inflict(scene: Scene) -> None:
         scene.words.append(f"{number.name} to all processes")
@@ -226,12 +226,12 @@ def interrupted(number: signal.Signals) -> Inflict:
 
 
 def injuries(run: HarmedRun) -> dict[str, Inflict]:
-    """Returns the table of a kind of run: kind → what inflicts it."""
+    """Returns the injuries of a kind of run: name → function that inflicts it."""
     found: dict[str, Inflict] = {}
     for kind in run.processes:
         for verb, number in (("kill", KILLED), ("stop", STOPPED)):
             found[f"{verb} {kind}"] = signalled(kind, number)
-            if kind not in (CONTROLLER, *RAY):  # their successors come with another controller
+            if kind not in (CONTROLLER, *RAY):  # their successors start with the next controller
                 found[f"{verb} {kind} at birth"] = born(kind, number)
     for verb, number in (("kill", KILLED), ("stop", STOPPED)):
         found[f"{verb} a forked worker"] = born(FORKED_WORKER, number)
@@ -255,9 +255,9 @@ def injuries(run: HarmedRun) -> dict[str, Inflict]:
 # -- Draws ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Is one injury of a run and its result.
+    """Holds one injury of a run and its result.
 
-    ``seconds`` is the time from its end until the third new train step. The rows of two may have existed before it.
+    ``seconds`` is the time from the injury's end to the third new train step. The rows of two may exist already.
     """
 
     kind: str
@@ -273,7 +273,7 @@ class Draw:
 
 
 def harmed(scene: Scene, kind: str, name: str) -> Draw:
-    """Lets the run train, inflicts one injury and waits until training goes on."""
+    """Lets the run train, inflicts one injury and waits until training continues."""
     if (stood := let_train(scene.live, scene.training, scene.chance)) != "survived":
         return Draw(kind=kind, run=name, words=f"before {kind}", at_step=scene.training.newest(), end=stood)
     scene.words, at_step = [], scene.training.newest()
@@ -288,7 +288,7 @@ def harmed(scene: Scene, kind: str, name: str) -> Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Books:
-    """Holds what a run's ledger says at its end, read by SQL of this file."""
+    """Holds the sample counts of a run's ledger at its end."""
 
     issued: int
     lost: int
@@ -317,7 +317,7 @@ def read_ledger(folder: Path) -> Books:
 
 
 def storm_run(folder: Path, name: str, kinds: Sequence[str], *, seed: int) -> Iterator[Draw | Books]:
-    """Runs once with these injuries, then to its end in peace; yields each draw, and at last the books."""
+    """Runs once with these injuries, then to its end without harm; yields each draw, then the ledger's counts."""
     run, training = RUNS[name], Training(folder)
     scene = Scene(
         folder=folder,
@@ -348,7 +348,7 @@ def storm_run(folder: Path, name: str, kinds: Sequence[str], *, seed: int) -> It
 
 
 class SmallDisk:
-    """Is a file system of its own for runs that fill it, if this user may mount one; else their folder as it is."""
+    """Mounts a small file system on a folder, for runs that fill their disk; does nothing if the user may not mount."""
 
     def __init__(self, folder: Path) -> None:
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
@@ -356,7 +356,7 @@ class SmallDisk:
         self._folder = folder
 
     def close(self) -> None:
-        """Unmounts it."""
+        """Unmounts the file system."""
         if self.mounted:
             subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the train step: its copy in host memory, against its write.
+"""Measures the cost of a checkpoint for the train step: the copy in host memory, and the write.
 
     python -m benchmarks.checkpoint [--width 640] [--layers 16] [--repeats 5]
 
@@ -44,7 +44,7 @@ def make_model(folder: Path, *, width: int, layers: int) -> None:
 
 
 def trained(folder: Path) -> Any:
-    """A back end after one step, so that the optimizer has its state."""
+    """Returns a back end after one step, so that the optimizer has its state."""
     from relax_core.train.policy_backend import MegatronBackend
 
     backend = MegatronBackend(one_rank_setup(folder), temperature=1.0)

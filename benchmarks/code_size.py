@@ -1,8 +1,8 @@
 """Reports the size of the code: ``python -m benchmarks.code_size``.
 
-Printed are lines and files by room, files above 800 lines, functions above 100 lines, files that mention
-``max_staleness``, and the lines of tests and benchmarks. No test fails for a size; the author of a long file or
-function looks for its second topic.
+Prints lines and files by folder, files above 800 lines, functions above 100 lines, files that mention
+``max_staleness``, and the lines of tests and benchmarks. No test checks these sizes; a long file or function should be
+searched for a second topic.
 """
 
 from __future__ import annotations

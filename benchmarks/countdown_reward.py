@@ -1,9 +1,9 @@
-"""The reward of `benchmarks.long_tail`: the share of the numbers asked for that have the colour asked for.
+"""The reward of `benchmarks.long_tail`: the share of the requested numbers that have the requested colour.
 
     python -m relax_core reward=plugin reward.name=benchmarks/countdown_reward.py reward.cap=1024
 
-The numbers of all turns count. An answer that is not the whole countdown, or that was cut, has none that is right. The
-part ``counted`` is the share of the answers that are it.
+The numbers of all turns count. An answer that is truncated or not the whole countdown has no right numbers. The part
+``counted`` is the share of answers that are the whole countdown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CountdownConfig(RewardConfig):
 
 
 def check_row(row: Mapping[str, Any], config: CountdownConfig) -> None:
-    """Raises ValueError for a prompt that is none of the task, or that asks for a longer answer than the run allows."""
+    """Raises ValueError for a prompt of another task, or one that requests a longer answer than the run allows."""
     prompts = prompts_of(row)
     key = "env.max_turn_tokens" if len(prompts) > 1 else "rollout.max_new_tokens"
     for prompt in prompts:
@@ -35,7 +35,7 @@ def check_row(row: Mapping[str, Any], config: CountdownConfig) -> None:
 def score(given: RewardInput, config: CountdownConfig) -> RewardOutput:
     """Returns the share of numbers in the right colour; exact if all are.
 
-    All turns but the last one have stopped, because a cut turn ends an episode (env.on_turn_cut=end).
+    Only the last turn can be truncated, because a truncated turn ends an episode (env.on_turn_cut=end).
     """
     wanted = [answer_of(prompt).split() for prompt in prompts_of(given.row)]
     said = [text.split() for text in given.turns or [given.response]]

@@ -1,17 +1,17 @@
-"""A task whose answers have the length that the prompt asks for, for `benchmarks.long_tail`, and a model that does it.
+"""The task of `benchmarks.long_tail`, whose prompts set the length of the answer, and a model that solves it.
 
-The prompt "red 137" asks for the countdown from 137 in red: "137r 136r … 1r". Each number of each colour is one token,
-so this answer has 138 tokens with its end. The model counts right from the start and colours each number right in 6 of
-10 cases; the colour is what is learnt (benchmarks/countdown_reward.py). So the lengths of answers are known and long
-tailed while the model learns. With several turns a row has the prompts of all of them, and the answers stay in the
+The prompt "red 137" requests the countdown from 137 in red: "137r 136r … 1r". Each number of each colour is one token,
+so this answer has 138 tokens including the end token. The model counts correctly from the start and picks the right
+colour in 6 of 10 cases; it learns the colour (benchmarks/countdown_reward.py). So answers have known, long-tailed
+lengths while the model learns. With several turns a row has the prompts of all turns, and the answers stay in the
 context (benchmarks/countdown_env.py).
 
-The model is a Qwen3 of 6.0 million parameters. A number's row of the output is made from the embedding of the number
-above it, so that it counts before it is taught anything; a short supervised training then teaches the colours.
+The model is a Qwen3 of 6.0 million parameters. A number's row of the output layer is made from the embedding of the
+next higher number, so that the untrained model counts down; a short supervised training then teaches the colours.
 
     python -m benchmarks.countdown_task --into FOLDER       # makes the model, in about two minutes on a core
 
-A model is made on first use, in a process of its own, and kept in the user's cache folder as the builtin ones are.
+The model is made on first use in a separate process and cached in the user's cache folder, like the builtin models.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Qwen3ForCausalLM
 
-CAP = 1024  # tokens of the longest answer, its end included
-SHORTEST = 2  # tokens of the shortest answer: one number and the end
-SIGMA = 1.0  # of the logarithm of lengths
+CAP = 1024  # tokens of the longest answer, with the end token
+SHORTEST = 2  # tokens of the shortest answer: one number and the end token
+SIGMA = 1.0  # standard deviation of the logarithm of lengths
 COLOURS = ("red", "blue")
 PROMPT_TOKENS = 2
-POSITIONS = 2 * CAP  # of the model: tokens of an episode, its prompts included
+POSITIONS = 2 * CAP  # positions of the model: tokens of an episode with its prompts
 LATER = "later_prompts"  # the column of the prompts of all turns but the first
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
 _FIRST_COLOUR, _FIRST_NUMBER = 3, 5  # token ids
 _SIZE, _LAYERS = 256, 6
 _NUMBER_NORM, _OUTPUT_NORM, _COLOUR_NORM = 16.0, 4.0, 1.0
 WINDOW, WINDOWS = 30, 32  # answer tokens of a window of an answer, and windows of a batch
-WHOLE_EVERY = 4  # each so many batches one is a whole answer of the longest
-RECIPE_VERSION = 3  # to be raised when a change of this file gives another model
+WHOLE_EVERY = 4  # every fourth batch is one whole answer of the greatest length
+RECIPE_VERSION = 3  # increase when a change of this file changes the model
 _MAKE_DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColourWarmStart(SeeWarmStart):
-    """Is the supervised training: the colour asked for at first, and with the share ``guessed`` of it afterwards."""
+    """Defines the supervised training: first the requested colour, then that colour with the share ``guessed``."""
 
     first_share: float = 0.98
 
@@ -70,7 +70,7 @@ RECIPE = ColourWarmStart(
 
 # -- lengths and rows -------------------------------------------------------------------------------------------------
 def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
-    """Returns lengths in tokens, lognormal with this mean before they are cut to `SHORTEST` … ``cap``."""
+    """Returns lengths in tokens, lognormal with this mean and clipped to `SHORTEST` … ``cap``."""
     if not SHORTEST < mean < cap <= CAP:
         raise ValueError(f"mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, which the model can count.")
     chance = random.Random(f"lengths {seed}")
@@ -79,31 +79,31 @@ def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
 
 
 def check_wish(length: int, cap: int, *, key: str = "rollout.max_new_tokens") -> None:
-    """Raises ValueError if an answer of ``length`` tokens is longer than ``cap``, and so could never end."""
+    """Raises ValueError if an answer of ``length`` tokens is longer than ``cap`` and would be truncated."""
     if length > cap:
         raise ValueError(
-            f"{key}={cap}: a prompt wishes for an answer of {length} tokens, its end included. "
-            f"Set {key}={length} or more, or take the prompt out."
+            f"{key}={cap}: a prompt requests an answer of {length} tokens with its end token. "
+            f"Set {key}={length} or more, or remove the prompt."
         )
 
 
 def most_turn_tokens(turns: int) -> int:
-    """Returns the tokens that each turn of an episode may have at most, because of the model's positions."""
+    """Returns the largest number of tokens per turn that the model's positions allow."""
     return min(CAP, POSITIONS // turns - PROMPT_TOKENS)
 
 
 def prompts_of(row: Mapping[str, Any]) -> list[str]:
-    """Returns the prompts of the turns that a row asks for, in order."""
+    """Returns the prompts of a row's turns, in order."""
     return [str(row["prompt"]), *map(str, row.get(LATER, ()))]
 
 
 def prompt_of(length: int, colour: str) -> str:
-    """Returns the prompt that asks for an answer of so many tokens, its end included."""
+    """Returns the prompt for an answer of ``length`` tokens, including the end token."""
     return f"{colour} {length - 1}"
 
 
 def wish_of(prompt: str) -> tuple[str, int]:
-    """Returns the colour that a prompt asks for, and the number that it begins with. Raises ValueError for another."""
+    """Returns the colour and the first number that a prompt requests. Raises ValueError for any other prompt."""
     colour, _, number = prompt.partition(" ")
     if colour not in COLOURS or not number.isdecimal() or not 1 <= int(number) < CAP:
         raise ValueError(f"prompt={prompt!r}: write a colour ({', '.join(COLOURS)}) and a number from 1 to {CAP - 1}.")
@@ -117,7 +117,7 @@ def answer_of(prompt: str) -> str:
 
 
 def write_rows(file: Path, wishes: Sequence[Sequence[int]], *, seed: int) -> None:
-    """Writes a row of a data file for each list of the lengths of turns, in this order, with colours at random."""
+    """Writes one data row for each entry of ``wishes``, the answer lengths of its turns, with random colours."""
     chance = random.Random(f"colours {seed}")
     rows = []
     for lengths in wishes:
@@ -139,7 +139,7 @@ def number_ids(kind: int) -> slice:
 
 
 def model_folder() -> Path:
-    """Returns the folder of the model, which is made if it is not there."""
+    """Returns the folder of the model, which is made if it does not exist."""
     key = hashlib.blake2b(f"{RECIPE_VERSION}/{asdict(RECIPE)}".encode(), digest_size=6).hexdigest()
     root = default_cache_root()
     folder = root / f"countdown-{key}"
@@ -192,7 +192,7 @@ def write_model(folder: Path) -> None:
 
 
 def _count_down(model: Qwen3ForCausalLM) -> None:
-    """Makes embeddings and output so that the model counts down: an output row is the embedding of the number above."""
+    """Sets embeddings and output so that the model counts down: an output row is the embedding of the number above."""
     import torch
 
     colour = torch.nn.functional.normalize(torch.randn(_SIZE), dim=0)
@@ -203,19 +203,19 @@ def _count_down(model: Qwen3ForCausalLM) -> None:
     with torch.no_grad():
         outputs.zero_()
         inputs[_FIRST_COLOUR:_FIRST_NUMBER] = _NUMBER_NORM * words
-        inputs[number_ids(0)] = _NUMBER_NORM * numbers[1:]  # a prompt's number is followed by itself
+        inputs[number_ids(0)] = _NUMBER_NORM * numbers[1:]  # the countdown starts with the prompt's number
         for kind, sign in ((1, 1.0), (2, -1.0)):
             inputs[number_ids(kind)] = _NUMBER_NORM * numbers[:-1]
             outputs[number_ids(kind)] = _OUTPUT_NORM * numbers[1:] + sign * _COLOUR_NORM * colour
-            outputs[number_ids(kind).start] = 0.0  # 0 is never written: the end stands for it
+            outputs[number_ids(kind).start] = 0.0  # 0 is never written: the end token replaces it
         outputs[token_ids()[END]] = _OUTPUT_NORM * numbers[1]
 
 
 def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
-    """Returns the cross-entropy of one batch against the shares that both colours of the next number shall have.
+    """Returns the cross-entropy of one batch against the target shares of both colours of the next number.
 
-    A window of an answer stands at its true positions behind its prompt, and what lies between them is left out. So all
-    numbers and positions are taught evenly, and few batches need an answer of the full length.
+    A window of an answer has its true positions after its prompt; the tokens between them are left out. So all numbers
+    and positions are taught evenly, and few batches need an answer of full length.
     """
     import torch
 
@@ -231,7 +231,7 @@ def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
     answer = torch.where(values > 0, _FIRST_NUMBER + CAP * kinds + values, 0)
     ids = torch.cat((_FIRST_COLOUR + asked, _FIRST_NUMBER + first, answer), 1)
     positions = torch.cat((torch.tensor([[0, 1]]).expand(count, 2), 2 + places), 1)
-    following = torch.cat((first, values - 1), 1)  # the number behind each token from the second on; 0 for the end
+    following = torch.cat((first, values - 1), 1)  # the number after each token from the second on; 0 for the end token
     hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).last_hidden_state
     taught = following >= 0
     logprobs: Any = model.lm_head(hidden[:, 1:][taught]).log_softmax(-1)

@@ -1,9 +1,9 @@
-"""What data.mix keeps where videos come back ten times later than text: ``python -m benchmarks.data_mix``.
+"""Measures data.mix when rewards of videos take ten times as long as those of text: ``python -m benchmarks.data_mix``.
 
 Two whole runs of tiny_qwen3_vl on data=see (pictures, videos, words), async at staleness 1 with over-sampling 1.5: one
-without data.mix, which draws a third of each, and one with it. This file is also the reward of both: it waits
-``--text-s`` seconds for an answer, and ten times as long for an answer about a video, as a slow judge would. Printed of
-each modality: share of the issued samples that have an end, share of the trained ones, and their difference in points.
+without data.mix, which draws a third of each, and one with it. This file is also the reward of both: like a slow judge,
+it waits ``--text-s`` seconds for an answer, and ten times as long for an answer about a video. Prints for each modality
+its share of the issued samples that have ended, its share of the trained samples, and the difference in points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIX = "{image: 0.35, text: 0.4, video: 0.25}"
 
 @dataclass(frozen=True)
 class SlowVideosConfig(RewardConfig):
-    """Holds the settings: ``text_s`` is the time of a reward in seconds, but for videos."""
+    """Holds the settings: ``text_s`` is the time of a reward in seconds, except for videos."""
 
     name: str = "slow_videos"
     text_s: float = 0.5
@@ -34,18 +34,18 @@ class SlowVideosConfig(RewardConfig):
 
 
 async def score(given: RewardInput, config: SlowVideosConfig) -> RewardOutput:
-    """Returns 1 for the right answer, late."""
+    """Returns 1 for the right answer, after the wait."""
     shows_video = any(item.kind == "video" for item in given.media)
     await asyncio.sleep(config.text_s * (SLOWER if shows_video else 1))
     exact = given.stopped and given.response.strip() == given.answer.strip()
     return RewardOutput(reward=float(exact), exact=exact)
 
 
-SPEC = RewardSpec(name="slow_videos", summary="exact match, late for videos", config=SlowVideosConfig, score=score)
+SPEC = RewardSpec(name="slow_videos", summary="exact match, slow for videos", config=SlowVideosConfig, score=score)
 
 
 def modalities(folder: Path, arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """Returns the figures by modality of a run in ``folder``."""
+    """Returns the metrics by modality of a run in ``folder``."""
     command = [
         *(sys.executable, "-m", "relax_core", f"run.dir={folder}", "model=tiny_qwen3_vl", "data=see"),
         *(f"reward.name={Path(__file__).resolve()}", f"reward.text_s={arguments.text_s}"),
@@ -65,7 +65,7 @@ def modalities(folder: Path, arguments: argparse.Namespace, *options: str) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="train steps of a run")
-    parser.add_argument("--text-s", type=float, default=0.5, help="seconds of a reward, a tenth of a video's")
+    parser.add_argument("--text-s", type=float, default=0.5, help="seconds of a reward; ten times as long for videos")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a run is given up")
     arguments = parser.parse_args()
     for title, options in (("data.mix=null", ()), (f"data.mix={MIX}", (f"data.mix={MIX}",))):

@@ -1,21 +1,20 @@
-"""Engines that come and go in a real run of the demo: ``python -m benchmarks.elastic --adds 20 --stop 30 --cycles 50``.
+"""Adds and removes engines of a real run of the demo: ``python -m benchmarks.elastic --adds 20 --stop 30 --cycles 50``.
 
-``--adds N`` adds one engine and takes it out again, N times, in one run under load (the engine of the start takes 16
-samples at once and is slower than the trainer). Printed are the seconds from POST to each state and to the engine's
-first group on the bus, how long it takes to leave, and the train steps while engines join beside those of the same run
-without any change.
+``--adds N`` adds one engine and removes it again, N times, in one run under load (the first engine takes 16 samples at
+once and is slower than the trainer). Prints the seconds from POST to each state and to the engine's first group on the
+bus, the time to leave, and the duration of train steps while engines join, compared with steps without any change.
 
-``--cycles N`` adds one to three engines and takes them out, N times, and in turn cancels an order or kills a process
-with SIGKILL while an engine joins or leaves. Printed are how each cycle went, the samples that were lost or trained
-twice, and the memory of controller, rollout and trainer before and after.
+``--cycles N`` adds one to three engines and removes them, N times. Meanwhile it cancels an order or kills a process
+with SIGKILL, in turns, while an engine joins or leaves. Prints the result of each cycle, the samples that were lost or
+trained twice, and the memory of controller, rollout and trainer before and after.
 
-``--leaves N`` lets an engine leave under load N times: in turn it finishes its samples, its samples are moved at once,
-and the order is cancelled while it drains. Printed are how the orders ended and how long they took.
+``--leaves N`` removes an engine under load N times: in turns the engine finishes its samples, its samples are moved at
+once, and the order is cancelled while the engine drains. Prints how the orders ended and how long they took.
 
-``--stop SECONDS`` stops a newcomer by SIGSTOP for so long, in each state of its joining and when it serves and leaves.
-Printed are the longest train steps meanwhile beside those of the same run without any change.
+``--stop SECONDS`` stops a new engine by SIGSTOP for this time: in each state of its joining, when it serves, and when
+it leaves. Prints the longest train steps during the stop, compared with steps without any change.
 
-``--pairs N`` runs the demo with a gateway that nobody asks and without one, in turns, N times each.
+``--pairs N`` runs the demo with an idle gateway and without a gateway, in turns, N times each.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from tests.integration.elastic_run import JOINING, OVERRIDES, OWNER, TRAINER, El
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun, run_to_end
 
 WARM_STEPS = 30
-QUIET_STEPS = 200  # train steps without any change of the engines, to which the others are compared
-MOST = 4  # engines at once, that of the start included
+QUIET_STEPS = 200  # train steps without any change of the engines, for comparison
+MOST = 4  # engines at once, with the first engine
 ADD_RUN = (*OVERRIDES, "run.save_every=0")
 PAIR_RUN = ("run.steps=300", "eval.every=0", "run.save_every=0", "run.export_hf=false")
 CYCLE_RUN = (
@@ -62,18 +61,18 @@ HARMS = [
 
 
 def words(seconds: Sequence[float]) -> str:
-    """Says the median and the worst of some seconds."""
+    """Formats the median and the maximum of some seconds."""
     return f"median {median(seconds):.2f} s, worst {max(seconds):.2f} s ({len(seconds)} times)"
 
 
 def books(run: FinishedRun) -> str:
-    """Says what the ledger of a run counts."""
+    """Formats the counts of a run's ledger."""
     found = run.summary["ledger"]
     return f"{found['issued']} samples, {found['lost']} lost, {found['trained_twice']} trained twice"
 
 
 def said(steps: Sequence[float]) -> str:
-    """Says how long train steps took, in milliseconds."""
+    """Formats the durations of train steps in milliseconds."""
     if not steps:
         return "no train step"
     ordered = sorted(steps)
@@ -83,7 +82,7 @@ def said(steps: Sequence[float]) -> str:
 
 # -- adding under load ------------------------------------------------------------------------------------------------
 def step_ms(folder: Path) -> list[tuple[float, float]]:
-    """Returns when each train step was recorded, as a Unix time in seconds, and how long it took in milliseconds."""
+    """Returns for each train step the Unix time of its record in seconds, and its duration in milliseconds."""
     return [(one.time_s, one.values["step_ms"]) for one in each_metric(folder) if one.source == ACTOR]
 
 
@@ -126,7 +125,7 @@ def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
 
 # -- leaving under load -----------------------------------------------------------------------------------------------
 def leaves(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
-    """Lets engines leave ``times`` times; returns whether every order ended as it should and no sample was lost."""
+    """Removes engines ``times`` times; returns whether no sample was lost. Raises AssertionError if an order fails."""
     took: dict[str, list[float]] = {}
     ends: Counter[str] = Counter()
     with LiveRun(folder, *ADD_RUN, *overrides) as live:
@@ -160,9 +159,9 @@ def leaves(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
     return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
 
 
-# -- engines that stand still ------------------------------------------------------------------------------------------
+# -- stopped engines ---------------------------------------------------------------------------------------------------
 def stops(folder: Path, *, seconds: float, overrides: Sequence[str]) -> bool:
-    """Stops newcomers for some seconds, one in each state; returns whether no sample was lost."""
+    """Stops new engines for some seconds, one in each state; returns whether no sample was lost."""
     spans: dict[str, tuple[float, float]] = {}
     ends: dict[str, str] = {}
     with LiveRun(folder, *ADD_RUN, "run.heartbeat_timeout_s=600", *overrides) as live:
@@ -185,7 +184,7 @@ def stops(folder: Path, *, seconds: float, overrides: Sequence[str]) -> bool:
             time.sleep(seconds)
             spans[f"stopped in {state}"] = began, time.time()
             for pid in pids:
-                with suppress(ProcessLookupError):  # it was taken out meanwhile
+                with suppress(ProcessLookupError):  # it was removed meanwhile
                     os.kill(pid, signal.SIGCONT)
             way = "scale_in" if state == "DRAINING" else "scale_out"
             ends[f"stopped in {state}"] = elastic.follow(way, order)["status"]
@@ -217,7 +216,7 @@ def memory(live: LiveRun) -> dict[str, float]:
 
 
 def cycle(elastic: ElasticRun, harm: tuple[str, str], *, engines: int) -> str:
-    """Adds engines and takes them out, with one harm meanwhile; returns how both orders ended."""
+    """Adds engines and removes them, with one harm meanwhile; returns how both orders ended."""
     victim, state = harm
     ends = []
     for way, target in (("scale_out", 1 + engines), ("scale_in", 1)):
@@ -236,14 +235,14 @@ def cycle(elastic: ElasticRun, harm: tuple[str, str], *, engines: int) -> str:
 
 
 def cancelled(elastic: ElasticRun, way: str, body: dict[str, Any], *, state: str) -> dict[str, Any]:
-    """Gives an order, cancels it in a state or when it has just left it, and returns its end."""
+    """Gives an order, cancels it during or just after a state, and returns the order at its end."""
     order = elastic.follow(way, elastic.ask("POST", f"/rollout/{way}", body), state)
     elastic.ask("POST", f"/rollout/{way}/{order['request_id']}/cancel", refusals=(409,))
     return elastic.follow(way, order)
 
 
 def cycles(folder: Path, *, times: int, seed: int, overrides: Sequence[str]) -> bool:
-    """Goes through ``times`` cycles; returns whether all ended and no sample was lost."""
+    """Runs ``times`` cycles; returns whether all ended and no sample was lost."""
     chance = random.Random(seed)
     harms = chance.sample(HARMS, len(HARMS))
     planned = [harms[number % len(harms)] for number in range(times)]
@@ -268,9 +267,9 @@ def cycles(folder: Path, *, times: int, seed: int, overrides: Sequence[str]) -> 
     return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
 
 
-# -- a gateway that nobody asks ---------------------------------------------------------------------------------------
+# -- an idle gateway --------------------------------------------------------------------------------------------------
 def pairs(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
-    """Compares samples a second with and without a gateway."""
+    """Compares samples per second with and without a gateway."""
     rates: dict[str, list[float]] = {"local": [], "none": []}
     for turn in range(times):
         for name in sorted(rates, reverse=turn % 2 == 0):
@@ -286,12 +285,12 @@ def pairs(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adds", type=int, default=0, help="how often one engine is added and taken out")
-    parser.add_argument("--cycles", type=int, default=0, help="how often engines come and go while something dies")
+    parser.add_argument("--adds", type=int, default=0, help="how often one engine is added and removed")
+    parser.add_argument("--cycles", type=int, default=0, help="how often engines join and leave, with kills or cancels")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
     parser.add_argument("--leaves", type=int, default=0, help="how often an engine leaves")
-    parser.add_argument("--stop", type=float, default=0.0, help="seconds for which newcomers are stopped")
+    parser.add_argument("--stop", type=float, default=0.0, help="seconds for which new engines are stopped")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of runs with and without a gateway")
     given = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)

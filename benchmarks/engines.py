@@ -1,13 +1,13 @@
-"""Decode speed of every engine, and what a weight update costs by each transport.
+"""Measures the decode speed of every engine and the cost of a weight update by each transport.
 
     python -m benchmarks.engines [--batches 1 16 64 256] [--parameters 0.1e6 5e6 50e6] [--parts decode sync step]
     python -m benchmarks.engines --parts profile --batches 16     # the operators of the embedded decoder
 
 - ``decode``: the embedded engine, SGLang where its environment exists, and transformers' generate on the same weights,
   one thread each, in turns. An engine's CPU time covers its HTTP, scheduling and decoding, not the client.
-- ``sync``: one weight update of the embedded engine. "written" is what the trainer waits for (the file and its digest),
-  "served" from tensors in the trainer's hands until the engine serves them, "stall" how long decoding stands still.
-- ``step``: a short run of the demo, and which part of a train step its engine stood still for the weights.
+- ``sync``: one weight update of the embedded engine. "written" is the time that the trainer waits (for the file and its
+  digest), "served" the time until the engine serves the trainer's tensors, "stall" the pause of decoding.
+- ``step``: a short run of the demo, and the share of a train step for which its engine paused for new weights.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ PARTS = ("decode", "sync", "step", "profile")
 TRANSPORTS = ("shared_memory", "gloo", "disk")
 BASE = "transformers"
 DEMO_STEPS, WARM_STEPS = 60, 10
-CPU_REPEATS = 32  # samples of a measurement at least: CPU time is counted in hundredths of a second
+CPU_REPEATS = 32  # minimum of samples in a measurement: CPU time has a resolution of 10 ms
 
 
 def engine_kinds() -> dict[str, EngineConfig]:
-    """Returns the settings of every engine that can run here."""
+    """Returns the settings of every engine that can run on this machine."""
     kinds = {"embedded": engine_config()}
     if SGLANG_PYTHON.is_file():
         kinds["sglang"] = engine_config(name="sglang", python=str(SGLANG_PYTHON), tp=1, deterministic=False)
@@ -102,7 +102,7 @@ def decode(batches: Sequence[int], *, new_tokens: int, rounds: int) -> Iterator[
 
 
 def transformers_tokens(model: Any, prompts: torch.Tensor, new_tokens: int, seed: int) -> int:
-    """Samples ``new_tokens`` behind each row of ``prompts`` with transformers, and returns how many that are."""
+    """Samples ``new_tokens`` after each row of ``prompts`` with transformers and returns their number."""
     torch.manual_seed(seed)
     with torch.inference_mode():
         out = model.generate(
@@ -123,7 +123,7 @@ def transformers_tokens(model: Any, prompts: torch.Tensor, new_tokens: int, seed
 def engine_tokens(
     loop: asyncio.AbstractEventLoop, client: EngineClient, prompts: torch.Tensor, new_tokens: int, seed: int
 ) -> int:
-    """Samples the same with an engine; its model must have no token that ends a response."""
+    """Samples as many with an engine; its model must have no token that ends a response."""
     requests = [
         PromptRequest(rid=f"{seed}-{place}", input_ids=row, sampling_seed=seed + place)
         for place, row in enumerate(prompts.tolist())
@@ -196,7 +196,7 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
         _, client = stack.enter_context(started_engine(folder, folder / "model", load_weights=False))
 
         def publisher_of(name: str) -> WeightPublisher:
-            """As in a run: disk lies on a disk, the others in shared memory."""
+            """Yields a publisher with its files as in a run: on disk for the transport disk, else in shared memory."""
             where = None if name == "disk" else "/dev/shm"
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
             transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=60.0)
@@ -216,7 +216,7 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
 
 
 def step(transport: str, number: int) -> Figures:
-    """Returns the stall as a part of a train step of the demo, from the run's own metrics."""
+    """Returns the stall as a share of a train step of the demo, from the run's metrics."""
     words = ("mode=async", f"run.steps={DEMO_STEPS}", f"engine.weight_transport={transport}", *QUIET_RUN)
     with tempfile.TemporaryDirectory() as folder:
         run = run_relax(Path(folder) / "run", *words)

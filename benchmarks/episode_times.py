@@ -1,7 +1,7 @@
-"""What slow tools, env workers and the sandbox cost: ``python -m benchmarks.episode_times [--rounds 3 --steps 24]``.
+"""Measures the cost of slow tools, env workers and the sandbox: ``python -m benchmarks.episode_times [--rounds 3]``.
 
-Whole runs of episodes of 8 turns of at most 4 tokens, 8 groups of 16, asynchronous with a staleness of 2. This file is
-also their environment: its tool takes 20 ms, and with a tail 1% of its calls take 2 s. The ways to deal with the tail
+Whole runs of episodes of 8 turns with at most 4 tokens, 8 groups of 16, asynchronous with a staleness of 2. This file
+is also their environment: its tool takes 20 ms, and with a tail 1% of its calls take 2 s. The settings against the tail
 take turns; ``samples/s`` counts trained samples, and the ratio is to tools without a tail.
 """
 
@@ -51,7 +51,7 @@ class SlowToolConfig(InteractionConfig):
 
 
 class SlowTool(BaseInteractionEnv):
-    """Answers each turn after the time of a tool."""
+    """Answers each turn after the tool's delay."""
 
     def __init__(self, start: EpisodeStart, config: SlowToolConfig) -> None:
         self._prompt, self._tail = str(start.row["prompt"]), config.tail
@@ -71,7 +71,7 @@ SPEC = EnvSpec(name="slow_tool", summary="a tool that may be slow", config=SlowT
 
 
 def rate(words: tuple[str, ...], number: int, *, steps: int) -> Figures:
-    """Returns the trained samples a second of one run."""
+    """Returns the trained samples per second of one run."""
     with tempfile.TemporaryDirectory(prefix="relax-episodes-") as folder:
         run = run_relax(Path(folder) / "run", *RUN, *words, f"run.steps={steps}", f"seed={number}")
     measured = [values for _, values in sorted(run.steps().items())][SKIPPED_STEPS:-1]
@@ -79,7 +79,7 @@ def rate(words: tuple[str, ...], number: int, *, steps: int) -> Figures:
 
 
 def env_worker_ms(*, steps: int = 500) -> float:
-    """Returns how many ms more a step takes in an env worker than in this process; medians of steps in turns."""
+    """Returns the extra milliseconds of a step in an env worker over one in this process; medians of steps in turns."""
     from relax_core.rollout.env_workers.env_workers import EnvWorkers
 
     config = IsolatedNumberGuessConfig(name=str(Path(__file__).with_name("isolated_number_guess.py")), max_turns=10**6)
@@ -107,7 +107,7 @@ def env_worker_ms(*, steps: int = 500) -> float:
 
 
 def sandbox_ms(*, runs: int = 20) -> tuple[float, float]:
-    """Returns how many ms print(1) takes in the sandbox more than in a plain process, and that one's ms (medians)."""
+    """Returns the extra milliseconds of print(1) in the sandbox, and the milliseconds in a plain process (medians)."""
     from relax_core.sandbox import run_code as sandbox
 
     python = sandbox._interpreter(None if os.getuid() else sandbox._unused_uid())  # the interpreter of the sandbox

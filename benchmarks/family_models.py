@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as Hugging Face folders: what families differ in, at sizes of no two alike."""
+"""Makes tiny random models that cover the differences of families, as Hugging Face folders; no two sizes are equal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS,
     "eos_token_id": 3,
-    "pad_token_id": None,  # transformers would give its embedding no gradient
+    "pad_token_id": None,  # else transformers leaves out the gradient of this token's embedding
     "bos_token_id": None,
     "attn_implementation": "sdpa",
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-# Of the 8 frequencies of a head some stay, some are divided and some lie between.
+# Of the 8 frequencies of a head some are unchanged, some are divided and some are interpolated.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -40,7 +40,7 @@ def _theta(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
-# Name → (model_type, what it sets beside SIZES). `head_dim` is derived where it is not given.
+# Name → (model_type, its keys in addition to SIZES). `head_dim` is derived if it is not given.
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, **_theta(1e6)}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16, "tie_word_embeddings": False, **_theta(1e6), **EXPERTS}),
@@ -56,9 +56,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family_model(folder: Path | None, variant: str, *, seed: int = 0, **sizes: Any) -> Any:
-    """The transformers model of a variant, or of the model_type of this name; ``sizes``: keys of its configuration. It
-    is in float32, and saved to ``folder`` where one is given. Its distributions are far from flat, and every norm and
-    bias is its own.
+    """Returns the transformers model of a variant, or of the model_type of this name; ``sizes``: keys of its
+    configuration. It is in float32, and saved to ``folder`` if one is given. Its distributions are far from flat, and
+    every norm and bias has random values.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

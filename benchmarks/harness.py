@@ -1,7 +1,7 @@
-"""What all benchmarks share: whole runs, engines, ways that take turns, and ratios in a table.
+"""Common parts of all benchmarks: whole runs, engines, comparisons whose variants take turns, and tables of ratios.
 
-A machine's speed changes with what else it does. Therefore the ways of a comparison take turns within one invocation,
-every other round in the opposite order, and a ratio is the median of the rounds' own ratios.
+A machine's speed changes with its load. Therefore the variants ("ways") of a comparison take turns within one
+invocation, every other round in the opposite order, and a ratio is the median over the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def command_line(doc: str | None, *, rounds: int = 3) -> argparse.ArgumentParser
     """Returns a parser with the arguments of every benchmark: ``--rounds`` and ``--json``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="how often each way is measured")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=Path, help="file for the metrics of all rounds, as JSON")
     return parser
 
 
@@ -69,13 +69,13 @@ def python(module: str, *words: str, checkout: Path = HERE, deadline_s: float = 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """Is a finished run: its summary and its metric records. Its folder may be gone."""
+    """Holds the summary and the metric records of a finished run, whose folder may be removed."""
 
     summary: dict[str, Any]
     records: Sequence[MetricRecord]
 
     def steps(self, source: str = ACTOR) -> dict[int, Mapping[str, float]]:
-        """Returns the values of a source, by train step."""
+        """Returns the metrics of a source by train step."""
         return dict(by_step(self.records, source))
 
     def samples_per_s(self, *, skipped: int) -> float:
@@ -95,7 +95,7 @@ def run_relax(folder: Path, *words: str, checkout: Path = HERE, deadline_s: floa
 
 
 def run_records(folder: Path) -> list[MetricRecord]:
-    """Returns the metrics of a run, also of a checkout from before the event log, which has them in metrics.jsonl."""
+    """Returns the metrics of a run. Checkouts from before the event log have them in metrics.jsonl."""
     if (folder / EVENTS_FOLDER).is_dir():
         return read_metrics(folder)
     found = []
@@ -107,16 +107,16 @@ def run_records(folder: Path) -> list[MetricRecord]:
     return found
 
 
-# -- ways that take turns ---------------------------------------------------------------------------------------------
+# -- comparisons ------------------------------------------------------------------------------------------------------
 @dataclass
 class Comparison:
-    """Holds the figures of each way, one entry for each round."""
+    """Holds the metrics of each way, one entry for each round."""
 
     title: str
     found: dict[str, list[Figures]] = field(default_factory=dict)
 
     def add(self, way: str, figures: Figures) -> None:
-        """Adds the figures of one round."""
+        """Adds the metrics of one round."""
         self.found.setdefault(way, []).append(figures)
 
     def median(self, way: str, figure: str) -> float:
@@ -124,7 +124,7 @@ class Comparison:
         return median(one[figure] for one in self.found[way])
 
     def ratios(self, way: str, figure: str, *, base: str) -> list[float]:
-        """Returns the ratio of a figure to that of the way ``base``, round by round."""
+        """Returns the ratio of a metric to that of the way ``base``, for each round."""
         return [one[figure] / other[figure] for one, other in zip(self.found[way], self.found[base], strict=False)]
 
     def ratio(self, way: str, figure: str, *, base: str) -> float:
@@ -132,7 +132,7 @@ class Comparison:
         return median(self.ratios(way, figure, base=base))
 
     def table(self, *, base: str | None = None, ratio_of: Sequence[str] = ()) -> str:
-        """Returns a Markdown table: a row for each way, a column for each figure and for the ratios to ``base``."""
+        """Returns a Markdown table: a row for each way, a column for each metric and for the ratios to ``base``."""
         figures = list(dict.fromkeys(name for rounds in self.found.values() for one in rounds for name in one))
         head = ["", *figures, *(f"{name} of {base}" for name in ratio_of)]
         rows = [head, ["---"] * len(head)]
@@ -172,7 +172,7 @@ def take_turns(
 
 
 def write_report(file: Path | None, *comparisons: Comparison) -> None:
-    """Writes all figures of all rounds as JSON, if a file is given."""
+    """Writes all metrics of all rounds as JSON, if a file is given."""
     if file is not None:
         report = {"machine": machine(), **{one.title: one.found for one in comparisons}}
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""The verdict of a taught judge as the reward of `benchmarks.agents`, with ``exact`` by the true answer.
+"""A reward from a trained judge's verdict, for ``benchmarks.learning --suite agents``; ``exact`` is the true answer.
 
     python -m relax_core reward=plugin reward.name=benchmarks/judged_digits.py reward.judges.main.model=FOLDER
 
-The reward is that of reward=genrm, so nothing but the judge teaches. ``exact`` says what was learnt, and the part
-``judge_right`` how often the judge and the true answer agree. With ``shuffled`` the judge sees another question of the
-data, which is the control; of known verdicts (reward.check) it sees the true one.
+The reward is that of reward=genrm, so the model learns from the judge alone. ``exact`` measures the true answers, and
+the part ``judge_right`` how often the judge agrees with them. With ``shuffled``, the control, the judge sees another
+question of the data; for known verdicts (reward.check) it sees the true question.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class JudgedDigitsConfig(GenRmConfig):
 
 
 def other_question(question: str) -> str:
-    """Returns another question of the same task: as long as this one, fixed by it, and independent of its digits."""
+    """Returns another question of the same task and length, derived from this one but independent of its digits."""
     task, _, digits = question.partition(" ")
     return f"{task} {''.join(random.Random(question).choices('0123456789', k=len(digits)))}"
 
 
 async def score(given: RewardInput, config: JudgedDigitsConfig) -> RewardOutput:
-    """Returns the judge's reward; it is exact if the response is the answer."""
-    assert isinstance(given, JudgedInput), "a run gives a reward with judges such inputs"
+    """Returns the judge's reward; exact if the response is the true answer."""
+    assert isinstance(given, JudgedInput), "rewards with judges get such inputs"
     question = str(given.row["prompt"])
     row = (
         {**given.row, "prompt": other_question(question)}
@@ -51,7 +51,7 @@ async def score(given: RewardInput, config: JudgedDigitsConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="judged_digits",
-    summary="the verdict of a taught judge, exact by the true answer",
+    summary="the verdict of a trained judge, exact by the true answer",
     config=JudgedDigitsConfig,
     score=score,
     check=check,

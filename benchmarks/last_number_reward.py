@@ -2,7 +2,7 @@
 
     python -m relax_core reward=plugin reward.name=benchmarks/last_number_reward.py [reward.near=true]
 
-With ``near`` a wrong number has 1 / (1 + its distance), so that hardly any group has equal rewards and is skipped.
+With ``near`` a wrong number gets 1 / (1 + its distance), so that few groups have equal rewards and are skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LastNumberConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: LastNumberConfig) -> RewardOutput:
-    """Returns 1 for the right number; a response without a number has 0."""
+    """Returns 1 for the right number, and 0 for a response without a number."""
     numbers = NUMBER.findall(given.response)
     if not numbers:
         return RewardOutput(reward=0.0, exact=False)

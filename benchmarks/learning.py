@@ -1,17 +1,17 @@
-"""Whole runs on several seeds, with controls: what tiny models learn, and whether they keep it.
+"""Tests learning: whole runs of tiny models on several seeds, with controls that must not learn.
 
     python -m benchmarks.learning [--suite demo see episodes agents] [--seeds 3] [--only NAME …] [--results FILE]
                                   [--curves SVG] [key=value …]
 
-Each row is one whole run; one run follows the other. ``first`` and ``last`` are the shares of held-out questions that
-greedy answers solve in the first and the last evaluation, of named parts and sets too; ``fall`` is how far the last
-evaluation or any other lies below the best one before it. ``sampled`` is the share of the training episodes over the
-first and the last ten steps. In a control the data, the reward or the environment is exchanged, so that nothing can be
-learnt. The exit code is 1 if a run misses its bounds. With ``--results``, each finished run is added to the file, and a
-run that the file has is not repeated; ``--curves`` draws the sampled shares of that file.
+Each row of the table is one whole run. ``first`` and ``last`` are the shares of held-out questions that greedy answers
+solve in the first and the last evaluation, also by reward part and evaluation set; ``fall`` is the largest drop of an
+evaluation below the best earlier one. ``sampled`` is the share of exact training episodes over the first and the last
+ten steps. A control replaces the data, the reward or the environment, so that nothing can be learnt. The exit code is 1
+if a run misses its bounds. With ``--results``, each finished run is added to the file, and runs in the file are not
+repeated; ``--curves`` draws the sampled shares of that file.
 
 - ``demo``: reverse digits.
-- ``see``: models that see and hear (data=see, data=four_modalities; chance 0.25). In "kills", an encode worker, the
+- ``see``: vision and audio models (data=see, data=four_modalities; chance 0.25). In "kills", an encode worker, the
   engine, the rollout and the trainer get SIGKILL, and the ledger's file must be exact.
 - ``episodes``: games and tools of several turns.
 - ``agents``: judges and programs with the ``openai`` client; ``judge`` is the share of right verdicts on held-out pairs
@@ -39,20 +39,20 @@ from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
 
 HERE = Path(__file__).parent
 DEADLINE_S = 3600.0
-WINDOW = 50  # train steps of a mean
+WINDOW = 50  # train steps of a moving mean
 KILLS = {2: "relax_core.data.media.encode_worker_main", 10: ENGINE, 25: ROLLOUT, 45: "ray::PolicyTrainer"}
 SGLANG_PYTHON = Path(".venv-sglang/bin/python")
-Words = Callable[[Path, int], Sequence[str]]  # the words of a run with a seed, whose files go into a folder
-Bounds = Mapping[str, tuple[float, float]]  # figure → the least and the most
+Words = Callable[[Path, int], Sequence[str]]  # (folder of a run's files, seed) → overrides of the run
+Bounds = Mapping[str, tuple[float, float]]  # metric → its least and its largest allowed value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Is one kind of run.
+    """Defines one kind of run.
 
-    ``bounds`` are those of its figures. With ``like``, the last evaluation is at most ``within`` below that of the same
-    seed of another case. ``all_seeds`` is False for a kind that runs once. Of several seeds, ``may_miss`` need not
-    reach the bounds. ``needs`` is a file without which the kind is left out.
+    ``bounds`` are those of its metrics. With ``like``, the last evaluation may be at most ``within`` below that of the
+    case ``like`` with the same seed. ``all_seeds`` is False for a kind that runs once. ``may_miss`` of several seeds
+    may miss the bounds. ``needs`` is a file without which the kind is left out.
     """
 
     words: Sequence[str] | Words
@@ -65,7 +65,7 @@ class Case:
     needs: Path | None = None
 
     def words_of(self, folder: Path, seed: int) -> list[str]:
-        """Returns the words of a run whose files go into ``folder``."""
+        """Returns the overrides of a run whose files go into ``folder``."""
         return [*(self.words(folder, seed) if callable(self.words) else self.words), f"seed={seed}"]
 
 
@@ -88,7 +88,7 @@ DEMO = {
     ),
 }
 
-# With 256 held-out rows, one part in twenty would be above its bound by chance.
+# With 256 held-out rows, one reward part in twenty would exceed its bound by chance.
 MORE_ROWS = ("data.eval_size=1024", "eval.rows=1024")
 SEE_PARTS = {f"{part}/last": least(0.9) for part in ("colour", "direction", "word")}
 SEEN = {"last": least(0.95)} | SEE_PARTS
@@ -102,14 +102,14 @@ OMNI = ("model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=tr
 
 
 def exchanged(words: Sequence[str], task: str, bounds: Bounds, *kinds: str) -> Case:
-    """Returns a control: each row has the files of any row for these kinds."""
+    """Returns a control: each row has the media of a random row for these kinds."""
     blind = {f"{PART_OF_KIND[kind]}/last": most(0.33) for kind in kinds}
     known = {name: bound for name, bound in bounds.items() if name != "last"}
     return Case(words=(*words, f"data.task={task}", *MORE_ROWS), bounds=known | blind, all_seeds=False)
 
 
 def matched(*kinds: str) -> Case:
-    """Returns the question whether a tone goes with a picture (chance 0.5), or its control."""
+    """Returns the task to decide whether a tone matches a picture (chance 0.5), or its control."""
     task = "_".join((MATCH, *kinds, "exchanged")) if kinds else MATCH
     words = (*OMNI, f"data.task={task}", f"model.task={MATCH}", *MORE_ROWS)
     if kinds:
@@ -152,7 +152,7 @@ GUESS, PRODUCT = "experiment=number_guess", "experiment=calculator"
 
 
 def no_use(*words: str, at_most: float) -> Case:
-    """Returns a control whose turns are of no use."""
+    """Returns a control whose environment gives no useful information in its turns."""
     return Case(words=words, bounds={"last": most(at_most), "sampled_last": most(at_most)}, all_seeds=False)
 
 
@@ -180,7 +180,7 @@ def judged(known: Path) -> list[str]:
 
 
 def one_judge(*, shuffled: bool) -> Words:
-    """Returns the words of a run on reverse_digits with GenRM alone; ``shuffled``: its judge sees other questions."""
+    """Returns the overrides of a run on reverse_digits by GenRM alone; ``shuffled``: the judge sees other questions."""
 
     def words(folder: Path, seed: int) -> list[str]:
         write_known_verdicts(folder / "known.jsonl", {"rev": "main"})
@@ -191,7 +191,7 @@ def one_judge(*, shuffled: bool) -> Words:
 
 
 def two_judges(*, swapped: bool) -> Words:
-    """Returns the words of a run on both tasks, whose rows name a judge; with ``swapped`` that of the other task."""
+    """Returns the overrides of a run on both tasks, whose rows name a judge, with ``swapped`` of the other task."""
 
     def words(folder: Path, seed: int) -> list[str]:
         names = list(TASKS)
@@ -205,10 +205,10 @@ def two_judges(*, swapped: bool) -> Words:
             *judged(folder / "known.jsonl"),
             *(word for task in TASKS for word in judge_words(task, judge_folder(task))),
             *("reward.route=judge", "model=qwen3", "model.dtype=float32", f"model.path={policy_folder('both')}"),
-            *("optimizer.lr=8e-4", "optimizer.beta2=0.999", "rollout.max_new_tokens=8"),  # the demo's
+            *("optimizer.lr=8e-4", "optimizer.beta2=0.999", "rollout.max_new_tokens=8"),  # as in the demo
             *("data=file", f"data.path={folder / 'train.jsonl'}", f"data.eval_path={folder / f'{names[0]}.jsonl'}"),
             f"eval.sets={{{sets}}}",
-            # Without a right reward the entropy bonus moves the policy, after 200 steps to texts that no judge reads.
+            # Without a right reward the entropy bonus moves the policy; after 200 steps no judge can read its texts.
             f"run.steps={200 if swapped else 300}",
         ]
 
@@ -216,17 +216,17 @@ def two_judges(*, swapped: bool) -> Words:
 
 
 def played(game: str, experiment: str) -> list[str]:
-    """Returns the words of a run whose episodes the program benchmarks/openai_agent.py plays."""
+    """Returns the overrides of a run whose episodes the program benchmarks/openai_agent.py plays."""
     own = [experiment, "env=agent", f"agent.command=python {HERE / 'openai_agent.py'} {game}"]
     return [*own, "agent.workers=8", "env.max_turns=3"]
 
 
 def guesses(game: str) -> Words:
-    """Returns the words of a run of the guessing game with the model that was taught its history."""
+    """Returns the overrides of a run of the guessing game with the model that was trained on its history."""
 
     def words(folder: Path, seed: int) -> list[str]:
         model = ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}", "optimizer.beta2=0.999"]
-        # Half of its guesses heed the answers from the start, so fewer steps and less entropy teach it the rest.
+        # Half of its guesses use the hints from the start, so fewer steps and less entropy suffice.
         return [*played(game, GUESS), *model, "run.steps=200", "algo.entropy_coef=0.03"]
 
     return words
@@ -251,14 +251,14 @@ SUITES: Mapping[str, Mapping[str, Case]] = {"demo": DEMO, "see": SEE, "episodes"
 CASES = {name: case for suite in SUITES.values() for name, case in suite.items()}
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------------------------------
 def largest_fall(values: Sequence[float]) -> float:
-    """Returns how far a value lies below the best one before it, at most."""
+    """Returns the largest drop of a value below the best earlier value."""
     return max(best - value for best, value in zip(accumulate(values, max), values, strict=True))
 
 
 def figures_of(run: FinishedRun) -> Figures:
-    """Returns the figures of a finished run."""
+    """Returns the metrics of a finished run."""
     summary, evaluations = run.summary, run.summary["eval"]
     held_out = [one["exact"] for one in evaluations]
     sampled = shares(run)
@@ -289,7 +289,7 @@ def shares(run: FinishedRun) -> list[float]:
 
 
 def missed(case: Case, figures: Figures, *, like: float | None = None) -> list[str]:
-    """Returns the bounds that a run misses; ``like`` is the last evaluation of the run that it is compared with."""
+    """Returns the bounds that a run misses; ``like`` is the last evaluation of the run for comparison."""
     bounds = dict(case.bounds)
     if like is not None:
         bounds["last"] = least(like - case.within)
@@ -302,7 +302,7 @@ def missed(case: Case, figures: Figures, *, like: float | None = None) -> list[s
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 def learn(case: Case, seed: int, more: Sequence[str]) -> tuple[Figures, list[float]]:
-    """Makes one whole run; returns its figures and the sampled share of each train step."""
+    """Executes one whole run; returns its metrics and the sampled share of each train step."""
     with TemporaryDirectory(prefix="relax-learning-") as scratch:
         folder = Path(scratch) / "run"
         words = [*case.words_of(Path(scratch), seed), *more]
@@ -323,7 +323,7 @@ def run_with_kills(folder: Path, words: Sequence[str]) -> FinishedRun:
 
 
 def read_results(file: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Returns the finished runs of a file by name, seed and further words."""
+    """Returns the finished runs of a file by name, seed and further overrides."""
     if file is None or not file.is_file():
         return {}
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,9 +1,9 @@
 """Measures encode workers: ``python -m benchmarks.media``; ``--parts`` chooses among sounds, pictures and stored.
 
-It prints how much faster than real time one worker decodes 30 s of sound and computes its features; then the time of
-one image or video, two workers over one, the stall of the event loop meanwhile, and a worker's memory; then how often
-the items of a run on images, videos and sounds are encoded, and the bytes that the bus stores for a group with one of
-them. Each bound stands beside its figure.
+It prints the speed, over real time, at which one worker decodes 30 s of sound and computes its features; then the time
+of one image or video, the speedup by a second worker, the stalls of the event loop meanwhile, and a worker's memory;
+then how often a run encodes each image, video or sound, and the bytes that the bus stores for a group with one item.
+The target is printed next to each result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure_sounds() -> None:
-    """Prints the speed of one worker on sounds of 30 s in stereo, over real time."""
+    """Prints the speed of one worker over real time on stereo sounds of 30 s."""
     sources = {form: _sound(form, subtype) for form, subtype in SOUNDS.items()}
     seconds: dict[str, list[float]] = {form: [] for form in sources}
     cpu: dict[str, list[float]] = {form: [] for form in sources}
@@ -78,7 +78,7 @@ def measure_sounds() -> None:
 
 
 def measure_pictures() -> None:
-    """Prints the figures of images and videos."""
+    """Prints the measurements of images and videos."""
     sources = {"4-megapixel JPEG": _image("JPEG"), "4-megapixel PNG": _image("PNG"), "64-frame video, 720p": _video()}
     seconds: dict[tuple[str, int], list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -145,7 +145,7 @@ def measure_stored() -> None:
 
 
 async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: list[float]) -> float:
-    """Returns the seconds of the encodes; ``stalls`` gets how late each tick of the event loop came."""
+    """Returns the seconds of encoding; appends the delay of each tick of the event loop to ``stalls``."""
     began = time.perf_counter()
     encoding = asyncio.gather(*map(pool.encode, sources))
     while not encoding.done():
@@ -157,11 +157,11 @@ async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: 
 
 
 async def _run_of(pool: EncodePool, sources: Sequence[MediaSource]) -> tuple[float, list[MediaItem]]:
-    """Returns the encodes an item when a run asks for the items as often as it does, and the items.
+    """Returns the encodes per item under the requests of a run, and the items.
 
-    Each group of a prompt is asked for again twice, its samples each hold its items, and two evaluations ask for all.
+    A group requests its items once, `RE_ASKS` times again, and for `EVALUATIONS`; each sample holds them.
     """
-    cache = ItemCache(pool, most_bytes=0)  # of items that nobody holds
+    cache = ItemCache(pool, most_bytes=0)  # for items without an owner
     held = await cache.items(sources, owner="the prompt of a data set that other prompts share")
     for asked in range(1 + RE_ASKS + EVALUATIONS):
         owners = [f"{asked}-{sample}" for sample in range(GROUP_SIZE)]
@@ -172,7 +172,7 @@ async def _run_of(pool: EncodePool, sources: Sequence[MediaSource]) -> tuple[flo
 
 
 def _stored_bytes(folder: Path, item: MediaItem) -> int:
-    """Returns the bytes that the bus stores for a group with one item: the item's file and the group's record of it."""
+    """Returns the bytes that the bus stores for a group with one item: the item's file and its record in the group."""
     return (folder / item.digest).stat().st_size + len(msgspec.msgpack.encode([Media(item, 0, item.rows)]))
 
 
@@ -199,7 +199,7 @@ def _image(form: str) -> MediaSource:
 
 
 def _video() -> MediaSource:
-    """Returns 40 seconds at 25 frames a second; 64 frames of it are used."""
+    """Returns a video of 40 seconds at 25 frames per second, of which 64 frames are used."""
     import av
 
     file = io.BytesIO()
@@ -222,7 +222,7 @@ def _cpu_seconds(pool: EncodePool) -> float:
 
 
 def _status(pid: int, key: str) -> float:
-    """Returns a line of a process's memory in MB."""
+    """Returns a field of /proc/PID/status in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith(key))
 

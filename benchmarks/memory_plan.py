@@ -1,13 +1,13 @@
-"""Predicted against measured peak memory of every process of three runs on CPU cores.
+"""Compares predicted with measured peak memory of every process of real runs on CPU cores.
 
     python -m benchmarks.memory_plan [--media] [--only NAME …] [--json FILE]
 
-The prediction is the plan's (docs/plan.md). Measured is the peak resident memory that Linux keeps of each process
-(VmHWM), read until its end. Three runs: the demo; a model of 29M parameters; long responses, where activations, the
-attention mask and the KV cache rule. With --media the runs are on images and videos: tiny_qwen3_vl; tiny_qwen3_vl_moe
-with recomputation and a frozen tower; a model of 11M parameters with images of 480 x 480 pixels; tiny_qwen3_5, whose
-layers keep states; and on sounds too: tiny_qwen3_omni. These also tell the peak of the encoded items in /dev/shm. A
-few minutes in all; the figures hardly depend on how busy the machine is.
+The prediction comes from the plan (docs/plan.md). Measured is the peak resident memory of each process (VmHWM of
+Linux), read until the process ends. Three runs: the demo; a model of 29M parameters; long responses, where activations,
+the attention mask and the KV cache dominate. With --media the runs are on images and videos: tiny_qwen3_vl;
+tiny_qwen3_vl_moe with recomputation and a frozen tower; a model of 11M parameters with images of 480 x 480 pixels;
+tiny_qwen3_5, whose layers keep states; and with sounds: tiny_qwen3_omni. These also measure the peak of the encoded
+items in /dev/shm. Takes a few minutes; results hardly depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLE_S = 0.05
 REACH = 0.2
 MARK = "RELAX_MEMORY_PLAN"  # in the environment of every process of a run
 QUIET = ("eval.every=0", "run.panel=false", "run.steps=8", "optimizer.lr=1e-5")
-KINDS = {  # a part of the process's name or command line → the plan's name for it; the first that is found
+KINDS = {  # a part of the process's name or command line → its name in the plan; the first match counts
     "encode_worker_main": "encode worker",
     "relax-control": "controller",
     "relax_core.engines.embedded": "engine",
@@ -58,13 +58,13 @@ KINDS = {  # a part of the process's name or command line → the plan's name fo
     "ActorFwdWorker": "actor_fwd",
     "-m relax_core": "supervisor",
 }
-ITEMS = "items in /dev/shm"  # the plan's name for what is no process
+ITEMS = "items in /dev/shm"  # the plan's name for memory outside of processes
 OF_TEXT, OF_MEDIA = ("actor", "engine"), ("actor", "engine", "rollout", "encode worker", ITEMS)  # rows of the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of a random Qwen3 with the built-in tokenizer."""
+    """Holds the sizes of a random Qwen3 with the built-in tokenizer."""
 
     hidden: int
     feed_forward: int
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--media", action="store_true", help="the runs on images, videos and sounds")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these runs alone")
-    parser.add_argument("--json", type=Path, help="write the figures here, with those of every kind of process")
+    parser.add_argument("--json", type=Path, help="file for the results of every kind of process, as JSON")
     arguments = parser.parse_args()
     known = MEDIA_RUNS if arguments.media else RUNS
     if unknown := set(arguments.only or ()) - set(known):
@@ -139,12 +139,12 @@ def main() -> None:
 
 
 def _text_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields name and overrides of each run on text; a model is made when its turn comes."""
+    """Yields name and overrides of each run on text; a model is made when its run is yielded."""
     for name, (model, overrides) in RUNS.items():
         if model is not None:
             sizes = map(str, vars(model).values())
             folder = _make("benchmarks.random_model", scratch / "model", *sizes)
-            # The tokens of an answer are the demo's, but for those of the run itself.
+            # The demo's answer length, unless the run sets its own.
             own: tuple[str, ...] = (
                 "model=qwen3",
                 "model.dtype=float32",
@@ -164,13 +164,13 @@ def _media_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def predicted(overrides: Sequence[str]) -> dict[str, float]:
-    """Kind of process → MiB, all of that kind together."""
+    """Returns the planned MiB of all processes of each kind together."""
     plan = make_plan(load_config(overrides))
     return {holder.name: holder.count * holder.peak.bytes / MIB for holder in plan.memory}
 
 
 def measured(overrides: Sequence[str]) -> dict[str, float]:
-    """The same of a real run. Raises RuntimeError where it fails."""
+    """Returns the measured MiB of each kind in a real run. Raises RuntimeError if it fails."""
     mark, items = secrets.token_hex(8), 0
     peaks: dict[int, tuple[str, float]] = {}
     with tempfile.TemporaryFile() as log:
@@ -201,7 +201,7 @@ def measured(overrides: Sequence[str]) -> dict[str, float]:
 def compare(
     plan: Mapping[str, float], truth: Mapping[str, float], *, named: Sequence[str] = OF_TEXT
 ) -> dict[str, dict[str, float]]:
-    """Those ``named``, all others together, and the sum: both figures in MiB, and predicted / measured."""
+    """Returns rows for the kinds ``named``, for all others and for the sum: both sizes in MiB and their ratio."""
     rows = {}
     for name in named:
         rows[name] = {"predicted": plan[name], "measured": truth[name]}
@@ -214,7 +214,7 @@ def compare(
 
 
 def table(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Markdown; a ratio beyond the reach is marked."""
+    """Returns a Markdown table, in which ratios further than `REACH` from 1 are marked."""
     lines = ["| Run | Process | Predicted, MiB | Measured, MiB | Ratio |", "|---|---|---|---|---|"]
     for run, rows in figures.items():
         for name, row in rows.items():
@@ -225,7 +225,7 @@ def table(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 
 def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
-    """Process id → kind and peak in MiB, of the run's processes that live. ``ours`` remembers which they are."""
+    """Returns kind and peak in MiB of the run's living processes by pid; ``ours`` caches the pids of the run."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -234,14 +234,14 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
         try:
             if pid not in ours:
                 environment = (entry / "environ").read_bytes()
-                if not environment:  # a process whose program is being replaced is looked at again
+                if not environment:  # a process within exec is read again later
                     continue
                 ours[pid] = mark in environment
             if not ours[pid]:
                 continue
             status = dict(line.split(":", 1) for line in (entry / "status").read_text().splitlines() if ":" in line)
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it ended meanwhile, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if "VmHWM" in status:
             words = f"{status['Name'].strip()} {command}"
@@ -260,7 +260,7 @@ def _item_bytes(pid: int) -> int:
 
 
 def _make(module: str, folder: Path, *sizes: str) -> Path:
-    """A folder with random weights, made in a process of its own: transformers is large."""
+    """Makes a folder with random weights in a separate process, because transformers is large."""
     subprocess.run([sys.executable, "-m", module, str(folder), *sizes], check=True)
     return folder
 

@@ -1,4 +1,4 @@
-"""A train rank that is alone, as the default configuration has it, for benchmarks that need no run around it."""
+"""Makes a single train rank with the default configuration, for benchmarks without a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def one_rank_parallel(**changes: Any) -> ParallelConfig:
-    """The layout of one rank, with ``changes``."""
+    """Returns the layout of one rank, with ``changes``."""
     return replace(typed_config(compose([])).parallel, **changes)
 
 
 def one_rank_setup(folder: Path, *, overrides: Sequence[str] = (), **changes: Any) -> RankSetup:
-    """A rank with the model in ``folder``, as a run with ``overrides`` makes it; ``changes``: fields of `RankSetup`."""
+    """Returns a rank's setup for the model in ``folder``, as in a run with ``overrides``, with ``changes``."""
     from relax_core.train.rank import RankSetup
 
     config = typed_config(compose(list(overrides)))

@@ -1,11 +1,11 @@
-"""Plays the games of `benchmarks.agents` as a program with the ``openai`` client: it knows nothing of Relax but a task.
+"""An agent with the ``openai`` client, for ``benchmarks.learning --suite agents``; it knows only its task, not Relax.
 
     python -m relax_core env=agent agent.command="python benchmarks/openai_agent.py calculator" …
 
-``calculator`` asks for a product, offers a calculator and runs its calls; ``no_tool`` offers none. ``guess`` looks for
-a number from 1 to 7 in three turns and writes its history anew each turn ("so far: 4 higher, 6 lower"), so that no
-request goes on from the last one; ``random_guess`` answers at random. With agent.workers=0 it plays the task of the
-file RELAX_TASK; otherwise it plays those of stdin, one JSON object a line.
+``calculator`` asks the model for a product, offers a calculator tool and executes its calls; ``no_tool`` offers no
+tool. ``guess`` lets the model guess a number from 1 to 7 in three turns and rewrites the history each turn ("so far: 4
+higher, 6 lower"), so that no request continues the previous one; ``random_guess`` gives random hints. With
+agent.workers=0 it plays the task in the file RELAX_TASK, otherwise the tasks from stdin, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPENING = f"guess a number from 1 to {HIGHEST}"
 
 
 def calculator(client: OpenAI, row: dict[str, Any], *, tools: list[Any]) -> float:
-    """Returns 1 if the model's last answer has the product."""
+    """Returns 1 if the last number of the model's last answer is the product."""
     draw = random.Random(row["seed"])
     a, b = (draw.randrange(100, 1000) for _ in range(2))
     messages: list[Any] = [{"role": "user", "content": f"{a} times {b} ?"}]
@@ -61,7 +61,7 @@ def calculator(client: OpenAI, row: dict[str, Any], *, tools: list[Any]) -> floa
 
 
 def product(arguments: str) -> str:
-    """Returns the result of a call, or what is wrong with it."""
+    """Returns the result of a tool call, or an error message."""
     try:
         given = json.loads(arguments)
         return str(int(given["a"]) * int(given["b"]))
@@ -70,12 +70,12 @@ def product(arguments: str) -> str:
 
 
 def history(so_far: list[tuple[int, str]]) -> str:
-    """Returns the only message of a turn: the opening, and what the guesses before were told."""
+    """Returns the only message of a turn: the opening, and the earlier guesses with their hints."""
     return OPENING + (f", so far: {', '.join(f'{guess} {told}' for guess, told in so_far)}" if so_far else "")
 
 
 def guess(client: OpenAI, row: dict[str, Any], *, at_random: bool) -> float:
-    """Returns 1 if the model finds the number."""
+    """Returns 1 if the model guesses the number."""
     number, so_far = 1 + row["seed"] % HIGHEST, list[tuple[int, str]]()
     for _ in range(TURNS):
         messages: list[Any] = [{"role": "user", "content": history(so_far)}]
@@ -99,15 +99,15 @@ GAMES: dict[str, Callable[[Any, dict[str, Any]], float]] = {
 
 
 def main() -> None:
-    """Plays one task, or those of stdin."""
-    from openai import OpenAI  # takes seconds, which those who only want the games' words need not wait for
+    """Plays one task, or the tasks from stdin."""
+    from openai import OpenAI  # takes seconds, so not when only the games are imported
 
     play = GAMES[sys.argv[1]]
     if "RELAX_TASK" in os.environ:
         row = json.loads(Path(os.environ["RELAX_TASK"]).read_text(encoding="utf-8"))
         Path(os.environ["RELAX_RESULT"]).write_text(json.dumps({"reward": play(OpenAI(), row)}), encoding="utf-8")
         return
-    client = OpenAI(base_url="http://127.0.0.1", api_key="the task's")  # loads certificates, 30 ms
+    client = OpenAI(base_url="http://127.0.0.1", api_key="the task's")  # made once: it loads certificates, 30 ms
     for line in sys.stdin:
         given = json.loads(line)
         reward = play(client.with_options(base_url=given["base_url"], api_key=given["api_key"]), given["task"])

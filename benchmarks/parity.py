@@ -1,12 +1,12 @@
-"""One train step in every parallel layout against the single process, and the single process against Hugging Face.
+"""Compares train steps in every parallel layout with the single process, and the single process with Hugging Face.
 
     python -m benchmarks.parity [--media] [--json FILE] [--docs] [--only NAME …] [--cases CASE …]
 
 Two steps of tiny models in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt) and plain
-packing (each sample a group of its own), prompts and responses ragged, in several micro-batches of which the last
-leaves a second replica without groups. The table shows the largest absolute difference of the loss, the log-probs
-before and after, and the weights after, and the largest relative one of the gradient norm. ``--docs`` writes the
-table into docs/parity.md.
+packing (each sample is a group). Prompts and responses are ragged, in several micro-batches; the last one leaves a
+second replica without groups. The table has the largest absolute differences of the loss, of the log-probs before and
+after the steps, and of the weights after them, and the largest relative difference of the gradient norm. ``--docs``
+writes the table into docs/parity.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEDIA_FIGURES = (*FIGURES, "gradients", "each_gradient")
 DENSE, EXPERTS, BIASED = "qwen3", "qwen3_moe", "qwen2"
 SEES, SEES_EXPERTS, HEARS = "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"
 HYBRID, HYBRID_EXPERTS = "qwen3_5", "qwen3_5_moe"
-OTHERS = ("llama", "mistral")  # against Hugging Face only
+OTHERS = ("llama", "mistral")  # compared with Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
 SEQUENCE = {"sequence_parallel": True}
@@ -39,8 +39,8 @@ DEALT = {"shard_media": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A layout, by what it changes of one rank's. ``trainable`` False: log-probs only, as a reference's. ``kept``: also
-    with kept sets and a banned token.
+    """Defines a layout by its changes to that of one rank. ``trainable`` False: log-probs only, as for a reference.
+    ``kept``: also with kept sets and a banned token.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def packings(self) -> tuple[str, ...]:
-        """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
+        """Returns the packings. "balanced" needs whole micro-batches, because its loss is computed per micro-batch."""
         kept = ("kept",) if self.kept else ()
         if self.family in (SEES, SEES_EXPERTS):
             return "tree", "plain", *(("replay",) if self.family == SEES_EXPERTS else ())
@@ -165,7 +165,7 @@ _DEALT_ROWS = (
 
 
 def _rows_of(prefix: str, *, dense: str, experts: str) -> Iterator[Row]:
-    """Yields the layouts of the models that see, for another family.
+    """Yields the layouts of the vision models for another family.
 
     A family that has no dense model leaves out the layouts that Megatron does not train with experts.
     """
@@ -185,17 +185,17 @@ MEDIA_ROWS = (
 
 
 def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Figures of each row and packing, as dicts of ``name``, ``packing`` and `FIGURES`; Hugging Face's first.
+    """Returns dicts of ``name``, ``packing`` and `FIGURES` for each row and packing, Hugging Face's first.
 
-    ``cases`` are those with media that are compared with Hugging Face, by default all.
+    ``cases`` are the media cases to compare with Hugging Face, by default all.
     """
-    # Imported before the processes are forked off: an import costs each of them six seconds.
+    # Imported before the fork, because the import takes six seconds in each process.
     from benchmarks import parity_media_ranks, parity_ranks
 
     work = parity_media_ranks if media else parity_ranks
     with tempfile.TemporaryDirectory(prefix="relax-parity-") as name:
         folder = Path(name)
-        # Text has few rows, and its figures of Hugging Face are always whole.
+        # Text has few rows, so its comparison with Hugging Face is always complete.
         chosen = {"families": {row.family for row in rows}, "cases": cases} if media else {}
         _run_all(folder, [work.reference_main], [{"folder": folder, **chosen}])
         found = _read(folder / "1.jsonl")
@@ -210,7 +210,7 @@ def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = 
 
 
 def _run_all(folder: Path, works: Sequence[Callable[..., None]], calls: Sequence[Mapping[str, Any]]) -> None:
-    """Each call in a forked process. The first that fails ends the others, and its traceback is raised."""
+    """Runs each call in a forked process. The first failure ends the others, and its traceback is raised."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=work, kwargs=call) for work, call in zip(works, calls, strict=True)]
     for process in processes:
@@ -265,9 +265,9 @@ def table(found: Sequence[Mapping[str, Any]], *, media: bool = False) -> str:
 
 
 def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Returns a table with the lines of ``new`` in place of those that it has of the same layout and packing.
+    """Returns the table ``old`` with its lines replaced by lines of ``new`` with the same layout and packing.
 
-    Hugging Face's stand first, and otherwise lines that it did not have stand last.
+    New lines of Hugging Face come first, other new lines last.
     """
     lines = {tuple(line.split(" | ")[:2]): line for line in old[2:]}
     lines |= {tuple(line.split(" | ")[:2]): line for line in new[2:]}
@@ -281,10 +281,10 @@ TABLE_BEGIN = "| Layout |"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="file for the results, as JSON")
     parser.add_argument("--docs", action="store_true", help="write docs/parity.md")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with these names, which replace theirs in docs")
-    parser.add_argument("--media", action="store_true", help="models that see, with images and videos")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these rows; --docs replaces their lines")
+    parser.add_argument("--media", action="store_true", help="vision models, with images and videos")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="cases with media against Hugging Face; with mixed")
     arguments = parser.parse_args()
     media = arguments.media

@@ -1,4 +1,4 @@
-"""What every row of `benchmarks.parity` computes: two steps of this loss with this optimizer, and what is compared."""
+"""The computation of every row of `benchmarks.parity`: two steps with this loss and optimizer, and their comparison."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from relax_core.config.choices import Schedule
 from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 
-STEPS = 2  # what goes wrong only from the second step on (stale parameters, counts of gradients) shows
-# A step moves a weight by lr * g / (|g| + eps), so with an eps like the gradients' own size it measures these: with a
-# tiny one it would be their sign, and the sign of a gradient that is rounding alone is noise.
+STEPS = 2  # two, because some errors appear from the second step on (stale parameters, counts of gradients)
+# A step changes a weight by lr * g / (|g| + eps). With an eps of the size of the gradients it measures them; with a
+# tiny eps it would measure their sign, which is noise for a gradient that consists of rounding.
 OPTIMIZER = OptimizerConfig(
     lr=3e-2,
     min_lr_ratio=0.0,
@@ -33,11 +33,11 @@ OPTIMIZER = OptimizerConfig(
 CONFIG = dataclasses.replace(gspo.GspoConfig(group_size=4), clip_low=0.1, clip_high=0.1)
 ENTROPY_WEIGHT = 0.01
 TEMPERATURE = 0.9
-NO_GRADIENT = 1e-6  # of the largest gradient's norm; a gradient below it is rounding alone, as that of a key's bias
+NO_GRADIENT = 1e-6  # of the largest gradient's norm; smaller gradients are only rounding, as for the bias of keys
 
 
 def _loss_with_entropy(inputs: LossInputs, config: gspo.GspoConfig) -> LossOutputs:
-    """A ratio a sequence needs the tokens of a sample together, wherever their rows lie."""
+    """Returns GSPO's loss with an entropy bonus: ratios per sequence need all tokens of a sample, wherever they are."""
     assert inputs.entropy is not None
     outputs = gspo.loss(inputs, config)
     bonus = (inputs.entropy * inputs.loss_mask).sum()
@@ -51,8 +51,8 @@ SPEC = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of some steps: loss and gradient norm of each; log-probs before and after them; the weights after them; of a
-    mixture of experts their loads in each. Of a back end that does not train: the log-probs.
+    """Holds the results of some steps: loss and gradient norm of each, log-probs before and after, the weights after,
+    and the experts' loads in each for a mixture of experts. A back end that does not train has log-probs only.
     """
 
     losses: list[float]
@@ -63,7 +63,7 @@ class Outcome:
     gradients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of the first step, clipped to norm 1
 
     def difference(self, other: Outcome) -> dict[str, float]:
-        """The largest absolute ones; of the gradient norm relative to it."""
+        """Returns the largest absolute differences, and the largest relative difference of the gradient norm."""
 
         def widest(ours: Any, theirs: Any) -> float:
             return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(ours, theirs, strict=True))
@@ -84,9 +84,9 @@ class Outcome:
         return found
 
     def each_gradient(self, other: Outcome) -> float:
-        """Returns the largest difference of a tensor's gradient to ``other``'s, relative to its norm there.
+        """Returns the largest norm of a gradient's difference to ``other``, relative to the norm in ``other``.
 
-        A gradient that is rounding alone is compared with the largest one.
+        Gradients that are only rounding are compared relative to the largest norm.
         """
         assert self.gradients.keys() == other.gradients.keys() and self.gradients
         norms = {name: float(one.norm()) for name, one in other.gradients.items()}

@@ -15,8 +15,8 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
 from tests.trees import answers_tree, of_tokens, with_experts, with_tokens
 
-BANNED = 50  # with two tensor-parallel ranks, a word of the second one
-# Of the families beside Qwen3: the variant of benchmarks/family_models.py, and what is changed of it.
+BANNED = 50  # with two tensor-parallel ranks, a token of the second rank
+# For families other than Qwen3: the variant of benchmarks/family_models.py, and changes to it.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_parameters": LLAMA3}),
     "llama": ("llama, llama3 rope", {}),
@@ -25,7 +25,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, family: str) -> Any:
-    """A tiny random model of four layers: Qwen3 with tied embeddings, the others without."""
+    """Returns a tiny random model of four layers: Qwen3 with tied embeddings, the others without."""
     if family in OTHERS:
         variant, changes = OTHERS[family]
         return make_family_model(folder, variant, num_hidden_layers=4, seed=1, **changes)
@@ -66,7 +66,7 @@ def make_model(folder: Path, family: str) -> Any:
 
 
 def make_groups() -> list[TokenTree]:
-    """Five groups of ragged prompts and responses, some of their tokens masked."""
+    """Returns five groups of ragged prompts and responses, with some tokens masked."""
     random = np.random.default_rng(0)
     lengths = [[5, 1, 8, 3], [7, 2, 6, 1], [3, 3, 3, 3], [9, 1, 1, 4], [2, 6, 5, 7]]
     groups = []
@@ -86,8 +86,8 @@ def make_groups() -> list[TokenTree]:
 
 
 def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) -> list[TokenTree]:
-    """Sampled by a policy near this one, so that some ratios are clipped and most are not. ``logprobs``: of this one,
-    ``[rows]`` a group.
+    """Returns the groups with rollout log-probs of a policy near this one, so that few ratios are clipped. ``logprobs``
+    are those of this policy, ``[rows]`` for each group.
     """
     random = np.random.default_rng(1)
     found = []
@@ -99,7 +99,7 @@ def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) ->
 
 
 def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Plain packing: the same samples, each a group of its own."""
+    """Returns plain packing: the same samples, each as its own group."""
     return [
         dataclasses.replace(group.take([place]), group_uid=one.uid, counts_group=True)
         for group in groups
@@ -108,15 +108,16 @@ def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 
 def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[TokenTree]]:
-    """In order; the last has one group, so that a second replica gets none. For a ``pipeline`` groups of one sample
-    make more of them than it waits for before its first run.
+    """Splits groups in order; the last micro-batch has one group, so that a second replica gets none. For a
+    ``pipeline`` micro-batches are small; with groups of one sample there are more of them than it collects before its
+    first run.
     """
     others, size = groups[:-1], 2 if pipeline else max(1, len(groups) // 2)
     return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]
 
 
 def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """With experts to replay that no router would choose: two random ones of four, in each of the four layers."""
+    """Returns the groups with experts to replay: two random experts of four in each of the four layers."""
     random = np.random.default_rng(2)
     return [
         with_experts(group, random.random((group.computed_rows, 4, 4)).argsort(-1)[..., :2].astype(np.uint8))
@@ -125,7 +126,7 @@ def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 
 def with_kept(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """With kept sets, of which none has the banned token; nor has a response."""
+    """Returns the groups with kept sets; neither these nor the responses have the banned token."""
     random = np.random.default_rng(3)
     found = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""The steps of `benchmarks.parity` in Hugging Face: one padded batch and torch's AdamW."""
+"""Computes the steps of `benchmarks.parity` in Hugging Face: one padded batch and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.tree import TokenTree
 from tests.trees import answer_ids, of_tokens
 
-Logits = Callable[[Any, Sequence[TokenTree]], list[Tensor]]  # of samples, one ``[rows, vocabulary]`` each
+Logits = Callable[[Any, Sequence[TokenTree]], list[Tensor]]  # (model, samples) → logits ``[rows, vocabulary]`` of each
 
 
 def huggingface_steps(
@@ -32,9 +32,9 @@ def huggingface_steps(
     logits: Logits | None = None,
     published: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> Outcome:
-    """Every sample as a row of one padded batch, the same loss function on its log-probs, which are over the kept sets
-    and without ``banned`` tokens. ``logits`` computes the samples in another way. With ``published``, which turns
-    tensors into those of a folder, the outcome has gradients.
+    """Returns the outcome of some steps: every sample is a row of one padded batch, and the same loss function gets
+    log-probs over the kept sets without ``banned`` tokens. ``logits`` replaces the padded forward pass. With
+    ``published``, which converts tensors to those of a model folder, the outcome has gradients.
     """
     logits = logits or _padded_logits
     model.train()
@@ -55,7 +55,7 @@ def huggingface_steps(
         logprobs, entropy = _forward(model, groups, left, logits)
         loss, denominator = _loss(logprobs, entropy, groups)
         (loss.loss_sum / denominator).backward()
-        for parameter in model.parameters():  # A tower that no text passes decays all the same.
+        for parameter in model.parameters():  # A tower without gradients, for text alone, has weight decay, too.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
@@ -75,7 +75,7 @@ def huggingface_steps(
 
 
 def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
-    """Bool ``[tokens, vocab]``: what each response token was sampled from."""
+    """Returns bool ``[tokens, vocab]``: the tokens from which each response token was sampled."""
     masks = [
         np.ones((int(group.lengths.sum()), model.config.get_text_config().vocab_size), dtype=bool)
         if group.kept is None
@@ -96,7 +96,7 @@ def _padded_logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
 
 
 def _forward(model: Any, groups: Sequence[TokenTree], left: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of every response token over the tokens that are ``left``."""
+    """Returns log-prob and entropy of every response token over the tokens that are ``left``."""
     samples = one_sample_each(groups)
     every = [one / TEMPERATURE for one in logits(model, samples)]
     predicting = [of_rows[one.tokens[1] - 1] for of_rows, one in zip(every, samples, strict=True)]
@@ -129,7 +129,7 @@ def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TokenTree]) -> tup
 
 
 def _exported(model: Any) -> dict[str, Tensor]:
-    """Under the names on disk; transformers fuses the experts of a layer in memory."""
+    """Returns the weights by their names on disk; transformers fuses the experts of a layer in memory."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")

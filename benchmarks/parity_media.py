@@ -1,4 +1,4 @@
-"""Makes the models that see and the groups with media of `benchmarks.parity`, and Hugging Face's log-probs."""
+"""Makes the vision models and the groups with media of `benchmarks.parity`, and Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tests.trees import answers_tree
 
 DENSE, EXPERTS = "qwen3_vl", "qwen3_vl_moe"
 HYBRID, HYBRID_EXPERTS = "qwen3_5", "qwen3_5_moe"
-WORDS, IMAGE, VIDEO, BEGIN, END = 50, 50, 51, 52, 53  # the tokens of text, and those of media behind them
+WORDS, IMAGE, VIDEO, BEGIN, END = 50, 50, 51, 52, 53  # number of text tokens, then the ids of media tokens
 AUDIO, AUDIO_BEGIN, AUDIO_END = 54, 55, 56  # of Qwen3-Omni
 LAYERS, EXPERT_COUNT, PER_TOKEN = 8, 4, 2
 PATCH = 4
 # Image grids (height, width) of a pack with many sizes.
 SIZES = ((2, 2), (4, 6), (8, 2))
 CASES = ("one image", "many sizes", "video", "branches", "text", "mixed")
-HYBRID_CASES = (*CASES, "trunks", "depth")  # of families with a gated delta net
-Shape = tuple[int, list[Any]]  # rows, and the shapes of what forks behind the last of them
+HYBRID_CASES = (*CASES, "trunks", "depth")  # for families with a gated delta net
+Shape = tuple[int, list[Any]]  # rows, and the shapes of the branches after the last row
 Part = int | MediaItem  # a number of random text tokens, or an item
 
 
 def make_model(folder: Path, family: str) -> Any:
-    """Returns a tiny random model of eight layers; the tower's outputs are added after its first two."""
+    """Returns a tiny random model of eight layers; the tower's features are added after the first two."""
     import transformers
 
     from relax_core.tools.tiny_media import write_published
@@ -88,16 +88,16 @@ def make_model(folder: Path, family: str) -> Any:
     model = getattr(transformers, f"{_CLASSES[family]}ForConditionalGeneration")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Larger weights would enlarge the rounding in front of the norms behind the gated delta nets.
+            # Larger weights would amplify the rounding before the norms that follow the gated delta nets.
             noise = torch.randn_like(parameter) * (0.1 if family in (DENSE, EXPERTS) else 0.07)
             parameter.copy_(parameter + noise if "norm" in name else noise)
             if name.endswith("conv1d.weight"):
                 parameter.copy_(5.0 * noise)
             if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-                # A key like its query gives no output near zero, where the norm behind it would enlarge the rounding.
+                # Keys similar to queries give no outputs near zero, whose rounding the next norm would amplify.
                 query, key = parameter[:_KEYS], parameter[_KEYS : 2 * _KEYS]
                 key.copy_(query + 0.3 * key)
-            if name.endswith("A_log"):  # from a state that lasts for hundreds of rows to one that lasts for a few
+            if name.endswith("A_log"):  # states last from a few to hundreds of rows
                 parameter.copy_(torch.linspace(-5.0, 1.0, len(parameter)))
     folder.mkdir(exist_ok=True)
     config.save_pretrained(folder)
@@ -127,7 +127,7 @@ _KEYS = _HYBRID_TEXT["linear_num_key_heads"] * _HYBRID_TEXT["linear_key_head_dim
 
 
 class Items:
-    """Makes random images and videos, whose files are in ``folder``."""
+    """Makes random images and videos with their files in ``folder``."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         tower = folder_architecture(model_folder).vision
@@ -136,7 +136,7 @@ class Items:
         folder.mkdir(exist_ok=True)
 
     def image(self, height: int, width: int) -> MediaItem:
-        """Returns an image of so many patches."""
+        """Returns an image of ``height`` × ``width`` patches."""
         return item_of(self._tower, self._pixels(1, height, width), folder=self._folder)
 
     def video(self, time: int, height: int, width: int) -> MediaItem:
@@ -148,7 +148,7 @@ class Items:
 
 
 def make_case(case: str, items: Items) -> list[TokenTree]:
-    """Returns the groups of a case; the last one is text alone where the case is "mixed"."""
+    """Returns the groups of a case; in the case "mixed" the last group has text only."""
     many = [items.image(*size) for size in SIZES]
     video = items.video(2, 4, 4)
     groups = {
@@ -170,7 +170,7 @@ def make_case(case: str, items: Items) -> list[TokenTree]:
 
 
 def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -> TokenTree:
-    """Returns a prompt and its answers. An environment shows the items of an answer, so nothing samples them."""
+    """Returns a group of a prompt and its answers. Items in an answer come from an environment and are not sampled."""
     random = np.random.default_rng(len(prompt) + 10 * len(answers))
     trunk, media, _ = _rows(prompt, 0, random)
     ids, lengths, sampled = list[int](), list[int](), list[bool]()
@@ -186,7 +186,7 @@ def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -
 
 
 def around_item(item: MediaItem) -> tuple[list[int], list[int]]:
-    """Returns the tokens that the chat template sets around an item; a video with time stamps has its own."""
+    """Returns the tokens that the chat template puts around an item; a video with time stamps contains them already."""
     if item.kind == "audio":
         return [AUDIO_BEGIN], [AUDIO_END]
     return ([BEGIN], [END]) if item.kind == "image" or item.fractional else ([], [])
@@ -197,7 +197,7 @@ _DEEP: Shape = (5, [(3, [(2, [(4, []), (66, [])]), (1, [])]), (64, [(1, [(2, [])
 
 
 def deep_group(uid: str, shape: Shape) -> TokenTree:
-    """Returns a random tree whose first rows are its prompt; each leaf is an episode."""
+    """Returns a random tree whose first rows are the prompt; each leaf is an episode."""
     end, leaves = list[int](), list[int]()
 
     def grow(rows: int, forks: Sequence[Shape]) -> None:
@@ -242,7 +242,7 @@ def _rows(parts: Sequence[Part], start: int, random: np.random.Generator) -> tup
 
 
 def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower: VisionTower) -> Tensor:
-    """Returns the logits of a tree of one chain, ``[rows, vocabulary]``; transformers derives all positions."""
+    """Returns the logits of a tree without forks, ``[rows, vocabulary]``; transformers computes all positions."""
     ids = torch.from_numpy(tree.token_ids).long()[None]
     inputs: dict[str, Tensor] = {}
     names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -258,7 +258,7 @@ def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower:
 
 
 def published(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model's tensors as its folder has them: the experts of Qwen3-VL are transposed there."""
+    """Returns a model's tensors as in its folder, where the experts of Qwen3-VL are transposed."""
     return {
         name: one.transpose(1, 2).contiguous() if ".mlp.experts." in name and family == EXPERTS else one
         for name, one in tensors.items()

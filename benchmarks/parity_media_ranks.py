@@ -1,4 +1,4 @@
-"""Computes what `benchmarks.parity --media` runs in its processes, as `benchmarks.parity_ranks` does for text."""
+"""The processes of `benchmarks.parity --media`: ranks and references, as `benchmarks.parity_ranks` for text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tests.trees import with_experts, with_tokens
 STEPS = 3
 FAMILIES = (DENSE, EXPERTS, OMNI, HYBRID, HYBRID_EXPERTS)
 SLOWER = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 3)  # so that rounding does not grow over the third step
-# The norm behind a gated delta net enlarges the rounding of each step a hundred times in log-probs.
+# The norm after a gated delta net amplifies the rounding of each step a hundred times in log-probs.
 SLOWEST = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 30)
 
 
@@ -77,7 +77,7 @@ def _cases_of(family: str) -> Iterable[str]:
 
 
 def groups_of(folder: Path, family: str, case: str, packing: str) -> list[TokenTree]:
-    """Returns the groups of a case; with "replay" they have experts that no router would choose."""
+    """Returns the groups of a case; with "replay" they have random experts."""
     if family == OMNI:
         groups = make_omni_case(case, OmniItems(folder / family, folder / "media"))
     else:
@@ -108,7 +108,7 @@ def steps(
     layout: Mapping[str, Any],
     count: int = STEPS,
 ) -> Outcome:
-    """Returns some steps, and the gradients of the first one where each rank has them whole."""
+    """Returns the outcome of some steps, with the gradients of the first step if each rank has them whole."""
     gradients: dict[str, Tensor] = {}
     whole = not layout.get("distributed_optimizer")
 
@@ -132,7 +132,7 @@ def _gradient(parameter: Any) -> Tensor:
 def recurrent_rule() -> Iterator[None]:
     """Computes gated delta nets row by row in the trainer and in transformers.
 
-    The chunked rule of transformers is itself off by 1e-2 in the gradients of the decay's parameters in float32.
+    The chunked rule of transformers has an error of 1e-2 in the gradients of the decay's parameters in float32.
     """
     from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as experts
@@ -148,12 +148,14 @@ def recurrent_rule() -> Iterator[None]:
 
 
 def in_turns(step: int, groups: Sequence[TokenTree]) -> Sequence[TokenTree]:
-    """Text comes last in every second step: overlapped reduction of gradients fails then if no text passes a tower."""
+    """Returns the groups, reversed in every second step. In the others text comes last, and overlapped reduction of
+    gradients would fail if text did not pass a tower.
+    """
     return groups if step % 2 else groups[::-1]
 
 
 def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[Any]) -> None:
-    """Computes every row of the table that has ``ranks`` ranks; rank 0 writes a line of ``<ranks>.jsonl`` for each."""
+    """Computes all rows of the table with ``ranks`` ranks; rank 0 writes a line to ``<ranks>.jsonl`` for each."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What `benchmarks.parity` runs in its processes: a rank in one layout after the other, and the single process."""
+"""The processes of `benchmarks.parity`: ranks, each in one layout after the other, and the single process."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from relax_core.train.rank import RankSetup
 from tests.trees import of_tokens
 
 DEADLINE_S = 300.0
-Order = Callable[[int, Sequence[TokenTree]], Sequence[TokenTree]]  # the groups of a step in their order
+Order = Callable[[int, Sequence[TokenTree]], Sequence[TokenTree]]  # (step, groups) → groups in the order of this step
 BALANCE = 0.1  # coefficient of the balancing loss
 ONE_RANK = one_rank_parallel(micro_batch_tokens=96)
-CHUNK_ROWS = 8  # several chunks of logits in each micro-batch
+CHUNK_ROWS = 8  # small, so that each micro-batch has several chunks of logits
 
 
 def make_backend(
@@ -91,11 +91,11 @@ def run_steps(
     steps: int = STEPS,
     after_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Some steps over the replicas, each in its ``order``. The weights are whole only on rank 0."""
+    """Trains some steps on one replica, each in its ``order``. Only rank 0 returns the whole weights."""
     replicas = layout.get("dp", 1)
 
     def logprobs() -> np.ndarray:
-        """Of all tokens, float32 ``[tokens]``."""
+        """Returns the log-probs of all tokens, float32 ``[tokens]``."""
         found = backend.logprobs(groups)
         return np.concatenate([of_tokens(group, own) for group, own in zip(groups, found, strict=True)])
 
@@ -119,7 +119,7 @@ def run_steps(
 
 
 def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[Any]) -> None:
-    """Every row of the table that has ``ranks`` ranks; rank 0 writes a line of ``<ranks>.jsonl`` for each."""
+    """Computes all rows of the table with ``ranks`` ranks; rank 0 writes a line to ``<ranks>.jsonl`` for each."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -153,7 +153,7 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
 
 
 def reference_main(folder: Path) -> None:
-    """The single process in every packing, and Hugging Face with torch's AdamW on one padded batch."""
+    """Computes the single process in every packing, and Hugging Face with torch's AdamW on one padded batch."""
     torch.set_num_threads(1)
     lines = []
     for family in (DENSE, EXPERTS, BIASED, *OTHERS):

@@ -1,10 +1,10 @@
-"""The yardstick of `benchmarks.throughput`: GRPO in one process with transformers alone, on the same task and model.
+"""The baseline of `benchmarks.throughput`: GRPO in one process with transformers alone, on the same task and model.
 
     python -m benchmarks.plain_loop [--steps 40 --seed 0] [--model FOLDER --new-tokens 256 --learning-rate 0]
 
-What a public single-process trainer does: ``generate`` with its KV cache for all samples of the step at once, rewards,
-one padded forward for the log-probs of the responses, backward, clipping, AdamW. One thread, no other process, nothing
-of Relax but the task, its reward and the GRPO loss. Prints one line of JSON: one entry a step.
+It does the work of a public single-process trainer: ``generate`` with its KV cache for all samples of the step at once,
+rewards, one padded forward pass for the log-probs of the responses, backward, clipping, AdamW. One thread, no other
+process. Of Relax it uses only the task, its reward and the GRPO loss. Prints one line of JSON with one entry per step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def loop_arguments(described: str | None) -> argparse.ArgumentParser:
-    """Returns the flags that a single-process loop has: by default it trains the demo's model on the demo's task."""
+    """Returns the parser of a single-process loop, which by default trains the demo's model on the demo's task."""
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -41,7 +41,7 @@ def loop_arguments(described: str | None) -> argparse.ArgumentParser:
 
 
 class PlainLoop:
-    """Model, tokenizer and optimizer of the loop; ``given`` are its flags, see `loop_arguments`."""
+    """Holds model, tokenizer and optimizer of the loop; ``given`` are its flags, see `loop_arguments`."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         import torch
@@ -60,7 +60,7 @@ class PlainLoop:
         )
 
     def step(self, step: int) -> dict[str, float]:
-        """One train step: its parts in milliseconds, its number of samples and their mean reward."""
+        """Runs one train step; returns its parts in milliseconds, its samples and tokens, and the mean reward."""
         began = time.perf_counter()
         inputs, answers = self._prompts(step)
         sequences = self._generate(inputs)
@@ -97,7 +97,7 @@ class PlainLoop:
         return dict(inputs), [one.answer for one in examples]
 
     def _generate(self, inputs: dict[str, Tensor]) -> Tensor:
-        """``[samples, width + new]``, the samples of a prompt beside each other."""
+        """Returns ``[samples, width + new]``; the samples of a prompt are adjacent."""
         import torch
 
         with torch.inference_mode():
@@ -114,7 +114,7 @@ class PlainLoop:
         return sequences.clone()  # out of inference mode, for autograd
 
     def _score(self, responses: Tensor, answers: list[str]) -> tuple[Tensor, Tensor]:
-        """Rewards ``[samples]``, and which tokens of the responses count ``[samples, new]``."""
+        """Returns rewards ``[samples]`` and the mask of response tokens up to the end token ``[samples, new]``."""
         import torch
 
         from relax_core.contracts.reward import RewardInput
@@ -131,7 +131,7 @@ class PlainLoop:
         return torch.tensor(rewards), before == 0
 
     def _train(self, sequences: Tensor, prompt_mask: Tensor, rewards: Tensor, mask: Tensor, *, step: int) -> None:
-        """On-policy GRPO: the old log-probs are the new ones without their gradient."""
+        """Trains on-policy GRPO: the old log-probs are the new log-probs without gradient."""
         import torch
 
         from algorithms.functional import clipped_policy_loss, group_relative_advantages

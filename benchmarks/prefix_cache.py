@@ -1,12 +1,11 @@
-"""Measures episodes of several turns with the prefix cache of the embedded engine over those without it.
+"""Measures the prefix cache of the embedded engine: episodes of several turns with it and without it.
 
     python -m benchmarks.prefix_cache [--rounds 5] [--episodes 32] [--models "tiny" "4 layers of width 256"]
 
-All episodes of a round have one opening of 200 tokens. Each of their 8 turns is one request of one response of 16
-tokens; an observation of 32 tokens follows it. Two engines, one with and one without the cache, take turns in every
-round, each as a process that is asked over HTTP as the rollout asks it. Counted are the tokens that prefills compute
-and the engine's own time in prefill and decoding, the CPU time of its process with its HTTP, and the memory that the
-cache takes beside what the plan says.
+All episodes of a round share an opening of 200 tokens. Each of their 8 turns is one request for one response of 16
+tokens, followed by an observation of 32 tokens. Two engine processes, with and without the cache, take turns in every
+round and get the same HTTP requests as from the rollout. Measured are the tokens computed in prefill, the engine's time
+in prefill and decoding, the CPU time of its process with its HTTP, and the memory of the cache, compared with the plan.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ WITH, WITHOUT = "with the cache", "without"
 
 
 async def play(client: EngineClient, *, seed: int, episodes: int) -> list[list[int]]:
-    """Plays all episodes of a round and returns their tokens."""
+    """Runs all episodes of a round and returns their tokens."""
     random = np.random.default_rng(seed)
     opening = random.integers(4, VOCAB, PROMPT).tolist()
     tokens = [list(opening) for _ in range(episodes)]
@@ -66,7 +65,7 @@ async def play(client: EngineClient, *, seed: int, episodes: int) -> list[list[i
 
 
 def measure(name: str, *, rounds: int, episodes: int) -> Comparison:
-    """Compares an engine with a prefix cache to one without it, for one model."""
+    """Compares an engine with and without a prefix cache for one model."""
     loop, keeps = asyncio.new_event_loop(), episodes * CONTEXT
     played: dict[tuple[str, int], list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as scratch:

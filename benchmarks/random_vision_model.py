@@ -1,9 +1,9 @@
-"""A middle-sized Qwen3-VL of 11M random parameters and rows with one image each, for runs where only sizes matter.
+"""Makes a Qwen3-VL of 11M random parameters and data rows with one image each, for runs where only sizes matter.
 
 python -m benchmarks.random_vision_model FOLDER
 
-FOLDER gets the model, in the layout in which Qwen3-VL is published, and `ROWS`, a Parquet file of 600 rows. An image
-has 480 rows of pixels and 480 to 508 columns, so its 900 to 960 patches of 16 pixels become 225 to 240 token rows.
+FOLDER gets the model in the published layout of Qwen3-VL, and `ROWS`, a Parquet file of 600 rows. An image has 480 rows
+of pixels and 480 to 508 columns, so its 900 to 960 patches of 16 pixels become 225 to 240 token rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def vision_settings() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     config, files = tiny_config(VISION), processor_files()
     config["text_config"] |= TEXT
     config["vision_config"] |= TOWER
-    limits = {"shortest_edge": 256 * PATCH * PATCH, "longest_edge": 65536 * PATCH * PATCH}  # these count pixels
+    limits = {"shortest_edge": 256 * PATCH * PATCH, "longest_edge": 65536 * PATCH * PATCH}  # in pixels
     return config, {name: one | {"patch_size": PATCH, "size": limits} for name, one in files.items()}
 
 
@@ -79,7 +79,7 @@ def write_rows(file: Path) -> None:
         content = io.BytesIO()
         image = Image.new("RGB", (SIDE + WIDER * (number % 5), SIDE), colour)
         image.paste((0, 0, 0), (number % 25 * 16, number // 25 * 16, number % 25 * 16 + 16, number // 25 * 16 + 16))
-        image.save(content, "PNG")  # the black square differs, so that no two rows have the same item
+        image.save(content, "PNG")  # the black square makes each row's item unique
         images = [{"bytes": content.getvalue(), "path": None}]
         rows.append({"prompt": "<image>which colour?", "images": images, "answer": name})
     pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=64)

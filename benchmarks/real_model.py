@@ -1,35 +1,34 @@
-"""A real pretrained model: decoding, the train step, whole runs against TRL, memory and the start, as ratios.
+"""Measures a real pretrained model: decoding, the train step, whole runs against TRL, memory and start, as ratios.
 
     python -m benchmarks.real_model --trl-path FOLDER [--only decode train trl memory start] [--quick] [--model FOLDER]
 
-    python3.11 -m venv /tmp/trl-venv                        # TRL, in an environment of its own
-    /tmp/trl-venv/bin/pip install torch==2.13.0
-    /tmp/trl-venv/bin/pip install -c constraints.txt trl==1.16
-    … --trl-path /tmp/trl-venv/lib/python3.11/site-packages
+    python3.11 -m venv /tmp/trl-venv                        # a separate environment for TRL /tmp/trl-venv/bin/pip
+    install torch==2.13.0 /tmp/trl-venv/bin/pip install -c constraints.txt trl==1.16 … --trl-path
+    /tmp/trl-venv/lib/python3.11/site-packages
 
 The model is SmolLM2-135M-Instruct, or any dense text model as a Hugging Face folder. ``--quick``: once and shorter.
 
-- matrix products: the products of the model's layers and of its head for `MATRIX_ROWS` rows. They take turns with the
-  ways of ``decode`` and ``train``, whose operations a second are told as a share of theirs, for the same type of number
-  and the same threads.
+- matrix products: the products of the model's layers and of its head for `MATRIX_ROWS` rows. They take turns with
+  ``decode`` and ``train``, whose operations per second are printed as a share of theirs, for the same dtype and
+  threads.
 - ``decode``: the embedded engine over HTTP, and transformers' generate, on the same prompts.
 - ``train``: forward, backward and AdamW over the same groups. "transformers, padded": micro-batches padded to their
-  longest; "packed": one after the other in a row, told apart by positions; both with torch's AdamW. "Relax, rows": each
+  longest; "packed": concatenated in one row and separated by positions; both with torch's AdamW. "Relax, rows": each
   answer with its own copy of the prompt; "Relax": the prompt once. Relax's optimizer keeps float32 weights also for
-  bfloat16. Operations are those of the tokens that a way has to compute: no padding.
-- ``trl``: samples a second of whole runs on sums of two numbers, 8 prompts × 16 answers of at most 24 tokens. TRL and
-  colocate have all threads, async s=1 half of them for each of engine and trainer. Relax does not compute groups whose
-  rewards are equal, TRL does; with the reward of the first three ways (`reward.near`) hardly any are. "right or wrong"
-  is the usual reward, with which most groups of this model are skipped at first; ``computed`` is the share of groups
-  that were not.
-- ``memory``: peaks of the processes of a short run, and what plan=true says.
+  bfloat16. Operations count the tokens that a way has to compute, without padding.
+- ``trl``: samples per second of whole runs on sums of two numbers, 8 prompts × 16 answers of at most 24 tokens. TRL and
+  colocate use all threads, async s=1 half of them each for engine and trainer. Relax skips groups with equal rewards,
+  TRL does not; with the reward of the first three ways (`reward.near`) there are few such groups. "right or wrong" is
+  the usual reward, with which most groups of this model are skipped at first; ``computed`` is the share of computed
+  groups.
+- ``memory``: peaks of the processes of a short run, and the prediction of plan=true.
 - ``start``: seconds from the command to the first token and to the first train step.
 
-Operations: a multiplication and an addition count as two. A token costs 2 N in a forward pass, N without the embedding
-and with the head where it predicts; attention adds 4 × width for each pair of tokens in each layer; backward is twice
-forward. All parts compute with numbers of ``--dtype``; where matrix products in bfloat16 are the slower ones, because
-the processor has neither AMX nor AVX-512 for them, take float32. Figures are medians over the rounds, with the least
-and the largest behind them.
+Operations: a multiplication and an addition count as two. A token costs 2 N in a forward pass, where N is the
+parameters without the embedding, and with the head if the token predicts; attention adds 4 × width for each pair of
+tokens in each layer; backward is twice forward. All parts compute in ``--dtype``; use float32 if bfloat16 is slower,
+because the processor has neither AMX nor AVX-512 for it. Numbers are medians over the rounds, followed by minimum and
+maximum.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.child import OPENMP_WAITS
 
-# For all ways; torch reads it when it is imported.
+# For all ways; torch reads it on import.
 os.environ.update(OPENMP_WAITS, HF_HUB_DISABLE_PROGRESS_BARS="1")
 
 import torch
@@ -97,14 +96,14 @@ DECODED, RATE = "tokens/s", "samples/s, mean"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Is a comparison with what the table shows of it; ratios are to the way ``base``."""
+    """Holds a comparison and its columns in the table; ratios are to the way ``base``."""
 
     found: Comparison
     figures: Sequence[str]
     base: str
 
     def lines(self) -> Iterator[str]:
-        """Yields rows of the table: a way's figure, its ratio to the base, and its share of the matrix products."""
+        """Yields rows of the table: a way's metric, its ratio to the base, and its share of the matrix products."""
         for way, rounds in self.found.found.items():
             for figure in self.figures:
                 if figure not in rounds[0]:
@@ -147,7 +146,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder; by default SmolLM2-135M-Instruct, made at first"
+        "--model", type=Path, help="Hugging Face folder; by default SmolLM2-135M-Instruct, made on first use"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="one round, and fewer tokens and steps")
@@ -156,7 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="of the part decode")
     parser.add_argument("--trl-path", type=Path, help="folder with TRL, see above")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=Path, help="file for the metrics of all rounds, as JSON")
     given = parser.parse_args()
     given.rounds = given.rounds or (1 if given.quick else 3)
     if "trl" in given.only:
@@ -173,7 +172,7 @@ def parse() -> argparse.Namespace:
 
 
 def headline(given: argparse.Namespace) -> Iterator[str]:
-    """Yields what the figures were measured with: the command, the machine and the versions."""
+    """Yields the conditions of the measurement: the command, the machine and the versions."""
     with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     versions = [f"Python {platform.python_version()}"]
@@ -203,7 +202,7 @@ def size_of(folder: Path) -> Size:
 
 
 def layer_products(size: Size) -> list[tuple[int, int]]:
-    """Returns inputs and outputs of the products with a layer's weights."""
+    """Returns input and output widths of the matrix products of a layer."""
     width, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     return [
         (size.hidden, width + 2 * keys),
@@ -214,23 +213,23 @@ def layer_products(size: Size) -> list[tuple[int, int]]:
 
 
 def forward_flops(size: Size, counts: Counts) -> float:
-    """Returns the operations of a forward pass; see the module's text."""
+    """Returns the operations of a forward pass; see the module's docstring."""
     weights = size.layers * sum(wide * out for wide, out in layer_products(size))
     attention = 4 * size.layers * size.heads * size.head_dim
     return 2.0 * (counts.rows * weights + counts.predicted * size.hidden * size.vocabulary) + counts.pairs * attention
 
 
 def decode_counts(samples: int, *, prompt: int, new_tokens: int) -> Counts:
-    """Returns rows, pairs and predicted rows of ``samples`` responses to prompts that differ.
+    """Returns rows, pairs and predicted rows of ``samples`` responses to different prompts.
 
-    The last token that is drawn passes no layer.
+    The last sampled token passes no layer.
     """
     rows = prompt + new_tokens - 1
     return Counts(rows=samples * rows, pairs=samples * rows * (rows + 1) // 2, predicted=samples * new_tokens)
 
 
 def matrix_figures(size: Size, dtype: torch.dtype, threads: int, number: int) -> Figures:
-    """Returns the operations a second of the products of all layers and of the head."""
+    """Returns the operations per second of the products of all layers and of the head."""
     kept = torch.get_num_threads()
     torch.set_num_threads(threads)
     seconds = flops = 0.0
@@ -250,7 +249,7 @@ def matrix_figures(size: Size, dtype: torch.dtype, threads: int, number: int) ->
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 class Case:
-    """What is measured: the model in ``given.model``, with the other flags of the command line."""
+    """Runs the measurements of the model in ``given.model`` with the other flags of the command line."""
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
         self._given, self._scratch = given, scratch
@@ -259,13 +258,13 @@ class Case:
         write_sums(self._rows)
 
     def all(self) -> Iterator[Result]:
-        """Yields the results of the parts that are asked for."""
+        """Yields the results of the selected parts."""
         yield self.matrix()
         for part in self._given.only:
             yield from getattr(self, part)()
 
     def matrix(self) -> Result:
-        """Compares types of numbers and threads."""
+        """Compares dtypes and numbers of threads."""
         ways = {
             f"{name}, {threads} thread{'s' * (threads > 1)}": partial(
                 matrix_figures, self._size, getattr(torch, name), threads
@@ -296,7 +295,7 @@ class Case:
                     RELAX: partial(engine_tokens, loop, client, prompts),
                 }
                 for number, one in enumerate(generate.values()):
-                    one(2, 10**6 + number)  # loads what the first call loads
+                    one(2, 10**6 + number)  # loads lazily loaded code
                 ways = {name: partial(timed_tokens, one, new_tokens, flops) for name, one in generate.items()}
                 ways[MATRIX] = partial(matrix_figures, self._size, getattr(torch, self._given.dtype), threads)
                 title = f"decode, batch {batch}, {new_tokens} tokens: {flops / 1e12:.3g} TFLOP"
@@ -312,7 +311,7 @@ class Case:
         lengths = response_lengths(groups * samples, longest=TRAIN_LONGEST, mean=TRAIN_MEAN).reshape(groups, samples)
         trees = make_groups(lengths, prompt=TRAIN_PROMPT, vocabulary=self._size.vocabulary)
         rows = as_rows(trees)
-        # Without learning all ways keep the same weights, so that two of them can share a model.
+        # With a learning rate of 0 all ways keep the same weights, so that two of them can share a model.
         model = self._given.model
         theirs = HuggingFace(model, learning_rate=0.0, dtype=dtype)
         family = json.loads((model / "config.json").read_text(encoding="utf-8"))["model_type"]
@@ -367,7 +366,7 @@ class Case:
     def memory(self) -> Iterator[Result]:
         """Compares peaks with those of the plan."""
         words = [*self._run_words(near=True), "mode=colocate", f"engine.threads={self._given.threads}", "run.steps=2"]
-        words.append(f"rollout.max_new_tokens={CUT_TOKENS}")  # nearly all answers are cut: they have the planned length
+        words.append(f"rollout.max_new_tokens={CUT_TOKENS}")  # truncates nearly all answers to the planned length
         plan = predicted([*words, f"run.dir={self._scratch / 'plan'}"])
         comparisons: dict[str, Comparison] = {}
         for number in range(self._given.rounds):
@@ -412,7 +411,7 @@ class Case:
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
 def timed_tokens(generate: Callable[[int, int], int], new_tokens: int, flops: float, number: int) -> Figures:
-    """Returns the speed of a call that draws ``new_tokens`` for each prompt."""
+    """Returns the speed of a call that samples ``new_tokens`` for each prompt."""
     began = time.perf_counter()
     tokens = generate(new_tokens, 1000 * (number + 1))
     took = time.perf_counter() - began
@@ -420,7 +419,7 @@ def timed_tokens(generate: Callable[[int, int], int], new_tokens: int, flops: fl
 
 
 def timed_step(step: Callable[[], float], tokens: int, flops: float, number: int) -> Figures:
-    """Returns the speed of a train step, which returns the norm of its gradient."""
+    """Returns the speed of a train step; ``step`` returns the gradient norm."""
     began = time.perf_counter()
     norm = step()
     took = time.perf_counter() - began
@@ -428,7 +427,7 @@ def timed_step(step: Callable[[], float], tokens: int, flops: float, number: int
 
 
 def write_sums(file: Path) -> None:
-    """Writes rows that ask for the sum of two numbers of two digits."""
+    """Writes rows with questions for the sum of two 2-digit numbers."""
     numbers = random.Random(0)
     with file.open("w", encoding="utf-8") as out:
         for _ in range(RUN_ROWS):

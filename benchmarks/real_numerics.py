@@ -1,11 +1,11 @@
-"""Log-probs and gradients on real weights against transformers: trainer, embedded engine and SGLang.
+"""Compares log-probs and gradients on real weights with transformers: trainer, embedded engine and SGLang.
 
     python -m benchmarks.real_numerics [--prompts 200 --gradients 20 --greedy 64 --bfloat16 20] [--model FOLDER]
 
 The prompts are chats, sums and word problems (tests/real/prompts.py), the answers are sampled by the embedded engine at
-temperature 1. Every figure but those of bfloat16 is float32. `transformers bfloat16`: its own difference between the
-two formats on the same tokens, with which those of Relax are compared. A gradient's difference is relative to the
-largest entry of its tensor; transformers in float64 is the reference, and its own float32 stands beside Relax's.
+temperature 1. All computations except those of bfloat16 are in float32. `transformers bfloat16`: the difference of
+transformers between the two dtypes on the same tokens, for comparison with Relax. A gradient's difference is relative
+to the largest entry of its tensor; the reference is transformers in float64, and transformers in float32 is also shown.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def answers(
 
 @torch.inference_mode()
 def reference_logprobs(model: Any, given: Sequence[Answer]) -> Tensor:
-    """Returns the log-probs of all answer tokens by transformers, in float32 ``[tokens]``."""
+    """Returns transformers' log-probs of all answer tokens, float32 ``[tokens]``."""
     return torch.cat([logprobs_of(model, one.tokens)[-len(one.ids) :].float() for one in given])
 
 
 @torch.inference_mode()
 def scored(model: LanguageModel, given: Sequence[Answer], dtype: torch.dtype) -> Tensor:
-    """Returns the log-probs of all answer tokens by the scores of the embedded engine ``[tokens]``."""
+    """Returns the embedded engine's scores of all answer tokens ``[tokens]``."""
     items = [ScoreItem(token_ids=one.tokens, start=len(one.prompt) - 1, top_k=1, temperature=1.0) for one in given]
     return torch.cat([torch.tensor(one.logprobs) for one in score(model, items, dtype=dtype)])
 
@@ -159,7 +159,7 @@ class Trainer:
         return torch.from_numpy(np.concatenate([of_tokens(g, own) for g, own in zip(groups, found, strict=True)]))
 
     def gradients(self, given: Sequence[Answer]) -> dict[str, Tensor]:
-        """Returns the gradients of minus the sum of log-probs times advantages, by Hugging Face names."""
+        """Returns the gradients of the negative sum of log-probs times advantages, by Hugging Face names."""
         from relax_core.train.hf.hf_weights import HfWeights
 
         self._backend.begin_step(0)
@@ -170,8 +170,8 @@ class Trainer:
 
 def reference_gradients(folder: Path, given: Sequence[Answer], dtype: torch.dtype) -> dict[str, Tensor]:
     model = transformers_model(folder, dtype)
-    # SmolLM2's pad token is <|im_end|>, which is in every prompt. transformers leaves the inputs out of the gradient of
-    # its embedding, as of a pad token's; Relax has no pad tokens.
+    # SmolLM2's pad token is <|im_end|>, which is in every prompt. transformers gives the embedding of a pad token no
+    # gradient; Relax has no pad tokens.
     model.get_input_embeddings().padding_idx = None
     for one, group in zip(given, groups_of(given), strict=True):
         weights = torch.from_numpy(group.extras["advantages"]).to(dtype)
@@ -185,7 +185,7 @@ def gradient_gaps(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> t
 
 
 def served_logprobs(kind: str, folder: Path, given: Sequence[Answer]) -> Tensor | None:
-    """Returns the log-probs of all answer tokens by an engine process; None if the engine is not installed."""
+    """Returns an engine process's log-probs of all answer tokens; None if the engine is not installed."""
     kinds = engine_kinds()
     if kind not in kinds:
         return None

@@ -1,10 +1,10 @@
-"""What rewards cost: ``python -m benchmarks.rewards [--rounds 3]``.
+"""Measures the cost of rewards: ``python -m benchmarks.rewards [--rounds 3]``.
 
-1. Answers a second of 8 groups of 16 answers, where the reward of each answer waits for 50 ms: one answer after the
-   other, in threads, and as an async function.
-2. Microseconds for a group of 16 answers with the demo's own reward, in the event loop and with a thread for a group.
-3. Answers a second of reward=math in two warm worker processes, plain ones and in the sandbox, and the seconds from the
-   start of a pool to its first reward.
+1. Answers per second of 8 groups of 16 answers with a reward that waits 50 ms per answer: one answer after the other,
+   in threads, and as an async function.
+2. Microseconds per group of 16 answers with the demo's reward: in the event loop, and in a thread for each group.
+3. Answers per second of reward=math in two warm worker processes, with and without the sandbox, and the seconds from
+   the start of a pool to its first reward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def waits_async(given: RewardInput, config: Any) -> float:
 
 
 async def scored(rewards: RewardPool, group: Sequence[RewardInput], *, groups: int) -> float:
-    """Returns the seconds in which so many groups are scored that come at the same time."""
+    """Returns the seconds to score ``groups`` groups that arrive at the same time."""
     began = time.perf_counter()
     await asyncio.gather(*(rewards.score(group) for _ in range(groups)))
     return time.perf_counter() - began
@@ -83,7 +83,7 @@ def quick_reward(*, rounds: int) -> Comparison:
     group = [RewardInput(response=f"1{n}3", stopped=True, answer="321", row={}) for n in range(GROUP_SIZE)]
 
     async def one_by_one(rewards: RewardPool) -> float:
-        for _ in range(QUICK_GROUPS):  # until it is known how quick the reward is
+        for _ in range(QUICK_GROUPS):  # until the pool has measured the reward's speed
             await rewards.score(group)
         began = time.perf_counter()
         for _ in range(QUICK_GROUPS):
@@ -115,7 +115,7 @@ def isolated_math(*, rounds: int) -> Comparison:
             with RewardPool(spec, spec.config(name="math", sandbox=sandbox), workers=2) as rewards:
                 asyncio.run(scored(rewards, group, groups=1))
                 start_s = time.perf_counter() - began
-                asyncio.run(scored(rewards, group, groups=MATH_GROUPS))  # both workers are warm behind it
+                asyncio.run(scored(rewards, group, groups=MATH_GROUPS))  # warms up both workers
                 seconds = asyncio.run(scored(rewards, group, groups=MATH_GROUPS))
             return {"answers/s": MATH_GROUPS * GROUP_SIZE / seconds, "start, s": start_s}
 

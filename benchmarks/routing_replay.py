@@ -1,10 +1,10 @@
-"""What routing replay (R3) does to the gap between an engine in half precision and a trainer in full precision.
+"""Measures the log-prob gap between a bfloat16 engine and a float32 trainer with and without routing replay (R3).
 
     python -m benchmarks.routing_replay [--seeds 5] [--prompts 32] [--json FILE]
 
 A bfloat16 engine samples; a float32 trainer computes the log-probs of the same tokens twice, once with its own routing
-and once with the engine's experts. So both columns are of the same samples and the same weights. Two models: the
-built-in one as GRPO starts from it, and a random one of four layers with 16 experts, 4 a token, which generates longer.
+and once with the engine's experts. So both columns have the same samples and weights. Two models: the built-in model
+after its warm start, and a random model of four layers with 16 experts, 4 a token, with longer responses.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from relax_core.families.tiny_configs import EXPERTS
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.trees import answers_tree, of_tokens
 
-REACH = 5.0  # the largest gap is to fall so many times
-SAMPLES = 16  # of a prompt
+REACH = 5.0  # the largest gap must be reduced by this factor
+SAMPLES = 16  # per prompt
 VOCABULARY = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One model and seed. Gaps in nats, over all response tokens; ``rerouted``: share of tokens of which the trainer's
-    own routing chooses another expert in some layer.
+    """Holds the result of one model and seed: gaps in nats over all response tokens; ``rerouted``: share of tokens for
+    which the trainer's routing chooses another expert in some layer.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Row:
 
 
 def random_model(folder: Path, *, seed: int) -> None:
-    """Four layers of 16 experts, 4 a token; its distributions are far from flat."""
+    """Writes a model of four layers with 16 experts, 4 a token, whose distributions are far from flat."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def task_prompts(folder: Path, *, count: int, seed: int) -> list[list[int]]:
 
 
 def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed: int, scratch: Path) -> list[TokenTree]:
-    """Groups that a bfloat16 engine sampled, with its log-probs and its experts."""
+    """Returns groups sampled by a bfloat16 engine, with its log-probs and experts."""
     requests = [
         PromptRequest(rid=str(place), input_ids=ids, sampling_seed=10_000 * seed + place)
         for place, ids in enumerate(prompts)
@@ -129,7 +129,7 @@ def group_of(place: int, prompt: list[int], answers: Sequence[Generated]) -> Tok
 
 
 def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> Row:
-    """Returns the gaps of one model and seed; a forward pass takes all groups together."""
+    """Returns the gaps of one model and seed."""
     from relax_core.train.model.moe import routers
     from relax_core.train.policy_backend import MegatronBackend
 
@@ -162,7 +162,7 @@ def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> 
 
 
 def _of_all_tokens(groups: Sequence[TokenTree], columns: Sequence[np.ndarray]) -> np.ndarray:
-    """``[rows]`` of each group → ``[tokens]`` of all."""
+    """Converts ``[rows]`` of each group to ``[tokens]`` of all groups."""
     return np.concatenate([of_tokens(group, column) for group, column in zip(groups, columns, strict=True)])
 
 

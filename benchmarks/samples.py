@@ -1,8 +1,8 @@
-"""Measures what keeping all samples costs: the calls in the event loop, and the thread that writes the files.
+"""Measures the cost of logging all samples: the calls in the event loop, and the thread that writes the files.
 
 `python -m benchmarks.samples` prints microseconds for each train step of the demo (8 groups of 16 answers), their share
-of a step, and bytes for each sample. The share of the calls is what the rollout's event loop loses; the thread runs
-beside it and takes the interpreter's lock from it for about as long as its own processor time.
+of a step, and bytes for each sample. The calls take their share from the rollout's event loop; the thread runs in
+parallel and holds the interpreter lock for about its CPU time.
 """
 
 from __future__ import annotations

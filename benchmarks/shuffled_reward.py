@@ -1,8 +1,8 @@
-"""A control: the reward of reverse_digits against a wrong answer, so that nothing about the prompt can be learnt.
+"""A control: the reward of reverse_digits with a wrong reference answer, so that nothing can be learnt.
 
     python -m relax_core reward=plugin reward.name=benchmarks/shuffled_reward.py
 
-``exact`` still counts true answers: a run that reaches them with this reward has a leak somewhere.
+``exact`` still counts true answers: if a run with this reward reaches them, the answer leaks somewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ShuffledConfig(RewardConfig):
 
 
 def other_answer(answer: str) -> str:
-    """Another row's answer: as long as this one, fixed by it, and independent of its digits."""
+    """Returns another answer of the same length, derived from this one but independent of its digits."""
     return "".join(random.Random(answer).choices("0123456789", k=len(answer)))
 
 

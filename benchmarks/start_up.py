@@ -1,9 +1,9 @@
-"""What a start and a recovery cost: ``python -m benchmarks.start_up [--runs 3] [--kills 2] [key=value …]``.
+"""Measures the time of starts and recoveries: ``python -m benchmarks.start_up [--runs 3] [--kills 2] [key=value …]``.
 
-Runs of the text demo. Measured are the seconds from the command until its engine has drawn a first token and until its
-first train step, and from a SIGKILL of the trainer until the first train step of the next one, which trains on from the
-newest checkpoint. Below are the medians by process: when it was born, and the processor time that it took until that
-step, or since that kill. Processor time depends less than seconds on what else the machine does; the load is printed.
+The runs are text demos. Measured are the seconds from the command to the engine's first token and to the first train
+step, and from a SIGKILL of the trainer to the first train step of the next trainer, which resumes from the newest
+checkpoint. Then follow the medians for each process: its start time, and its CPU time until that step or since the
+kill. CPU time depends less than seconds on the machine's load, which is printed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ OVERRIDES = (
     "eval.every=0",
 )
 LOOK_S = 0.2  # seconds between two looks at the processes
-LOAD_S = 60.0  # an engine answers between two steps of its decoder
+LOAD_S = 60.0  # deadline of an engine's answer, which comes between two decode steps
 STEPS_BETWEEN = 30  # train steps before a kill
 TRAINER = "actor_rank_0"
-# psutil knows the time at which the machine started to a second.
+# psutil rounds the boot time of the machine to seconds.
 CLOCK_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
 
 
 @dataclass
 class Phase:
-    """Holds what a start or a recovery took: seconds, and by process when it was born and its processor time."""
+    """Holds the seconds of a start or a recovery, and the start time and the CPU time of each process."""
 
     seconds: float = 0.0
     token_s: float = 0.0  # until the first token; 0 for a recovery
@@ -59,7 +59,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Look:
-    """Holds the newest look at one process: its name, the Unix time of its birth, and its processor time so far."""
+    """Holds the newest observation of one process: name, Unix time of its start, and CPU seconds so far."""
 
     name: str
     born: float
@@ -67,7 +67,7 @@ class Look:
 
 
 class Looks:
-    """Looks at the processes of a run in a thread, so that those which have ended are counted too."""
+    """Observes the processes of a run from a thread, so that ended processes are counted, too."""
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
@@ -76,7 +76,7 @@ class Looks:
 
     @contextmanager
     def going_on(self) -> Iterator[Looks]:
-        """Looks again and again while the block runs."""
+        """Observes the processes repeatedly while the block runs."""
         thread = Thread(target=self._look_on)
         thread.start()
         try:
@@ -86,7 +86,7 @@ class Looks:
             thread.join()
 
     def now(self) -> Mapping[int, Look]:
-        """Looks once, and returns every process that was ever seen, by its pid."""
+        """Observes the processes once and returns every process observed so far, by its pid."""
         for pid, command in self._live.processes().items():
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
@@ -101,7 +101,7 @@ class Looks:
 
 
 def process_name(short: str, command: str) -> str:
-    """Returns what a process is: the class that Ray runs, the controller, the module, or else the program."""
+    """Returns the name of a process: Ray's class, the controller, the module, or else the program."""
     if short == "relax-control":
         return short
     found = re.match(r"ray::[A-Za-z_]+", command) or re.search(r"-m \S+", command) or re.search(r"[\w-]+\.py", command)
@@ -109,12 +109,12 @@ def process_name(short: str, command: str) -> str:
 
 
 def phase(before: Mapping[int, Look], after: Mapping[int, Look], *, began: float, ended: float) -> Phase:
-    """Returns what the processes took between two looks; ``began`` and ``ended`` are Unix times."""
+    """Returns the processes' CPU time between two observations; ``began`` and ``ended`` are Unix times."""
     found = Phase(seconds=ended - began)
     count: dict[str, int] = defaultdict(int)
     for pid, look in sorted(after.items(), key=lambda item: item[1].born):
         took = look.cpu_s - (before[pid].cpu_s if pid in before else 0.0)
-        if pid in before and took < 0.05:  # it only waited
+        if pid in before and took < 0.05:  # an idle process
             continue
         count[look.name] += 1
         name = look.name if count[look.name] == 1 else f"{look.name} ({count[look.name]})"
@@ -157,17 +157,17 @@ def _recovery(live: LiveRun, training: Training, looks: Looks) -> Phase:
 
 
 def _first_token(port: int) -> float | None:
-    """Returns the time, if the embedded engine at this port has drawn a token."""
+    """Returns the Unix time if the embedded engine at this port has sampled a token."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/loads", timeout=LOAD_S) as reply:
             drawn = json.load(reply)["loads"][0]["generated_tokens"]
-    except OSError:  # it does not listen yet
+    except OSError:  # the engine does not listen yet
         return None
     return time.time() if drawn else None
 
 
 def _await(live: LiveRun, found: Callable[[], float | None]) -> float:
-    """Returns what ``found`` returns as soon as it is not None."""
+    """Returns the first result of ``found`` that is not None."""
     answers: list[float] = []
 
     def came() -> bool:
@@ -197,7 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kills", type=int, default=2, help="kills of the trainer in each run")
-    parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
     arguments = parser.parse_args()
     starts: list[Phase] = []
     recoveries: list[Phase] = []

@@ -1,12 +1,12 @@
-"""Measures whether a run names the rank or the engine that is slowed down, and nobody else.
+"""Measures straggler detection: whether a run reports the slowed rank or engine and no other.
 
     python -m benchmarks.stragglers [--runs 10] [--only ranks engines undisturbed] [--ranks 4 --engines 3 --share 0.3]
 
-Each run is a real one with so many data-parallel trainer ranks and engines. At a random train step one of the ranks, or
-one of the engines, is slowed down from outside: its process gets SIGSTOP and SIGCONT in turns, so that it stands still
-for ``--share`` of the time. Printed are after how many train steps it was named, what was told of it, and who else was
-named. An undisturbed run names nobody over ``--steps`` train steps. The exit code is 1 if a figure is missed: named
-within 60 steps in each run, nobody else, and nobody in the undisturbed ones.
+Each run is a real run with ``--ranks`` data-parallel trainer ranks and ``--engines`` engines. At a random train step
+one rank or one engine is slowed down: its process gets SIGSTOP and SIGCONT in turns, so that it is stopped for
+``--share`` of the time. Prints after how many train steps it was reported, the report, and false alarms. An undisturbed
+run has ``--steps`` train steps. The exit code is 1 unless each slowed process is reported within 60 steps and there are
+no false alarms.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ OVERRIDES = (
     "rollout.prompts_per_step=48",
     "algo.group_size=16",
 )
-# Of standing still and working in turns. On cores that more processes want, a process that stood still for some ms gets
-# the next ms of a core instead, and would lose nothing.
+# One stop and one continuation. On overloaded cores a process that was stopped for a few ms gets the next ms of a core
+# instead, and would lose no time.
 PERIOD_S = 0.25
 EARLIEST, LATEST = 20, 60  # train steps between which the slowing begins
-WITHIN = 60  # train steps within which it must be named
-MORE_STEPS = 100  # a run that names nobody is ended after so many steps behind the beginning
+WITHIN = 60  # train steps within which it must be reported
+MORE_STEPS = 100  # a run without a report is ended this many steps after the slowing began
 LOOK_S = 0.2
 RANKS, ENGINES, UNDISTURBED = "ranks", "engines", "undisturbed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Holds what became of one run: who was slowed and from which step on, when it was named, and all that was told."""
+    """Holds the result of a run: the slowed process, its first slow step, steps until its report, and all reports."""
 
     who: str
     began: int
@@ -62,18 +62,18 @@ class Case:
 
     @property
     def others(self) -> list[Straggler]:
-        """Returns who was named though nobody had slowed it."""
+        """Returns the false alarms."""
         return [one for one in self.told if one.who != self.who or one.to_step < self.began]
 
     @property
     def good(self) -> bool:
-        """Is True if the slowed one was named in time and nobody else was."""
+        """Returns whether the slowed process was reported in time, without false alarms."""
         in_time = not self.who or (self.named_after is not None and self.named_after <= WITHIN)
         return in_time and not self.others
 
 
 class Slowed:
-    """Lets a process stand still for a share of the time while it is used as a context manager."""
+    """Stops a process for a share of the time; a context manager."""
 
     def __init__(self, pid: int, *, share: float) -> None:
         self._pid, self._share = pid, share
@@ -89,7 +89,7 @@ class Slowed:
         self._thread.join()
 
     def _slow(self) -> None:
-        with suppress(PermissionError):  # so that the signals come in time on a busy machine; it needs the right to
+        with suppress(PermissionError):  # for signals in time on a busy machine, if permitted
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_RR, os.sched_param(1))
         with suppress(ProcessLookupError):  # the run has ended
             while not self._ended.is_set():
@@ -109,7 +109,7 @@ def step_of(folder: Path) -> int:
 
 
 def process_of(live: LiveRun, who: str) -> int:
-    """Returns the pid of a rank or of an engine: the one that writes its log."""
+    """Returns the pid of a rank or of an engine: the process that has its log open."""
     log = str(live.folder / "logs" / f"{who}.log")
     engine = who.startswith("engine")
     for pid, line in live.processes().items():
@@ -122,7 +122,7 @@ def process_of(live: LiveRun, who: str) -> int:
 
 
 def run_case(kind: str, given: argparse.Namespace, *, seed: int) -> Case:
-    """Executes one run and returns what it told."""
+    """Executes one run and returns its result."""
     chance = random.Random(seed)
     slowed = {RANKS: f"actor-{chance.randrange(given.ranks)}", ENGINES: f"engine-{chance.randrange(given.engines)}"}
     who, start = slowed.get(kind, ""), chance.randrange(EARLIEST, LATEST)
@@ -164,7 +164,7 @@ def _ended(live: LiveRun, given: argparse.Namespace, *, who: str, began: int, na
 
 
 def _print_times(folder: Path) -> None:
-    """Prints how long the steps took, and the ranks' own work in them."""
+    """Prints the duration of the steps, and the time of the ranks' own work in them."""
     records = read_metrics(folder)
     steps = [values["step_ms"] for values in by_step(records, ACTOR).values()]
     names = sorted({name.split("/")[0] for one in records if one.source == RANK for name in one.values})
@@ -185,13 +185,13 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--engines", type=int, default=3)
-    parser.add_argument("--share", type=float, default=0.3, help="share of the time that the slowed one stands still")
+    parser.add_argument("--share", type=float, default=0.3, help="share of the time for which a process is stopped")
     parser.add_argument("--steps", type=int, default=150, help="train steps of an undisturbed run")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--keep", type=Path, help="folder in which the metrics.jsonl of each run is kept")
-    parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the run under way, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the current run, too
     missed = 0
     for kind in given.only:
         good = 0

@@ -1,14 +1,14 @@
-"""Makes the tiny judges and policies of `benchmarks.agents`, and the pairs on which the judges are tried.
+"""Makes the tiny judges and policies of ``benchmarks.learning --suite agents``, and held-out pairs to test the judges.
 
-There are two tasks: "rev 12345" is answered by 54321, and "inc 12345" by 23456, each digit plus one and 9 becoming 0. A
-judge knows one of them. It sees the question and a response (taught_judge.jinja), writes its own answer beside the
-response, digit by digit, with = or / behind each pair, and its verdict at the end: "55=44=32/22=11= 0". It is taught on
-right responses and on wrong ones of six kinds. One policy answers both tasks now and then. The other guesses a number
-from 1 to 7 from a history that is written anew each turn, and half of its guesses heed it.
+There are two tasks: the answer to "rev 12345" is 54321, and to "inc 12345" 23456 (each digit plus one, 9 becomes 0). A
+judge knows one task. It gets the question and a response (taught_judge.jinja) and writes pairs of digits of its own
+answer and of the response, each followed by = or /, and its verdict at the end: "55=44=32/22=11= 0". It is trained on
+right responses and on six kinds of wrong ones. One policy sometimes answers both tasks. The other guesses a number from
+1 to 7 from a history that is rewritten each turn; half of its guesses use the history.
 
     python -m benchmarks.taught_models --judge rev --into FOLDER
 
-A model is made on first use, in a process of its own, and kept in the user's cache folder as the builtin ones are.
+A model is made on first use in a separate process and cached in the user's cache folder, like the builtin models.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ TASKS: Mapping[str, Callable[[str], str]] = {
 }
 PROMPT = Path(__file__).with_name("taught_judge.jinja")
 PARSE = r" (?P<verdict>[01])$"
-MOST_TOKENS = 32  # of a judge's text on a response of 8 characters: 3 for each, the verdict and the end
+MOST_TOKENS = 32  # tokens of a judge's text on a response of 8 characters: 3 for each, the verdict and the end
 
 
 @dataclass(frozen=True)
 class Cooling(WarmStart):
-    """Has a learning rate that falls evenly to a tenth."""
+    """Defines a warm start with a learning rate that falls linearly to a tenth."""
 
     def lr_at(self, step: int) -> float:
         """Returns the learning rate of a step, from 0."""
@@ -58,20 +58,20 @@ class Cooling(WarmStart):
 
 
 JUDGE = Cooling(steps=800, seed=0, lr=3e-3, warmup_steps=50)
-# "both": greedy answers solve some 0.4 of the one task and 0.3 of the other, which is learnt faster. "guess": it plays
-# as the scripted player does, mistakes included; after fewer steps no guess heeds the history.
+# "both": greedy answers solve about 0.4 of one task and 0.3 of the other, which is learnt faster. "guess": it plays
+# like the scripted player, with mistakes; after fewer steps no guess uses the history.
 POLICIES = {
     "both": WarmStart(steps=105, seed=8),
     "guess": Cooling(steps=1000, seed=0, lr=3e-3, warmup_steps=50),
 }
 REV_SHARE = 0.7
 HELD_OUT_PAIRS, HELD_OUT_SLOTS = 512, 16
-RECIPE_VERSION = 1  # to be raised when a change of this file gives other models
+RECIPE_VERSION = 1  # increase when a change of this file changes the models
 _MAKE_DEADLINE_S = 3600.0
 
 
 def question_of(rng: random.Random, task: str, *, held_out: bool = False) -> tuple[str, str]:
-    """Returns a question of a task and its answer; one of sixteen questions is held out, by its checksum."""
+    """Returns a question of a task and its answer; one of sixteen questions is held out by its checksum."""
     while True:
         digits = "".join(rng.choices(DIGITS, k=LENGTH))
         if (zlib.crc32(digits.encode()) % HELD_OUT_SLOTS == 0) is held_out:
@@ -79,7 +79,7 @@ def question_of(rng: random.Random, task: str, *, held_out: bool = False) -> tup
 
 
 def wrong_response(rng: random.Random, answer: str) -> str:
-    """Returns a response that is not the answer: one or two digits changed, moved, missing, too many, or all drawn."""
+    """Returns a wrong response: one or two digits changed, moved, missing, too many, or all random."""
     digits, kind = list(answer), rng.choice(("one", "one", "one", "two", "moved", "short", "long", "drawn"))
     if kind in ("one", "two"):
         for place in rng.sample(range(LENGTH), 1 if kind == "one" else 2):
@@ -103,14 +103,14 @@ def pair_of(rng: random.Random, task: str, *, held_out: bool = False) -> tuple[s
 
 
 def judgement(answer: str, response: str) -> str:
-    """Returns what a right judge writes."""
+    """Returns the text of a right judge."""
     width = max(len(answer), len(response))
     pairs = zip(answer.ljust(width, "-"), response.ljust(width, "-"), strict=True)
     return "".join(f"{own}{its}{'=' if own == its else '/'}" for own, its in pairs) + f" {int(answer == response)}"
 
 
 def write_known_verdicts(file: Path, tasks: Mapping[str, str]) -> None:
-    """Writes held-out pairs as `reward.check.path` takes them; ``tasks`` names the judge of each task."""
+    """Writes held-out pairs in the format of `reward.check.path`; ``tasks`` names the judge of each task."""
     rng = random.Random("held-out pairs")
     rows = []
     for number in range(HELD_OUT_PAIRS):
@@ -138,7 +138,7 @@ def judge_folder(task: str) -> Path:
 
 
 def judge_words(name: str, folder: Path) -> list[str]:
-    """Returns the words of a run with a taught judge under a name."""
+    """Returns the overrides of a run with a trained judge under a name."""
     key = f"reward.judges.{name}"
     return [
         f"{key}.model={folder}",
@@ -149,12 +149,12 @@ def judge_words(name: str, folder: Path) -> list[str]:
 
 
 def policy_folder(task: str) -> Path:
-    """Returns the folder of a policy: right now and then in "both" tasks, or one that plays "guess"."""
+    """Returns the folder of a policy: for "both" tasks, where it is sometimes right, or for "guess"."""
     return _made("policy", task)
 
 
 def _made(kind: str, task: str) -> Path:
-    """Returns the folder of a model, which is made if it is not there."""
+    """Returns the folder of a model, which is made if it does not exist."""
     recipe = JUDGE if kind == "judge" else POLICIES[task]
     text = f"{RECIPE_VERSION}/{asdict(recipe)}/{PROMPT.read_text(encoding='utf-8')}"
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -175,7 +175,7 @@ def _made(kind: str, task: str) -> Path:
 
 
 def write_model(folder: Path, recipe: WarmStart, example: Callable[[random.Random], tuple[str, str]]) -> None:
-    """Trains a tiny Qwen3 on examples, which are a prompt and its answer, and writes it with its tokenizer."""
+    """Trains a tiny Qwen3 on examples (prompt, answer) and writes it with its tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

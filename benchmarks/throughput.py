@@ -1,4 +1,4 @@
-"""Samples a second of whole runs, where a step's milliseconds go, and single-process trainers beside them.
+"""Measures samples per second of whole runs and the parts of a step, compared with single-process trainers.
 
     python -m benchmarks.throughput [--rounds 3 --steps 120 --json FILE] [--trl-path FOLDER]
     python -m benchmarks.throughput --tail [--trl-path FOLDER]   # answers of 1 to 256 tokens, 3.2M parameters
@@ -6,20 +6,20 @@
 
 Each round runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL if it is given
 (`benchmarks.trl_loop`), then ``python -m relax_core`` with mode=colocate, with mode=async mode.max_staleness=0, and
-with mode=async mode.max_staleness=1, each with everything on (ledger, tokens, all roles, metrics files). Figures are
-medians over the steps after the warm-up, then over the rounds. On a loaded machine take more rounds.
+with mode=async mode.max_staleness=1, each with everything on (ledger, tokens, all roles, metrics files). Numbers are
+medians over the steps after the warm-up, then over the rounds. Use more rounds on a loaded machine.
 
 With ``--tail`` the model has random weights, 4 layers and width 256, and the learning rate is 0 (1e-12 in Relax), so
-that all draw the same lengths: an answer ends by chance, after 1 to 256 tokens. Rates are then tokens of answers a
+that all sample the same lengths: an answer ends at random after 1 to 256 tokens. Rates are then answer tokens per
 second over all measured steps, and mode=async runs with max_staleness 1 and 2. "2 threads" is mode=colocate, where
 engine and trainer take turns, with two threads each.
 
-How a step is split. ``train``: forward, backward, optimizer. ``sync``: publishing the weights; with mode=colocate also
-telling the engines to give up their memory and to take it back. Without overlap (staleness 0) ``engine`` (prefill and
-decode), ``reward`` and the whole push of the weights stand on the step path, and ``bus+control`` is the rest of the
-step: every hop between processes, decoding of rows, the trainer's record. At staleness 1 generation and push run beside
-the trainer: ``sync`` is what the trainer waited for, ``of which bus`` what its calls to the bus took, ``of which wait``
-how long they waited there for rows that were not ready; ``bus+control`` is both and the rest, so it is an upper bound.
+Parts of a step. ``train``: forward, backward, optimizer. ``sync``: publishing the weights; with mode=colocate also the
+calls that let engines release and resume their memory. Without overlap (staleness 0) ``engine`` (prefill and decode),
+``reward`` and the whole push of the weights are on the step's critical path, and ``bus+control`` is the rest of the
+step: hops between processes, decoding of rows, the trainer's record. At staleness 1 generation and push overlap with
+training: ``sync`` is the trainer's wait, ``of which bus`` the time of its calls to the bus, ``of which wait`` their
+wait for rows that were not ready; ``bus+control`` includes these and the rest, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from statistics import median
 from benchmarks.harness import QUIET_RUN, Figures, command_line, machine, python, run_relax, take_turns, write_report
 from relax_core.observe.event_log import ROLLOUT
 
-SKIPPED_STEPS = 10  # warm-up of caches and allocators; the pipeline fills
-TAIL_SKIPPED_STEPS, TAIL_STEPS = 3, 14  # steps of seconds, not of milliseconds
+SKIPPED_STEPS = 10  # warm-up of caches and allocators, until the pipeline is full
+TAIL_SKIPPED_STEPS, TAIL_STEPS = 3, 14  # fewer, because these steps take seconds
 PLAIN, TRL, COLOCATE, STRICT = "plain loop", "TRL", "colocate", "async s=0"
 ASYNC, ASYNC_2 = "async s=1", "async s=2"
 OVERRIDES = {
@@ -53,8 +53,8 @@ TAIL_OVERRIDES = {
     ASYNC: OVERRIDES[ASYNC],
     ASYNC_2: ("mode=async", "mode.max_staleness=2"),
 }
-TAIL_TOKENS = 256  # most tokens of an answer
-TAIL_MODEL = ("256", "768", "4", "8", "4", "32", "56")  # sizes for benchmarks.random_model; the last: its tokenizer's
+TAIL_TOKENS = 256  # the most tokens of an answer
+TAIL_MODEL = ("256", "768", "4", "8", "4", "32", "56")  # arguments of benchmarks.random_model; the last: tokens
 TAIL_RUN = (
     "model=qwen3",
     "model.dtype=float32",
@@ -65,7 +65,7 @@ TAIL_RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Says what is measured: ``flags`` of the single-process loops, and ``overrides`` of the runs of all ``ways``."""
+    """Defines a measurement: ``flags`` of the single-process loops, and ``overrides`` of the runs of all ``ways``."""
 
     ways: Mapping[str, Sequence[str]]
     skipped: int = SKIPPED_STEPS
@@ -75,7 +75,7 @@ class Task:
 
     @staticmethod
     def tail(model: Path) -> Task:
-        """Returns the task whose answers have 1 to 256 tokens, with a model that it makes in the folder ``model``."""
+        """Returns the task with answers of 1 to 256 tokens, and writes its model into the folder ``model``."""
         python("benchmarks.random_model", str(model), *TAIL_MODEL)
         return Task(
             ways=TAIL_OVERRIDES,
@@ -120,7 +120,7 @@ def parse() -> argparse.Namespace:
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 def measure_single(name: str, task: Task, given: argparse.Namespace, number: int) -> Figures:
-    """Returns the figures of a single-process trainer."""
+    """Returns the metrics of a single-process trainer."""
     trl = [f"--trl-path={given.trl_path}"] if name == TRL else []
     module = "benchmarks.trl_loop" if name == TRL else "benchmarks.plain_loop"
     output = python(module, *task.flags, f"--steps={given.plain_steps}", f"--seed={number}", *trl)
@@ -128,7 +128,7 @@ def measure_single(name: str, task: Task, given: argparse.Namespace, number: int
 
 
 def measure_run(name: str, task: Task, steps: int, number: int) -> Figures:
-    """Returns the figures of a whole run."""
+    """Returns the metrics of a whole run."""
     settings = (*task.ways[name], *task.overrides, *QUIET_RUN, f"run.steps={steps}", f"seed={number}")
     with tempfile.TemporaryDirectory(prefix="relax-throughput-") as folder:
         run = run_relax(Path(folder) / "run", *settings)
@@ -138,9 +138,9 @@ def measure_run(name: str, task: Task, steps: int, number: int) -> Figures:
     return figures | {"first_step_s": run.summary["first_step_s"]}
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------------------------------
 def single_figures(steps: Sequence[Mapping[str, float]], *, skipped: int = SKIPPED_STEPS) -> Figures:
-    """Medians over a single-process trainer's steps after the warm-up; its parts where it tells them."""
+    """Returns medians over a single-process trainer's steps after the warm-up, with its parts if it reports them."""
     measured = steps[skipped:]
     parts = {"step": "step_ms", "engine": "generate_ms", "reward": "reward_ms", "train": "train_ms"}
     return _speed(measured) | {
@@ -155,11 +155,11 @@ def run_figures(
     *,
     skipped: int = SKIPPED_STEPS,
 ) -> Figures:
-    """A run's figures from the trainer's and the rollout's records, by step; milliseconds.
+    """Returns a run's metrics in milliseconds from the trainer's and the rollout's records by step.
 
-    Without overlap the prompt batch of step t is the one of weight version t, and so is the push that its record tells.
+    Without overlap the prompt batch of step t and the push in its record belong to weight version t.
     """
-    # The last has no next one to ask rows for, so its time is not like the others'.
+    # The last step requests no rows for a next one, so its time differs.
     steps = sorted(actor)[skipped:-1]
     prompt_batches = [rollout[step] for step in steps if step in rollout]
     sync, other = [], []
@@ -182,7 +182,7 @@ def run_figures(
 
 
 def _speed(measured: Sequence[Mapping[str, float]]) -> Figures:
-    """``samples/s``: of the median step. The others are of all the time, slow steps included."""
+    """Returns rates: ``samples/s`` of the median step, the others over the whole time with slow steps."""
     samples, tokens, milliseconds = (sum(one[name] for one in measured) for name in ("samples", "tokens", "step_ms"))
     return {
         "tokens/s": 1e3 * tokens / milliseconds,

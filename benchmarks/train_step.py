@@ -1,24 +1,24 @@
-"""Trained response tokens a second of one train step, against transformers; tree packing against rows; the memory of
-log-probs and of a step; the cost of routing replay.
+"""Measures the train step: trained response tokens per second against transformers, tree packing against rows, the
+memory of log-probs and of a step, and the cost of routing replay.
 
     python -m benchmarks.train_step [--parts fill tree logprobs replay trees memory] [--models dense moe demo]
     python -m benchmarks.train_step_media                       # prompts with images
 
-A step is forward, backward and optimizer over the same groups, on one thread of one process; its time is CPU seconds.
-All ways start from the same weights and take the same steps, so their gradients' norms must agree.
+A step is forward, backward and optimizer over the same groups, on one thread of one process, timed in CPU seconds. All
+ways start from the same weights and take the same steps, so their gradient norms must agree.
 
-- ``fill``: 8 prompts of 32 tokens × 8 responses of at most 224. The fill is the share of real tokens were all sequences
-  padded to 256; at 24% lengths have a long tail. "HF padded": micro-batches padded to their longest. "HF packed":
-  block-diagonal SDPA by position ids, at the budget that is fastest for it. "ours, rows": plain packing, every response
-  with a prompt of its own.
-- ``tree``: responses of 128 tokens at most, 64 in the mean. "tree, masked": attention by one masked grid.
-- ``logprobs``: `benchmarks.logprobs`, 4,096 rows × 151,936 words, hidden 256, each way in processes of its own.
-- ``replay``: R3 on a mixture of experts, whose groups come with and without the experts that the engine chose (here:
-  those that transformers' model chooses).
-- ``trees``: `benchmarks.train_step_trees`, a tree of 16 turns. "sequences": one sequence a segment, its shared rows
-  included. The last line says what share of the ratio is reached that rows, pairs and predicted rows allow.
+- ``fill``: 8 prompts of 32 tokens × 8 responses of at most 224. The fill is the share of real tokens if all sequences
+  were padded to 256; at 24% lengths have a long tail. "HF padded": micro-batches padded to their longest. "HF packed":
+  block-diagonal SDPA by position ids, at its fastest budget. "ours, rows": plain packing, every response with its own
+  copy of the prompt.
+- ``tree``: responses of at most 128 tokens, 64 on average. "tree, masked": attention by one masked grid.
+- ``logprobs``: `benchmarks.logprobs`, 4,096 rows × 151,936 tokens, hidden 256, each way in separate processes.
+- ``replay``: R3 on a mixture of experts: groups with and without the engine's experts (here those of transformers'
+  model).
+- ``trees``: `benchmarks.train_step_trees`, a tree of 16 turns. "sequences": one sequence per segment, with its shared
+  rows. The last line compares the ratio with the ratio of the counts of rows, pairs and predicted rows.
 - ``memory``: one step over 16 answers of 8,192 tokens on a prompt of 1,024, in micro-batches of 8,192 rows, against the
-  same with one answer; each in a process of its own, peak over what the process had before.
+  same with one answer; each in a separate process, peak minus the memory before the step.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ FILLS = (0.24, 0.5, 1.0)
 FILL_PROMPT, FILL_LONGEST, FILL_GROUPS, FILL_SAMPLES = 32, 224, 8, 8
 TREE_SHAPES = ((32, 8), (32, 16), (512, 8), (512, 16), (4096, 8), (4096, 16))  # prompt tokens, samples a group
 TREE_LONGEST, TREE_MEAN = 128, 64
-HF_PACKED_TOKENS = 512  # of 512, 1,024, 2,048 and 4,096 the fastest
+HF_PACKED_TOKENS = 512  # the fastest of 512, 1,024, 2,048 and 4,096
 NORM_REACH = 1e-3
-REPLAY_ROUNDS = 10  # times as many as of the others: what is looked for is 1%
+REPLAY_ROUNDS = 10  # times as many rounds, because the expected difference is 1%
 
 
 def main() -> int:
@@ -93,7 +93,7 @@ def main() -> int:
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 def fill(folder: Path, model: str, *, rounds: int) -> Iterator[Comparison]:
-    """Our step against transformers' at several fills; the ways keep their models from one fill to the next."""
+    """Compares our step with transformers' at several fills; the ways keep their models between fills."""
     size, family = SIZES[model], _family(model)
     path = write_model(folder / model, size)
     padded, packed = HuggingFace(path), HuggingFace(path)
@@ -113,7 +113,7 @@ def fill(folder: Path, model: str, *, rounds: int) -> Iterator[Comparison]:
 
 
 def tree(folder: Path, *, rounds: int) -> Iterator[Comparison]:
-    """Groups as trees, whose prompt is computed once, against rows; dense model."""
+    """Compares groups as trees, whose prompt is computed once, with rows; dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "tree", size)
     rows_model, tree_model, masked_model = (Ours(path, family="qwen3") for _ in range(3))
@@ -123,7 +123,7 @@ def tree(folder: Path, *, rounds: int) -> Iterator[Comparison]:
         groups = make_groups(lengths, prompt=prompt, vocabulary=size.vocabulary)
         rows = as_rows(groups)
 
-        # A group that is larger than a micro-batch is cut, and its prompt is then computed once for each piece.
+        # A group larger than a micro-batch is split, and its prompt is then computed once for each part.
         budget = max(MICRO_BATCH_TOKENS, *(group.computed_rows for group in groups))
 
         def masked(groups: Sequence[TokenTree] = groups, budget: int = budget) -> float:
@@ -139,7 +139,7 @@ def tree(folder: Path, *, rounds: int) -> Iterator[Comparison]:
 
 
 def logprobs(*, rounds: int) -> object:
-    """Ours and the plain log_softmax in turns: CPU seconds and peak memory over base, forward and backward."""
+    """Compares our log-probs with the plain log_softmax: CPU seconds and peak memory of forward and backward."""
     ways = {name: partial(lambda name, number: in_own_process(name), name) for name in ("naive", "ours")}
     found = take_turns("log-probs, 4,096 rows × 151,936 words", ways, rounds=rounds, warm_up=False)
     print(found.table(base="naive", ratio_of=["seconds", "peak_mb"]), flush=True)
@@ -147,10 +147,10 @@ def logprobs(*, rounds: int) -> object:
 
 
 def replay(folder: Path, *, rounds: int) -> Comparison:
-    """One set of groups, with the engine's experts and without."""
+    """Compares one set of groups with and without the engine's experts."""
     size = SIZES["moe"]
     path = write_model(folder / "replay", size)
-    # Without learning, so that what the model chose at first stays its choice.
+    # With a learning rate of 0, so that the model's choice of experts does not change.
     models = {way: Ours(path, family="qwen3_moe", learning_rate=0.0) for way in ("off", "on")}
     lengths = response_lengths(64, longest=TREE_LONGEST, mean=TREE_MEAN / 2).reshape(8, 8)
     groups = make_groups(lengths, prompt=FILL_PROMPT, vocabulary=size.vocabulary)
@@ -160,7 +160,7 @@ def replay(folder: Path, *, rounds: int) -> Comparison:
 
 
 def trees(folder: Path, *, rounds: int) -> dict[str, object]:
-    """A deep tree, whose shared rows are computed once, against one sequence a segment; dense model."""
+    """Compares a deep tree, whose shared rows are computed once, with one sequence per segment; dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "trees", size)
     sequences_model, tree_model = (Ours(path, family="qwen3") for _ in range(2))
@@ -182,7 +182,7 @@ def trees(folder: Path, *, rounds: int) -> dict[str, object]:
 
 
 def memory() -> list[dict[str, float]]:
-    """Peaks of a step with one answer and with 16."""
+    """Measures the memory peaks of a step with one answer and with 16."""
     found = [step_memory(answers) for answers in (1, 16)]
     print("\nmemory of one step")
     for one in found:
@@ -192,10 +192,10 @@ def memory() -> list[dict[str, float]]:
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, rounds: int) -> Comparison:
-    """Measures trained tokens a CPU second of ways that return the norm of their gradient.
+    """Measures trained tokens per CPU second of ways that return their gradient norm.
 
-    All ways start from the same weights and take the same steps. Raises AssertionError if their norms differ by more
-    than `NORM_REACH`, because they would not do the same work.
+    All ways start from the same weights and take the same steps. Raises AssertionError if their norms differ by
+    `NORM_REACH` or more, because then they do different work.
     """
 
     def timed(step: Callable[[], float], number: int) -> Figures:
@@ -209,7 +209,7 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
 
 
 def check_norms(found: Comparison, ways: Iterable[str], *, reach: float = NORM_REACH) -> None:
-    """Raises AssertionError if the gradient's norm of a way differs from that of the first by ``reach`` or more."""
+    """Raises AssertionError if the gradient norm of a way differs from that of the first way by ``reach`` or more."""
     first, *others = ways
     for way in others:
         off = max(abs(ratio - 1) for ratio in found.ratios(way, "gradient norm", base=first))
@@ -236,7 +236,7 @@ def _tokens(groups: Sequence[TokenTree]) -> int:
 
 
 def tell(found: Iterator[Comparison] | Sequence[Comparison]) -> dict[str, object]:
-    """Prints each comparison as soon as it is there, and returns the figures of all rounds."""
+    """Prints each comparison as soon as it is finished and returns the metrics of all rounds."""
     told: dict[str, object] = {}
     for one in found:
         print(one.table(base=next(iter(one.found)), ratio_of=["tokens/s"]), flush=True)

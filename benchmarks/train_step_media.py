@@ -2,14 +2,14 @@
 
     python -m benchmarks.train_step_media [--parts language trees hybrid] [--rounds 5] [--json FILE]
 
-- ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. What
-  the vision tower alone takes, forward and backward, is measured beside it and subtracted.
-- ``trees``: groups as trees, whose prompt and images are computed once, against rows, each answer with its own prompt
-  and images. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
-- ``hybrid``: as ``trees``, of a Qwen3.5, of whose four language layers three have a gated delta net.
+- ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. The
+  time of the vision tower alone, forward and backward, is measured separately and subtracted.
+- ``trees``: groups as trees, whose prompt and images are computed once, against rows, with prompt and images for each
+  answer. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
+- ``hybrid``: as ``trees``, with a Qwen3.5 in which three of four language layers have a gated delta net.
 
-An image has 256 rows, which are 1,024 patches. The tower's share of the matrix products of a step over a text of images
-is printed; that of Qwen3-VL-4B with images of that size is 0.25. Times are CPU seconds of one thread; ways take turns.
+An image has 256 rows, which are 1,024 patches. Prints the tower's share of the matrix products of a step over images;
+for Qwen3-VL-4B with images of this size it is 0.25. Times are CPU seconds of one thread; ways take turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOWER = {"depth": 1, "hidden_size": 128, "intermediate_size": 512, "num_heads": 
 
 
 def write_seeing_model(folder: Path, family: str = SEEING) -> Path:
-    """Writes a random Qwen3-VL or Qwen3.5 whose language model has the sizes of `benchmarks.train_step`'s dense one."""
+    """Writes a random Qwen3-VL or Qwen3.5 whose language model is as large as `benchmarks.train_step`'s dense model."""
     import torch
     import transformers
 
@@ -103,7 +103,7 @@ def write_seeing_model(folder: Path, family: str = SEEING) -> Path:
 
 
 def _delta_net(size: Size) -> dict[str, Any]:
-    """Returns the keys of a Qwen3.5 whose nets have as many keys and values for its width as those of Qwen3.5-9B."""
+    """Returns the keys of a Qwen3.5 whose delta nets have as many keys and values for its width as Qwen3.5-9B."""
     return {
         "linear_conv_kernel_dim": 4,
         "linear_num_key_heads": size.heads // 2,
@@ -120,7 +120,7 @@ def _delta_net(size: Size) -> dict[str, Any]:
 
 
 class SeeingSteps:
-    """Makes groups with images, and the ways to compute a step over them; ``folder`` gets model and items."""
+    """Makes groups with images and computes steps over them; ``folder`` gets model and items."""
 
     def __init__(self, folder: Path, family: str = SEEING) -> None:
         from relax_core.contracts.media_file import FolderReader
@@ -167,13 +167,13 @@ class SeeingSteps:
         return replace(tree, media=media)
 
     def ours(self) -> Any:
-        """Returns the trainer's step over such groups."""
+        """Returns the trainer for such groups."""
         from benchmarks.train_step_ways import Ours
 
         return Ours(self.model, family=self.family, media=self.reader)
 
     def tower_seconds(self, groups: Sequence[TokenTree], module: Any) -> float:
-        """Returns the CPU seconds of the tower's passes of a step over groups that are micro-batches of their own."""
+        """Returns the CPU seconds of the tower's passes in a step whose micro-batches have one group each."""
         import torch
 
         from relax_core.families.tower_passes import pass_items
@@ -188,7 +188,7 @@ class SeeingSteps:
 
 
 def language(folder: Path, *, rounds: int) -> Comparison:
-    """Compares a picture step, its tower's passes and a text step of equal rows."""
+    """Compares a step over images, its tower passes and a step over as many text rows."""
     from benchmarks.train_step_ways import SIZES, Ours, make_groups, write_model
 
     steps = SeeingSteps(folder)
@@ -221,7 +221,7 @@ def _figures(way: Callable[[], float], number: int) -> Figures:
 
 
 def trees(folder: Path, *, family: str, rounds: int) -> Iterator[Comparison]:
-    """Yields the speed of a step over a group as a tree, against rows, for each shape of `TREES`."""
+    """Yields the speed of a step over a group as a tree and as rows, for each shape of `TREES`."""
     from benchmarks.train_step import measure
     from benchmarks.train_step_ways import as_rows
 
@@ -247,7 +247,7 @@ def seconds_of(step: Callable[[], float]) -> float:
 
 
 def main() -> int:
-    """Runs the parts and prints their figures."""
+    """Runs the parts and prints their results."""
     os.environ |= ONE_THREAD  # before torch is imported
     from benchmarks.train_step import tell
 

@@ -1,10 +1,10 @@
-"""Deep trees for `benchmarks.train_step --trees`, what their counts of rows and pairs allow, and a step's memory.
+"""Deep trees for ``benchmarks.train_step --parts trees``, their counts of rows and pairs, and the memory of a step.
 
     python -m benchmarks.train_step_trees --answers 16       # the memory of one step in this process, as JSON
 
-The trees are made like the traces of tool-use benchmarks: a long system prompt, then turns of 30 to 300 tokens, of
-which the first half is what a tool returned and the rest is sampled. Late turns fork, as where an answer is sampled
-again from the same state, so that more than nine tenths of the segments' rows are shared.
+The trees resemble the traces of tool-use benchmarks: a long system prompt, then turns of 30 to 300 tokens. The first
+half of a turn is a tool's result, the rest is sampled. Late turns fork, as if an answer were sampled again from the
+same state, so that more than nine tenths of the segments' rows are shared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 
 DEPTH, SHORTEST, LONGEST = 16, 30, 300  # turns of a path, tokens of a turn
 SYSTEM = 3000  # tokens
-FORKS = {13: 2, 14: 3, 15: 4}  # turn → in how many it ends
+FORKS = {13: 2, 14: 3, 15: 4}  # turn → number of branches after it
 MEMORY_TRUNK, MEMORY_ANSWER, MEMORY_BUDGET = 1024, 8192, 8192
 DEADLINE_S = 1800
 
 
 def deep_tree(*, vocabulary: int, seed: int = 1) -> TokenTree:
-    """A tree of `DEPTH` turns whose segments are one episode each; turn lengths are even on a logarithmic scale."""
+    """Returns a tree of `DEPTH` turns with one episode per segment; turn lengths are log-uniform."""
     random = np.random.default_rng(seed)
     versions = [NOT_SAMPLED] * SYSTEM
     end = [0] * SYSTEM
@@ -70,9 +70,7 @@ def deep_tree(*, vocabulary: int, seed: int = 1) -> TokenTree:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """``rows`` that are computed, ``pairs`` of rows that see each other, and ``predicted`` rows, for which the output
-    layer is computed.
-    """
+    """Counts computed ``rows``, ``pairs`` of rows in attention, and rows ``predicted`` by the output layer."""
 
     rows: int
     pairs: int
@@ -91,8 +89,8 @@ class Counts:
         )
 
     def flops(self, size: Size) -> float:
-        """Of a step of a dense model: three passes over each weight, two products a pair in the forward pass and five
-        in the backward pass of attention, and the output layer's logits computed twice.
+        """Returns the operations of a step of a dense model: three passes over each weight, in attention two products
+        per pair forward and five backward, and the output layer's logits computed twice.
         """
         width, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
         weights = 2 * size.hidden * (width + keys) + 3 * size.hidden * size.feed_forward
@@ -102,7 +100,7 @@ class Counts:
 
 # -- memory ---------------------------------------------------------------------------------------------------------
 def step_memory(answers: int) -> dict[str, float]:
-    """One step over one prompt with ``answers``, in a process of its own: ``peak_mb`` over what it had before."""
+    """Measures one step over one prompt with ``answers`` in a separate process: ``peak_mb`` above the memory before."""
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.train_step_trees", f"--answers={answers}"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
@@ -126,7 +124,7 @@ def main() -> None:
         make_groups(np.full((1, count), length), prompt=MEMORY_TRUNK, vocabulary=size.vocabulary)
         for count, length in ((2, 8), (answers, MEMORY_ANSWER))
     )
-    model.step(few, budget_rows=MEMORY_BUDGET)  # loads what the first step loads
+    model.step(few, budget_rows=MEMORY_BUDGET)  # loads lazily loaded code
     base = memory_mb("VmRSS")
     model.step(many, budget_rows=MEMORY_BUDGET)
     print(json.dumps({"answers": answers, "peak_mb": memory_mb("VmHWM") - base}))

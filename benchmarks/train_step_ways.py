@@ -1,7 +1,7 @@
-"""What `benchmarks.train_step` compares: one train step of our back end and of transformers, on the same groups.
+"""The train steps of `benchmarks.train_step`: one step of our back end and of transformers on the same groups.
 
-All of them: GRPO's gradient with the ratio 1 (−Σ A log p over the trained tokens), AdamW, the gradient clipped at 1,
-the same dtype and threads, micro-batches of about the same number of token rows.
+All steps have GRPO's gradient with the ratio 1 (−Σ A log p over the trained tokens), AdamW, gradient clipping at 1, the
+same dtype and threads, and micro-batches of about the same number of token rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEARNING_RATE, CLIP_GRAD = 1e-5, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a Qwen3. ``experts``: 0, or how many there are, two of them a token and each of width ``feed_forward``."""
+    """Holds the sizes of a Qwen3. ``experts``: 0, or the number of experts of width ``feed_forward``, two per token."""
 
     hidden: int
     feed_forward: int
@@ -48,7 +48,7 @@ SIZES = {
 
 
 def write_model(folder: Path, size: Size) -> Path:
-    """A random model in Hugging Face's format."""
+    """Writes a random model in Hugging Face's format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -82,7 +82,7 @@ def write_model(folder: Path, size: Size) -> Path:
 
 # -- the data -------------------------------------------------------------------------------------------------------
 def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
-    """Long-tailed lengths ``longest`` · x^k over an even x in 0..1, with k so that their mean is ``mean``; shuffled."""
+    """Returns shuffled long-tailed lengths ``longest`` · x^k, x evenly spaced in 0..1; k makes the mean ``mean``."""
     even = (np.arange(samples) + 1) / samples
 
     def lengths(power: float) -> np.ndarray:
@@ -96,7 +96,7 @@ def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
 
 
 def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TokenTree]:
-    """Random groups of a prompt and its answers; ``lengths`` ``[groups, samples]``, in tokens."""
+    """Returns random groups of a prompt and its answers; ``lengths`` ``[groups, samples]``, in tokens."""
     random = np.random.default_rng(1)
     groups = []
     for place, of_group in enumerate(lengths):
@@ -116,7 +116,7 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[To
 
 
 def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Each episode as a tree of its own, with its own copy of the rows that it shares: plain packing."""
+    """Returns each episode as a separate tree with its own copy of shared rows: plain packing."""
     return [
         replace(group.take([place]), group_uid=f"{group.group_uid}-{place}", counts_group=True)
         for group in groups
@@ -126,7 +126,7 @@ def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 # -- the ways -------------------------------------------------------------------------------------------------------
 class Ours:
-    """`MegatronBackend` on one rank."""
+    """Runs steps of `MegatronBackend` on one rank."""
 
     def __init__(
         self,
@@ -169,16 +169,16 @@ class Ours:
 
     @property
     def vision(self) -> Any:
-        """The vision tower's module."""
+        """Returns the vision tower's module."""
         return self._backend.models[0].vision
 
     @property
     def audio(self) -> Any:
-        """The audio tower's module."""
+        """Returns the audio tower's module."""
         return self._backend.models[0].audio
 
     def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
-        """The gradient's norm; ``budget_rows``: of a micro-batch."""
+        """Trains one step and returns the gradient norm; ``budget_rows`` is the limit of a micro-batch."""
         from relax_core.train.micro_batches import MicroBatcher
 
         batcher = MicroBatcher(budget_rows)
@@ -190,7 +190,7 @@ class Ours:
 
 
 class HuggingFace:
-    """A plain loop over transformers' model, which computes logits of response tokens alone."""
+    """Runs a plain loop over transformers' model; logits are computed for response tokens only."""
 
     def __init__(self, folder: Path, *, learning_rate: float = LEARNING_RATE, dtype: str = "float32") -> None:
         import torch
@@ -202,14 +202,14 @@ class HuggingFace:
         )
 
     def padded_step(self, rows: Sequence[TokenTree]) -> float:
-        """Sequences side by side, padded to the longest of their micro-batch; groups are as from `as_rows`."""
+        """Trains one step over sequences padded to the longest of their micro-batch; ``rows`` come from `as_rows`."""
         longest = max(_length(row) for row in rows)
         together = max(1, MICRO_BATCH_TOKENS // longest)
         return self._step(rows, [rows[at : at + together] for at in range(0, len(rows), together)], self._padded)
 
     def packed_step(self, rows: Sequence[TokenTree], *, budget: int) -> float:
-        """Sequences one after the other in one row of at most ``budget`` tokens, told apart by their positions: for
-        transformers' SDPA that is one block-diagonal mask. A budget of its own, as that mask grows with its square.
+        """Trains one step over sequences concatenated in one row of at most ``budget`` tokens. Positions separate them:
+        transformers' SDPA gets one block-diagonal mask, whose size grows with the square of ``budget``.
         """
         batches: list[list[TokenTree]] = [[]]
         for row in rows:
@@ -234,7 +234,7 @@ class HuggingFace:
         return float(norm)
 
     def _padded(self, batch: Sequence[TokenTree]) -> Tensor:
-        """Hidden states in front of every response token, ``[tokens, hidden]``."""
+        """Returns the hidden states that predict the response tokens, ``[tokens, hidden]``."""
         import torch
 
         width = max(map(_length, batch))
@@ -255,7 +255,7 @@ class HuggingFace:
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
         starts = np.cumsum([0, *map(len, sequences)])[:-1]
         predicting = [int(start) + torch.from_numpy(row.sampled - 1) for start, row in zip(starts, batch, strict=True)]
-        # With a cache transformers would not look at the positions for where a sequence begins.
+        # With a cache transformers would not derive the start of sequences from positions.
         outputs = self.model.model(input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False)
         states: Tensor = outputs.last_hidden_state[0, torch.cat(predicting)]
         return states
@@ -266,14 +266,14 @@ def _length(row: TokenTree) -> int:
 
 
 def _sequence(row: TokenTree) -> Tensor:
-    """The one path of a tree from `as_rows`; its last token predicts nothing."""
+    """Returns the only path of a tree from `as_rows`, without its last token, which predicts nothing."""
     import torch
 
     return torch.from_numpy(row.token_ids[:-1].astype(np.int64))
 
 
 def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """The groups with the experts that ``model`` itself routes their rows to, as an engine would return them."""
+    """Returns the groups with the experts chosen by ``model``, in the form in which an engine returns them."""
     import torch
 
     found = []

@@ -1,10 +1,10 @@
-"""A public single-process trainer on the same task, model and batch: TRL's GRPOTrainer with transformers' generate.
+"""A public single-process trainer for comparison: TRL's GRPOTrainer on the same task, model and batch.
 
     pip install --no-deps --target FOLDER trl accelerate datasets dill multiprocess pandas pyarrow python-dateutil six
     python -m benchmarks.throughput --trl-path FOLDER
 
-TRL is no part of Relax: FOLDER is searched after the libraries that are installed. Prints one line of JSON: one entry a
-step. With ``--rows`` it trains on the prompts and answers of a file, by the reward of benchmarks/last_number_reward.py.
+TRL is not part of Relax: FOLDER is searched after the installed libraries. Prints one line of JSON with one entry per
+step. With ``--rows`` it trains on the prompts and answers of a file, with the reward benchmarks/last_number_reward.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     parser = loop_arguments(__doc__)
-    parser.add_argument("--trl-path", required=True, help="folder with TRL and what it needs beside our own libraries")
-    parser.add_argument("--rows", type=Path, help="a .jsonl file of prompt and answer, in place of the demo's")
+    parser.add_argument("--trl-path", required=True, help="folder with TRL and its further dependencies")
+    parser.add_argument("--rows", type=Path, help="a .jsonl file of prompts and answers instead of the demo's data")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and optimizer")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     ends: list[float] = []
-    tokens: list[float] = []  # of the answers, by step
+    tokens: list[float] = []  # answer tokens of each step
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ def _trainer(given: argparse.Namespace, *, folder: str, tokens: list[float], cal
 
 
 def _examples(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yields prompts and answers, in turn for ever."""
+    """Yields prompts and answers in an endless cycle."""
     from relax_core.data.generated import example
 
     if given.rows is not None:
@@ -114,7 +114,7 @@ def _examples(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _reward_function(given: argparse.Namespace, tokens: list[float]) -> Callable[..., list[float]]:
-    """Returns the reward as TRL calls it, once a step; it appends the number of the step's answer tokens."""
+    """Returns the reward function that TRL calls once a step; it appends the step's answer tokens to ``tokens``."""
     from benchmarks import last_number_reward
     from relax_core.contracts.reward import RewardInput
     from rewards import reverse_digits

@@ -1,10 +1,10 @@
-"""Compares the text demo of two checkouts: samples a second, first step, memory of each process.
+"""Compares the text demo of two checkouts: samples per second, time to the first step, memory of each process.
 
     git worktree add /tmp/old COMMIT
     python -m benchmarks.two_checkouts --old /tmp/old [--rounds 5 --steps 120]
 
-Both run in turns, from the same environment and with the same seeds. A ratio is that of this checkout over the old one.
-Memory is the most anonymous memory that a process of its name had, in MB.
+Both take turns in the same environment with the same seeds. Ratios are this checkout over the old checkout. Memory is
+the peak of anonymous memory of a process of this name, in MB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEW, OLD = "new", "old"
 
 
 def run_demo(checkout: Path, number: int, *, steps: int) -> Figures:
-    """Runs the demo of a checkout to its end and returns its figures."""
+    """Runs the demo of a checkout to its end and returns its metrics."""
     memory: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="relax-checkouts-") as folder:
         ended, run_dir = threading.Event(), Path(folder) / "run"
@@ -43,7 +43,7 @@ def run_demo(checkout: Path, number: int, *, steps: int) -> Figures:
 
 
 def _look(run: str, memory: dict[str, float], ended: threading.Event) -> None:
-    """Records the most anonymous memory of each process of a run by its name, until the run has ended."""
+    """Records the peak of anonymous memory of each process of a run by its name, until the run ends."""
     children: set[int] = set()
     while not ended.wait(LOOK_S):
         parents: dict[int, int] = {}
@@ -70,7 +70,7 @@ def _look(run: str, memory: dict[str, float], ended: threading.Event) -> None:
 
 
 def _name(command: str) -> str:
-    """Returns the name of a process: the class that Ray runs, the module, or else the program."""
+    """Returns the name of a process: Ray's class, the module, or else the program."""
     found = re.match(r"ray::[\w.]+", command) or re.search(r"-m \S+", command)
     return found[0] if found else command.split(" ", 1)[0].rpartition("/")[2]
 

@@ -1,4 +1,4 @@
-"""A data source with the questions that a task of the package reasoning-gym draws; reward=reasoning_gym scores them."""
+"""A data source with questions that a task of the package reasoning-gym draws; reward=reasoning_gym scores them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReasoningTasks(BaseDataSource):
         return self._row(number, held_out=False)
 
     def where(self, number: int) -> str:
-        """Returns task and number of a question."""
+        """Returns the task and the number of a question."""
         return f"task {self._config.task}, question {number}"
 
     def held_out(self) -> Sequence[Mapping[str, Any]]:
@@ -72,12 +72,12 @@ class ReasoningTasks(BaseDataSource):
 
 
 def size_of(config: ReasoningTasksConfig) -> int:
-    """Returns how many questions one seed has; some tasks refuse more than they have words for."""
+    """Returns the number of questions of one seed; some tasks refuse more questions than they have words for."""
     return max(config.rows, config.held_out)
 
 
 def drawn(config: ReasoningTasksConfig, seed: int) -> Any:
-    """Returns the package's questions; raises what the task raises for arguments that it does not take."""
+    """Returns the package's questions; raises the task's error for arguments that it does not take."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(config.task, seed=seed, size=size_of(config), **config.arguments)

@@ -1,4 +1,4 @@
-"""Episodes that a program plays by itself: it gets a task, and asks Relax's endpoint for the answers of the model."""
+"""Episodes that an agent plays: a program gets a task, and requests the answers of the model from Relax's endpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_core.contracts.env import EnvSpec, TurnsConfig
 
 @dataclass(frozen=True)
 class AgentEnvConfig(TurnsConfig):
-    """Holds the settings of episodes of agents; agent.command and the like say which program plays them."""
+    """Holds the settings of episodes of agents; agent.command names the program that plays them."""
 
     name: str = "agent"
     max_turns: int = 64

@@ -1,4 +1,4 @@
-"""An env with a tool: the policy answers a product that it cannot itself, and a calculator that can."""
+"""An env with a tool: the policy answers a product that it cannot compute itself; a calculator can."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Calculator(BaseInteractionEnv):
 
 
 def _result(call: ToolCall) -> str:
-    """Returns what the model reads after a call: the result, or what was wrong with the call."""
+    """Returns the model's result of a call: the product, or the error in the call."""
     try:
         return str(call_tool([multiply], call))
     except ToolMistake as mistake:

@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, IsolatedConfig, StepResult
 
-_COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # a terminal's code in front of coloured text
+_COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # a terminal's code before coloured text
 _NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # the number 1 does not stand in -1 and 2.1
 _KEY_CHARACTERS = 64  # of a state's key; the digest of a longer value has as many
 _COLOUR_ENDS = re.compile("\x1b\\[0m")
@@ -36,11 +36,11 @@ class GymnasiumConfig(IsolatedConfig):
 
 
 class GymnasiumEnv(BaseInteractionEnv):
-    """Is one episode. The last action that a response names is taken; a response without one is told so.
+    """Plays one episode: the last action that a response names is taken; without an action the observation says so.
 
-    An observation is the environment's text picture (its render mode "ansi") if it has one, with brackets around what
-    it colours, else its whole value as JSON. The value is also the state's key, a long one as a digest. Chance in the
-    opening comes from the group's seed, and after it from the episode's.
+    An observation is the environment's text picture (its render mode "ansi") if it has one, with brackets around
+    coloured text, else its whole value as JSON. The value is also the state's key, a long value as a digest.
+    Randomness in the opening comes from the group's seed, and after it from the episode's seed.
     """
 
     def __init__(self, start: EpisodeStart, config: GymnasiumConfig) -> None:
@@ -102,13 +102,13 @@ class GymnasiumEnv(BaseInteractionEnv):
 
 
 def _value_text(value: Any) -> str:
-    """Returns a value whole: plain numbers, arrays as lists, JSON where JSON can hold it."""
+    """Returns the whole value as text: plain numbers, arrays as lists, JSON where JSON can hold it."""
     plain = _plain(value)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, default=str)
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of a space in plain Python: NumPy's arrays, numbers and named tuples are values of their own."""
+    """Returns a value of a space in plain Python: NumPy's arrays and numbers and named tuples are converted."""
     if hasattr(value, "tolist"):
         short = value.dtype.kind == "f" and value.dtype.itemsize < 8  # 0.1 and not 0.10000000149011612
         return (value.astype(str).astype(float) if short else value).tolist()

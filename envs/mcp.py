@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol: programs that Relax starts, or addresses."""
+"""Tools of servers that speak the Model Context Protocol: programs that Relax starts, or external servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _NO_SERVER = "env.servers is empty: name a server, such as env.servers.sum.comma
 class McpConfig(InteractionConfig):
     """Holds the settings of the adapter.
 
-    ``servers`` are the servers by name. A tool whose name several servers have is offered as SERVER_TOOL.
+    ``servers`` are the servers by name. If several servers have a tool of the same name, each is offered as
+    SERVER_TOOL.
     """
 
     name: str = "mcp"
@@ -34,7 +35,7 @@ class McpConfig(InteractionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class _Offered:
-    """Is one tool: the schema that the model reads, the server that has it, and the server's name of it."""
+    """Holds one tool: the schema that the model reads, its server, and its name on the server."""
 
     schema: dict[str, Any]
     server: str
@@ -44,9 +45,9 @@ class _Offered:
 class McpTools(BaseInteractionEnv):
     """Shows the row's prompt and calls the tools; a response without a call is the answer and ends the episode.
 
-    The env gives no reward: the answer's is that of a reward plug-in. Each episode has one session with each server. A
-    result that the server marks as an error, and arguments that it refuses, are the model's to read. A server that is
-    lost fails the episode, which starts again with a new session.
+    The env gives no reward: a reward plug-in scores the answer. Each episode has one session with each server. If
+    the server marks a result as an error, or refuses arguments, the model reads the error. A server that is lost
+    fails the episode, which starts again with a new session.
     """
 
     def __init__(self, start: EpisodeStart, config: McpConfig) -> None:
@@ -61,7 +62,7 @@ class McpTools(BaseInteractionEnv):
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
-        """Returns what the tools say to the calls, or the end of the episode."""
+        """Returns the results of the calls, or the end of the episode."""
         if action.tool_calls:
             texts = [await self._result(call) for call in action.tool_calls]
             return StepResult(observation=[{"role": "tool", "content": text} for text in texts])
@@ -70,7 +71,7 @@ class McpTools(BaseInteractionEnv):
         return StepResult(done=True, info={"tool_calls": self._calls, "failed_tool_calls": self._failed})
 
     async def close(self) -> None:
-        """Closes the sessions and ends the processes that the episode has."""
+        """Closes the sessions and ends the episode's processes."""
         await asyncio.wrap_future(in_thread(self._sessions.close()))
 
     async def _result(self, call: ToolCall) -> str:
@@ -87,7 +88,7 @@ class McpTools(BaseInteractionEnv):
 
 
 def tools(row: Mapping[str, Any], config: McpConfig) -> Sequence[dict[str, Any]]:
-    """Returns the tools of all servers, which are asked once in a process."""
+    """Returns the tools of all servers, which are queried once per process."""
     return [one.schema for one in _offered(config).values()]
 
 
@@ -96,9 +97,9 @@ _asking = threading.Lock()
 
 
 def _offered(config: McpConfig) -> dict[str, _Offered]:
-    """Returns the tools by the name that the model reads.
+    """Returns the tools by the names that the model reads.
 
-    Raises ValueError if there is no server, or if one does not answer.
+    Raises ValueError if there is no server, or if a server does not answer.
     """
     if not config.servers:
         raise ValueError(_NO_SERVER)
@@ -111,7 +112,7 @@ def _offered(config: McpConfig) -> dict[str, _Offered]:
             except TimeoutError:
                 asking.cancel()
                 raise ValueError(
-                    f"env.servers: they did not tell their tools within env.step_timeout_s={config.step_timeout_s:g}."
+                    f"env.servers: they did not list their tools within env.step_timeout_s={config.step_timeout_s:g}."
                 ) from None
             except RuntimeError as error:
                 raise ValueError(f"env.servers: {error}") from error
@@ -120,7 +121,7 @@ def _offered(config: McpConfig) -> dict[str, _Offered]:
 
 
 def _by_name(listed: Sequence[tuple[str, Any]]) -> dict[str, _Offered]:
-    """Returns the tools by name; a tool whose name several servers have is SERVER_TOOL."""
+    """Returns the tools by name; tools of several servers with the same name are SERVER_TOOL."""
     offered: dict[str, _Offered] = {}
     counts = Counter(tool.name for _, tool in listed)
     for server, tool in listed:
@@ -135,7 +136,7 @@ def _by_name(listed: Sequence[tuple[str, Any]]) -> dict[str, _Offered]:
 
 
 def check(config: McpConfig) -> None:
-    """Raises ValueError if the package is missing, and for servers that cannot be started or reached."""
+    """Raises ValueError if the package is missing, or for servers whose settings are invalid."""
     if importlib.util.find_spec("mcp") is None:
         raise ValueError("env=mcp needs the package mcp: pip install 'relax-core[mcp]'.")
     if not config.servers:

@@ -20,10 +20,10 @@ class NumberGuessConfig(InteractionConfig):
 
 
 class NumberGuess(BaseInteractionEnv):
-    """Is one game. The first number in a response is the guess. Its state is what numbers are still possible.
+    """Plays one game: the first number in a response is the guess. The state is the range of possible numbers.
 
-    With data=seeds the rows go through the numbers in turn, so that each comes equally often; the rows of other data
-    say nothing about the game, whose number is then drawn from the group's seed.
+    With data=seeds the rows go through the numbers in turn, so that each comes equally often; with other data the
+    number is drawn from the group's seed.
     """
 
     def __init__(self, start: EpisodeStart, config: NumberGuessConfig) -> None:

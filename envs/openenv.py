@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, which a server holds: one session over a WebSocket for each episode.
+"""Environments of OpenEnv on a server: one session over a WebSocket for each episode.
 
 The protocol is that of the package openenv 0.10: JSON messages {"type": "reset" | "step" | "close", "data": …} on /ws,
 and the JSON schema of actions on /schema. The package itself is not needed on this side.
@@ -21,7 +21,7 @@ from relax_core.contracts.host_network import opener, proxy_words
 
 _TOOL = "act"
 _CLOSE_S = 2.0
-HEARTBEAT_S = 20.0  # without a sign of life from the server, after which a connection is closed
+HEARTBEAT_S = 20.0  # a connection without a sign of life from the server for this time is closed
 _POLL_S = 0.2
 _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of the server's errors
 
@@ -30,10 +30,10 @@ _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of the server'
 class OpenEnvConfig(InteractionConfig):
     """Holds the settings of the adapter.
 
-    ``url`` is the server's address. With ``text_field`` a response is the action's field of that name; without it the
-    model calls the tool "act" with the fields of an action. ``observation_field`` is the field of an observation that
-    the model reads; without it it reads all of them but the metadata, as JSON. The environment's reset gets the group's
-    seed, ``reset`` and the columns ``row_fields`` of the data row.
+    ``url`` is the server's address. With ``text_field`` a response is the action's field of that name; without it
+    the model calls the tool "act" with the fields of an action. ``observation_field`` is the field of an
+    observation that the model reads; without it the model reads all fields but the metadata, as JSON. The
+    environment's reset gets the group's seed, ``reset`` and the columns ``row_fields`` of the data row.
     """
 
     name: str = "openenv"
@@ -53,11 +53,11 @@ class _Refused(Exception):
 
 
 class OpenEnvEpisode(BaseInteractionEnv):
-    """Is one session with the server; the rewards are the server's.
+    """Holds one session with the server, which also gives the rewards.
 
-    An action that the server cannot read is the model's mistake, which the model reads. A connection that is lost and
-    an error of the environment fail the episode, which starts again in a new session. A server without a free session
-    is asked again until ``config.step_timeout_s`` is nearly over.
+    If the server cannot read an action, the model reads the error. A connection that is lost and an error of the
+    environment fail the episode, which starts again in a new session. A server without a free session is asked
+    again until ``config.step_timeout_s`` is nearly over.
     """
 
     def __init__(self, start: EpisodeStart, config: OpenEnvConfig) -> None:
@@ -81,7 +81,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
                 await asyncio.sleep(_POLL_S)
 
     async def step(self, action: Action) -> StepResult:
-        """Returns what the server says to an action, with its reward."""
+        """Returns the server's answer to an action, with its reward."""
         if action.parse_error:
             return StepResult(observation=action.parse_error)
         as_tool = self._config.text_field is None
@@ -103,7 +103,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
         )
 
     async def close(self) -> None:
-        """Gives the session back; the connection is closed whether the server answers or not."""
+        """Ends the session; the connection is closed whether the server answers or not."""
         socket, http = self._socket, self._http
         self._socket = self._http = None
         try:
@@ -111,7 +111,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
                 await socket.send_str(json.dumps({"type": "close"}))
                 await socket.close()
         except ConnectionError:
-            pass  # the server sees the end of the connection, and so does this side
+            pass  # the connection has already ended on both sides
         finally:
             if http is not None:
                 await http.close()
@@ -129,7 +129,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
             raise RuntimeError(f"the server {self._config.url} does not answer: {error}") from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the observation that the server answers with. Raises `_Refused`, RuntimeError if it is lost."""
+        """Returns the observation in the server's answer. Raises `_Refused`, and RuntimeError if the server is lost."""
         socket = self._socket
         assert socket is not None
         answered = False
@@ -140,7 +140,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
         except ConnectionError as error:
             raise RuntimeError(f"the server {self._config.url} is lost: {error}") from error
         finally:
-            if not answered and self._http is not None:  # a late answer would be taken for that to the next message
+            if not answered and self._http is not None:  # a late answer would be read as the answer to the next message
                 await self._http.close()
         if reply.type is not aiohttp.WSMsgType.TEXT:
             why = socket.exception() or f"it closed the connection with {socket.close_code}"
@@ -153,7 +153,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
         return told
 
     def _messages(self, action: Action, text: str) -> Any:
-        """Returns an observation as the message of the user, or as the results of all calls of the action."""
+        """Returns an observation as a user message, or as the results of all calls of the action."""
         if not action.tool_calls:
             return text
         first = next(place for place, one in enumerate(action.tool_calls) if one.name == _TOOL)
@@ -178,7 +178,7 @@ _asking = threading.Lock()
 
 
 def tools(row: Mapping[str, Any], config: OpenEnvConfig) -> Sequence[dict[str, Any]]:
-    """Returns the tool "act" with the server's schema of an action, which is asked for once in a process."""
+    """Returns the tool "act" with the server's schema of an action, which is fetched once per process."""
     if config.text_field is not None:
         return []
     with _asking:
@@ -202,7 +202,7 @@ def _schema(config: OpenEnvConfig) -> dict[str, Any]:
 
 
 def check(config: OpenEnvConfig) -> None:
-    """Raises ValueError for settings without sense."""
+    """Raises ValueError for an invalid address."""
     if not config.url.startswith(("http://", "https://")):
         raise ValueError(f"env.url={config.url}: write the address of an OpenEnv server, http://HOST:PORT.")
 

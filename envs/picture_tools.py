@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_LEAST_SIDE = 8  # pixels of a cut; towers refuse smaller pictures
+_LEAST_SIDE = 8  # pixels of a crop; towers refuse smaller pictures
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def rotate(degrees: Annotated[int, "90, 180 or 270, clockwise"]) -> int:
 
 
 class PictureTools(BaseInteractionEnv):
-    """Shows a row's prompt, which has pictures, and applies the tools to the newest one.
+    """Shows a row's prompt, which has pictures, and applies the tools to the newest picture.
 
-    The last text in <answer> tags, or else the whole response without a call, is the answer; it ends the episode with
-    reward 1 if it is the row's, upper and lower case alike.
+    The last text in <answer> tags, or else the whole response without a call, is the answer; it ends the episode
+    with reward 1 if it equals the row's answer, ignoring upper and lower case.
     """
 
     def __init__(self, start: EpisodeStart, config: PictureToolsConfig) -> None:
@@ -66,7 +66,7 @@ class PictureTools(BaseInteractionEnv):
         return self._row["prompt"]
 
     def step(self, action: Action) -> StepResult:
-        """Returns the pictures that calls give, or the end of the episode."""
+        """Returns the pictures of the calls, or the end of the episode."""
         if action.tool_calls:
             return StepResult(
                 observation=[{"role": "tool", "content": self._result(call)} for call in action.tool_calls]
@@ -79,7 +79,7 @@ class PictureTools(BaseInteractionEnv):
         return StepResult(reward=float(right), done=True, info={"failed_tool_calls": self._failed})
 
     def _result(self, call: ToolCall) -> Any:
-        """Returns what the model gets for a call: a picture, or words about what is wrong with the call."""
+        """Returns the model's result of a call: a picture, or a text about the error in the call."""
         from PIL.Image import Transpose
 
         try:

@@ -19,7 +19,7 @@ from relax_core.sandbox.run_code import (
 )
 
 SANDBOXES = ("bwrap", "none")
-# Of the calls of a response together, so that no response reaches env.step_timeout_s; ``cpu_s`` is of each process.
+# Limits of all calls of a response together, so that none reaches env.step_timeout_s; ``cpu_s`` is per process.
 LIMITS = CodeLimits(wall_s=10.0, cpu_s=5, memory_mib=512, output_bytes=16384)
 LEAST_S = 0.05  # with less time left, code is not run at all
 
@@ -38,7 +38,7 @@ class PythonConfig(InteractionConfig):
 class PythonTool(BaseInteractionEnv):
     """Shows the row's prompt and runs the code of calls; a response without a call is the answer and ends the episode.
 
-    The env gives no reward: the answer's is that of a reward plug-in, such as reward=math. Each call starts anew, with
+    The env gives no reward: a reward plug-in, such as reward=math, scores the answer. Each call starts anew, with
     an empty folder and no variables.
     """
 
@@ -53,7 +53,7 @@ class PythonTool(BaseInteractionEnv):
         return self._prompt
 
     def step(self, action: Action) -> StepResult:
-        """Returns what the code of each call printed, or the end of the episode."""
+        """Returns the output of the code of each call, or the end of the episode."""
         if action.tool_calls:
             until = time.monotonic() + self._limits.wall_s
             results = [self._result(call, until) for call in action.tool_calls]
@@ -63,7 +63,7 @@ class PythonTool(BaseInteractionEnv):
         return StepResult(done=True, info={"tool_calls": self._calls, "failed_tool_calls": self._failed})
 
     def _result(self, call: ToolCall, until: float) -> str:
-        """Returns what the model reads after a call, which has time until the monotonic clock says ``until``."""
+        """Returns the model's result of a call, which has time until the monotonic clock reaches ``until``."""
         self._calls += 1
         try:
             code: str = call_tool([python], call)
@@ -85,7 +85,7 @@ def python(code: Annotated[str, "the program; only what it prints is returned"])
 
 
 def shown(result: CodeResult, limits: CodeLimits) -> str:
-    """Returns the result of code as the model reads it: what was printed, and how the program ended if not well."""
+    """Returns the result of code as text for the model: its output, and the end of the program if it failed."""
     ends = {
         "exit": f"[exit code {result.exit_code}]" if result.exit_code else "",
         "wall_time": f"[ended after {limits.wall_s:g} s]",
@@ -103,13 +103,13 @@ def tools(row: Mapping[str, Any], config: PythonConfig) -> Sequence[Callable[...
 
 
 def check(config: PythonConfig) -> None:
-    """Raises ValueError for settings without sense, and if this machine refuses the sandbox."""
+    """Raises ValueError for invalid settings, and if this machine refuses the sandbox."""
     if config.sandbox not in SANDBOXES:
         raise ValueError(f"env.sandbox={config.sandbox}: use {' or '.join(SANDBOXES)}.")
     if config.step_timeout_s <= LIMITS.wall_s:
         raise ValueError(
-            f"env.step_timeout_s={config.step_timeout_s:g}: the code of a response has {LIMITS.wall_s:g} s, and code "
-            "that runs into that limit is the model's mistake, so that one is shorter. Raise env.step_timeout_s."
+            f"env.step_timeout_s={config.step_timeout_s:g}: the code of a response has {LIMITS.wall_s:g} s, and this "
+            "limit must be shorter, because reaching it is the model's mistake. Raise env.step_timeout_s."
         )
     if config.sandbox == "bwrap":
         try:

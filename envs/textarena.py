@@ -20,16 +20,16 @@ class TextArenaConfig(IsolatedConfig):
 
 
 class TextArenaGame(BaseInteractionEnv):
-    """Is one game. The response is the move, and what the game says to it the observation.
+    """Plays one game: the response is the move, and the game's reply is the observation.
 
-    The games draw from Python's global random state, which a worker process keeps apart for each episode.
+    The games draw from Python's global random state, which a worker process isolates for each episode.
     """
 
     def __init__(self, start: EpisodeStart, config: TextArenaConfig) -> None:
         import textarena
 
         self._own_move = textarena.ObservationType.PLAYER_ACTION
-        self._game = textarena.make(f"{config.game}-raw")  # without wrappers, an observation has what is new alone
+        self._game = textarena.make(f"{config.game}-raw")  # without wrappers, an observation has only new text
         self._seed = start.group_seed % 2**31
 
     def reset(self) -> str:
@@ -38,7 +38,7 @@ class TextArenaGame(BaseInteractionEnv):
         return self._text()
 
     def step(self, action: Action) -> StepResult:
-        """Returns what the game says to a move; the game's reward comes with its end."""
+        """Returns the game's reply to a move; the game's reward comes with its end."""
         done, _ = self._game.step(action=action.content or action.text)
         if not done:
             return StepResult(observation=self._text())

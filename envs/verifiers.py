@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers 0.4, whose own program asks Relax's endpoint for the answers of the model."""
+"""Tasksets of the package verifiers 0.4, whose program requests the answers of the model from Relax's endpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class VerifiersConfig(TurnsConfig):
 
 
 def command(config: VerifiersConfig) -> Sequence[str]:
-    """Returns the words of the program that plays a task."""
+    """Returns the command of the program that plays a task, split into words."""
     return ["python", str(PROGRAM), _absolute(config.taskset), _absolute(config.harness)]
 
 
@@ -35,7 +35,7 @@ def _absolute(name: str) -> str:
 
 
 def check(config: VerifiersConfig) -> None:
-    """Raises ValueError for a taskset that is not named, and for a file that is not there."""
+    """Raises ValueError for a missing taskset, and for a file that does not exist."""
     if not config.taskset:
         raise ValueError("env.taskset is empty: name a taskset of verifiers, or the path of a file that holds one.")
     for key in ("taskset", "harness"):

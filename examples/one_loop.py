@@ -1,9 +1,9 @@
-"""The whole RL loop in one process: read it from top to bottom, run it with `python examples/one_loop.py`.
+"""The whole RL loop in one process, to be read from top to bottom. Run it with `python examples/one_loop.py`.
 
-A tiny Qwen3 learns to reverse five digits. Every part is the one that a run uses; what a run adds is that each part has
-a process of its own (Ray), that the bus's books are on disk, and that whatever dies is started again. Here there is
-one engine process beside this one, and the loop is strict on-policy: step t trains what weights t sampled, and nothing
-else. `docs/one_step.md` tells the same ten steps in plain sentences.
+A tiny Qwen3 learns to reverse five digits. All parts are those of a real run. A run adds separate processes for the
+parts (Ray), a ledger on disk, and restarts after failures. Here, only the engine is a second process, and the loop is
+strictly on-policy: step t trains exactly the samples of weight version t. `docs/one_step.md` describes the same ten
+steps.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ from relax_core.train.policy_backend import MegatronBackend
 from relax_core.train.rank import rank_setup
 from relax_core.weights.version_file import write_weights
 
-COLUMNS = (*ROLLOUT_COLUMNS, ADVANTAGES)  # what the trainer reads of a group
+COLUMNS = (*ROLLOUT_COLUMNS, ADVANTAGES)  # columns of a group that the trainer reads
 STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """Holds what one step shows. ``versions`` are those of the weights that sampled its trained tokens, ``logprob_gap``
-    is the largest difference of a log-prob between engine and trainer, ``ratio`` the mean of its exponential."""
+    """Holds the metrics of one step. ``versions`` are the weight versions of its trained tokens, ``logprob_gap`` is the
+    largest log-prob difference between engine and trainer, ``ratio`` the mean of the exponential of this difference.
+    """
 
     step: int
     reward: float
@@ -76,12 +77,12 @@ class StepFigures:
 
 
 class Loop:
-    """The parts of a run that live in this process, and the steps that they make together."""
+    """Holds the parts of a run in this process and runs the train steps."""
 
     def __init__(self, config: RelaxConfig, *, engine: EngineClient, model_folder: Path, scratch: Path) -> None:
         self.config, self.engine, self.scratch = config, engine, scratch
         self.algorithm = find_algorithm(config.algo.name)
-        # Rows of data in an endless order that the seed fixes, and what env and chat template make of each.
+        # Data rows in an endless order that depends on the seed, and their prompts by env and chat template.
         self.source = make_source(config.data, seed=config.seed, eval_rows=0)
         self.prompts = PromptMaker(
             env=find_env(config.env.name),
@@ -90,7 +91,7 @@ class Loop:
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
         )
         self.sampling = training_sampling(config, self.prompts.tokenizer)
-        # The bus lets groups in, keeps complete ones, and books what became of every episode.
+        # The bus admits groups, stores complete groups, and records the end of every episode.
         self.bus = BusCore(
             BusSettings(
                 groups_per_step=config.rollout.prompts_per_step,
@@ -107,7 +108,7 @@ class Loop:
         self.trainer = MegatronBackend(setup, temperature=config.rollout.temperature)
 
     async def run(self) -> list[StepFigures]:
-        """All steps. Version 0 goes to the engine first: it samples nothing before it has weights."""
+        """Runs all steps. The engine gets version 0 first, because it samples nothing without weights."""
         figures = []
         self.publish(version=0)
         with RewardPool(find_reward(self.config.reward.name), self.config.reward, workers=1) as rewards:
@@ -126,8 +127,9 @@ class Loop:
 
     # -- 1 to 5: from data rows to complete groups ------------------------------------------------------------------
     async def sample(self, player: OneTurnPlayer, rewards: RewardPool) -> None:
-        """Fills the bus for one step: prompts, responses, rewards, groups. A group that yields nothing to train is
-        dropped with its reason, and the bus admits another one for it."""
+        """Fills the bus for one step: prompts, responses, rewards, groups. A group without a learning signal is dropped
+        with a reason, and the bus admits another group for it.
+        """
         while missing := self.config.rollout.prompts_per_step - self.bus.progress().waiting:
             prompts = [self.prompt(one) for one in self.bus.admit(missing)]
             async with asyncio.TaskGroup() as tasks:
@@ -141,7 +143,7 @@ class Loop:
                         self.bus.put([done])
 
     def prompt(self, admission: Admission) -> AdmittedPrompt:
-        """What the engine is asked for one group. It holds the prompt until its weights are ``min_version``."""
+        """Returns one group's prompt for the engine, which holds it until its weights have ``min_version``."""
         row, where = self.source.row(admission.index), self.source.where(self.source.number(admission.index))
         request = PromptRequest(
             rid=admission.group_uid,
@@ -152,12 +154,12 @@ class Loop:
         return AdmittedPrompt(index=admission.index, row=row, where=where, request=request)
 
     def advantages(self, tree: TokenTree) -> Mapping[str, np.ndarray]:
-        """The advantages of a complete group's tokens."""
+        """Returns the advantages of a complete group's tokens."""
         return advantage_extras([tree], self.algorithm, self.config.algo)[0]
 
     # -- 6 to 8: from complete groups to an update ------------------------------------------------------------------
     def take_rows(self, step: int) -> tuple[Lease, list[TokenTree]]:
-        """Leases the step's groups, which are the same arrays that the rollout made, read without a copy."""
+        """Leases the step's groups and reads the rollout's arrays without a copy."""
         groups = self.config.rollout.prompts_per_step
         lease = self.bus.lease(
             LeaseRequest(task="actor", columns=COLUMNS, min_groups=groups, max_groups=groups, step=step)
@@ -167,7 +169,7 @@ class Loop:
         return lease, [decode_train_tree(row, step=step, oldest_version=oldest)[0] for row in lease.rows]
 
     def train(self, step: int, trees: Sequence[TokenTree]) -> StepMetrics:
-        """Micro-batches by a budget of rows, forward and backward over each, one optimizer step."""
+        """Trains one step: micro-batches by a budget of rows, forward and backward over each, one optimizer step."""
         self.trainer.begin_step(step)
         batcher = MicroBatcher(self.config.parallel.micro_batch_tokens)
         for batch in (*batcher.add(trees), batcher.flush()):
@@ -177,7 +179,7 @@ class Loop:
     # -- 9 and 10: back to the engine -------------------------------------------------------------------------------
     def publish(self, *, version: int) -> None:
         """Writes the weights as one file with digests; the engine serves the version once the digests agree."""
-        file = self.scratch / f"weights-{version % 2}.safetensors"  # the version in force is left alone
+        file = self.scratch / f"weights-{version % 2}.safetensors"  # keeps the file of the version in use
         self.engine.update_weights(write_weights(file, version=version, tensors=self.trainer.export()))
 
     async def the_engine(self, engine: int, refresh: bool) -> EngineClient:
@@ -198,7 +200,7 @@ def figures_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> S
 
 @contextmanager
 def engine_beside(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> Iterator[EngineClient]:
-    """An engine process, which ends with this block, or with this process however that ends."""
+    """Starts an engine process that ends with this block or with this process, also if that is killed."""
     token_file = scratch / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(secrets.token_hex(32))
@@ -219,7 +221,7 @@ def engine_beside(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> 
 
 
 def train(*overrides: str) -> list[StepFigures]:
-    """Runs the loop in a folder that is removed at the end; overrides as on the command line."""
+    """Runs the loop in a temporary folder; overrides as on the command line."""
     config = load_config([*STRICT, *overrides], checks=CHECKS, settle=settle)
     assert config.model.builtin is not None and config.model.task is not None, "the default model is built in"
     model_folder = tiny_model_folder(config.model.builtin, task=config.model.task)

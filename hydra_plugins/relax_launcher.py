@@ -1,6 +1,6 @@
-"""Hydra's launcher plug-in `-m hydra/launcher=relax` waits for the runs of a sweep and returns a metric of each.
+"""Hydra launcher plug-in (`-m hydra/launcher=relax`): waits for the runs of a sweep and returns a metric of each.
 
-A sweeper that chooses the next runs by results, such as Optuna's, needs it. Hydra finds its plug-ins in the package
+Sweepers that choose the next runs by results, such as Optuna's, need it. Hydra finds plug-ins in the package
 hydra_plugins.
 """
 
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, open_dict
 from relax_core.config.compose import SweepFailed
 from relax_core.contracts.private_folder import private_folder
 
-# ``metric`` is the value of a run: a dotted path in its summary.json. This is no dataclass, because Hydra loads this
+# ``metric`` is the dotted path of a run's value in its summary.json. This is no dataclass, because Hydra loads this
 # file without an entry in sys.modules.
 _CONFIG = {"_target_": "hydra_plugins.relax_launcher.RelaxLauncher", "metric": "reward.last"}
 ConfigStore.instance().store(group="hydra/launcher", name="relax", node=_CONFIG, provider="relax")
@@ -32,7 +32,7 @@ class RelaxLauncher(Launcher):
         self._metric = metric
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Stores what Hydra gives to each launcher."""
+        """Stores the arguments that Hydra passes to each launcher."""
         self._context, self._task, self._config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -43,7 +43,7 @@ class RelaxLauncher(Launcher):
         returns = [
             self._start(list(overrides), initial_job_idx + number) for number, overrides in enumerate(job_overrides)
         ]
-        sweep: Any = self._task.sweep  # type: ignore[attr-defined]  # relax_core/config/compose.py puts it there
+        sweep: Any = self._task.sweep  # type: ignore[attr-defined]  # set by relax_core/config/compose.py
         runs = [one._return_value for one in returns]
         if None in runs:
             sweep.drop([run for run in runs if run is not None])

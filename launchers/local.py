@@ -86,7 +86,7 @@ def make_run_folder(config: RelaxConfig) -> Path:
     """Makes the folder of this run, or finds the folder in which it resumes, and returns it.
 
     With resume=auto the run resumes in ``run.dir`` itself, with or without a checkpoint there. If ``run.dir`` has the
-    time in its name, as by default, the run resumes in the newest folder beside it that has a checkpoint. A new run
+    time in its name, as by default, the run resumes in the newest folder next to it that has a checkpoint. A new run
     never enters a folder that another run wrote to or made in the same second: it appends the next free number. Raises
     ValueError, with key and fix, for a folder that cannot be made.
     """
@@ -104,7 +104,7 @@ def make_run_folder(config: RelaxConfig) -> Path:
 
 
 def _newest_beside(folder: Path, *, label: str) -> Path | None:
-    """Returns the newest folder beside ``folder`` whose name ends with ``label`` and which has a checkpoint."""
+    """Returns the newest folder next to ``folder`` with a checkpoint and a name that ends with ``label``."""
     labelled = [one for one in folder.parent.glob("*/") if one.name.endswith(label)]
     newest_first = sorted(labelled, key=lambda one: one.stat().st_mtime, reverse=True)
     return next((one for one in newest_first if has_checkpoint(one / "checkpoints")), None)

@@ -62,7 +62,7 @@ def run_saved(config: RelaxConfig, *, again: bool) -> int:
     folder = Path(config.run.dir)
 
     def prepare(folder: Path) -> None:
-        if not (folder / "config.yaml").exists():  # the submitting machine does not see the folder
+        if not (folder / "config.yaml").exists():  # the submitting machine has no access to the folder
             save_config(config, folder)
 
     def make() -> Path:

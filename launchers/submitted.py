@@ -26,10 +26,10 @@ OVERRIDES = "# overrides: "
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Says how a submitted run ended.
+    """Holds the result of a submitted run.
 
-    ``code`` is the run's own exit code. ``cause`` says in words why the run ended if the run could not report it
-    itself. ``attempt`` names the job, and the start of that job, which ended.
+    ``code`` is the run's own exit code. ``cause`` is the reason as text, if the run could not report it itself.
+    ``attempt`` names the job, and the start of that job, which ended.
     """
 
     code: int

@@ -98,7 +98,7 @@ class Sweep:
     def drop(self, runs: Sequence[SweepRun]) -> None:
         """Refuses runs that a sweeper requested together with a run that is refused."""
         for run in runs:
-            run.code, run.cause = USAGE, "another run that was asked for together with it is refused"
+            run.code, run.cause = USAGE, "another run that was requested together with it is refused"
 
     def settle(self, metric: str) -> dict[int, float | None]:
         """Starts the collected runs, waits until all have ended, and returns each run's ``metric`` by its number.
@@ -289,6 +289,6 @@ def _label(swept: Sequence[str]) -> str:
 
 
 def _only_prints(run: SweepRun) -> bool:
-    """Is True if the launcher prints a script or a manifest, and starts nothing."""
+    """Returns whether the launcher prints a script or a manifest, and starts nothing."""
     launcher = _config(run).launcher
     return bool(getattr(launcher, "dry_run", False) or getattr(launcher, "manifest", False))

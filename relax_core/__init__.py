@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"  # pyproject.toml reads the version from this line
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-_SIBLINGS = ("algorithms", "rewards", "envs", "data_sources", "launchers")  # Relax's packages that lie beside this one
+_SIBLINGS = ("algorithms", "rewards", "envs", "data_sources", "launchers")  # Relax's other top-level packages
 
 
 class _OwnPackages(MetaPathFinder):
-    """Finds Relax's own packages beside this one before a folder of the same name in the user's project.
+    """Finds Relax's other top-level packages before a folder of the same name in the user's project.
 
-    The project's folder of that name is searched after Relax's, so that plug-in files in a package `rewards` of the
-    user's own can import each other.
+    The project's folder is searched second, so that plug-in files in the user's package `rewards` can import each
+    other.
     """
 
     def find_spec(
@@ -51,9 +51,9 @@ if not any(isinstance(finder, _OwnPackages) for finder in sys.meta_path):
 
 
 def _put_working_folder_last() -> None:
-    """Looks for modules in the working folder last, while ``python -m`` starts a module of Relax.
+    """Moves the working folder to the end of `sys.path` while ``python -m`` starts a module of Relax.
 
-    Python looks there first, where a user's random.py or ray.py would be taken for the library.
+    Python searches it first, so a user's random.py or ray.py would shadow the library.
     """
     if sys.argv[:1] != ["-m"]:
         return

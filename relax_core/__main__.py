@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_secrets(arguments: Sequence[str] | None) -> list[str]:
-    """Returns the words of the command line without their secrets, which also leave `ps`.
+    """Returns the command-line arguments without their secrets, and removes the secrets from the output of `ps`.
 
     Raises SystemExit for a secret that cannot be read.
     """
@@ -113,7 +113,7 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
         return USAGE
     for key, value in line.given_again().items():
         print(f"relax: {key} is given twice; the last value holds: {key}={value}", file=sys.stderr)
-    from launchers.sweep import Sweep  # these imports take a second, in which a Ctrl-C may come
+    from launchers.sweep import Sweep  # these imports take a second, and a Ctrl-C may come meanwhile
     from relax_core.config.compose import run
     from relax_core.plan.plan_command import show_plan
     from relax_core.plan.unused_keys import unused_keys, warn_of_unused

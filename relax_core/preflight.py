@@ -1,6 +1,6 @@
-"""Collects checks that need several folders, run before anything starts: layout, model, data, free port.
+"""Checks a configuration before a run starts: parallel layout, model, data, plug-ins, teachers, engine ports and GPUs.
 
-config/ may not import upward, so the entry point passes these checks to it.
+These checks need several packages, and config/ may not import upward, so the entry point passes the checks to it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SHOWN = 3  # reported problems with a folder's weights; a wrong folder has thous
 
 
 def layout_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns layouts whose sizes do not fit together, or do not divide the model if it is known."""
+    """Yields an error for each parallel layout whose sizes contradict each other or do not divide the known model."""
     layouts = {layout_key(role): layout for role, layout in worker_group_layouts(config).items()}
     sizes = [getattr(layout, size) for layout in layouts.values() for size in FORWARD_SIZES]
     if min(*sizes, config.parallel.vpp) < 1:
@@ -76,7 +76,7 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _known_shape(config: RelaxConfig) -> LayoutShape | None:
-    """Returns None if there is no model yet, or if another check refuses it."""
+    """Returns the model's shape, or None if there is no model yet or another check refuses it."""
     if config.model.builtin is not None and config.model.builtin not in MODEL_NAMES:
         return None
     try:
@@ -86,7 +86,7 @@ def _known_shape(config: RelaxConfig) -> LayoutShape | None:
 
 
 def family_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns a model family that is not built, or a model folder of another family."""
+    """Yields an error for a model family that is not built, and for a model folder that does not fit the family."""
     try:
         planned = shape_dimensions(config.model.shape).family if config.model.shape is not None else None
     except ValueError as error:
@@ -118,7 +118,7 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def experts_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns settings for a mixture of experts if the model has none."""
+    """Yields an error for each setting of a mixture of experts if the model has no experts."""
     asked = {}
     if config.algo.routing_replay:
         asked["algo.routing_replay"] = "true"
@@ -141,7 +141,7 @@ def experts_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns an unknown built-in model or warm-start task, or a context longer than the model's positions."""
+    """Yields an error for an unknown built-in model or warm-start task, or a context longer than the model supports."""
     model = config.model
     if model.builtin is None or model.path is not None:
         return
@@ -161,7 +161,7 @@ def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns banned tokens that the model lacks, or a folder whose media tokens cannot be read."""
+    """Yields an error for banned tokens outside the vocabulary, and for a folder whose media tokens cannot be read."""
     model = config.model
     try:
         if model.path is not None:
@@ -192,7 +192,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def data_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns a task or files that cannot be used, or with too many unusable rows (`look_at_data`)."""
+    """Yields an error for a task or files that cannot be used or have too many unusable rows (`look_at_data`)."""
     data, new_tokens = config.data, config.rollout.max_new_tokens
     given = sum(one is not None for one in (data.task, data.path, data.paths)) + names_plugin(data)
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
@@ -214,7 +214,7 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns invalid names of evaluation sets, and a best checkpoint by a figure that no evaluation has."""
+    """Yields an error for invalid names of evaluation sets, and for a run.keep_best that no evaluation reports."""
     yield from name_problems(config)
     best, samples = config.run.keep_best, config.eval.samples
     if best is None or not 1 <= samples <= MOST_SAMPLES:
@@ -225,9 +225,9 @@ def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def port_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns a fixed engine port that another process uses."""
+    """Yields an error for each fixed engine port that another process uses."""
     if not 0 < config.engine.port <= 65536 - config.engine.count:
-        return  # any port, or one that config/ has refused
+        return  # 0 takes a free port, and config/ has refused other values
     for port in range(config.engine.port, config.engine.port + config.engine.count):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -238,7 +238,7 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def receiver_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what is wrong with the file of those who are told of the run."""
+    """Yields an error if notify.urls_file, the file of notification receivers, cannot be used."""
     if config.notify.urls_file is not None:
         try:
             read_receivers(Path(config.notify.urls_file))
@@ -247,7 +247,7 @@ def receiver_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns a Ray address without a listener: Ray itself would try for minutes, and end the process."""
+    """Yields an error for a Ray address without a listener. Ray itself would retry for minutes and end the process."""
     address = config.launcher.ray_address
     if address is None or address == "auto":
         return
@@ -263,9 +263,9 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what keeps the configured kind of engine from starting on this machine.
+    """Yields reasons why the configured kind of engine cannot start on this machine.
 
-    A machine without a GPU is not the one that a run on GPUs starts on, so its engine is not looked for.
+    A run on GPUs starts on another machine if this one has no GPU, so the engine is not checked here.
     """
     engine = find_engine(config.engine.name)
     if engine.on_gpus and config.placement.gpus_per_node and config.engine.python is None and not device_files():
@@ -274,7 +274,7 @@ def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns teachers that are missing or do not fit the model, and data that does not name a teacher."""
+    """Yields an error for teachers that are missing or do not fit the model, and for data without a teacher column."""
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
         return
@@ -286,7 +286,7 @@ def teacher_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what an evaluation without training cannot do."""
+    """Yields an error for each setting that an evaluation without training does not support."""
     if find_reward(config.reward.name).judges is not None:
         yield (
             f"reward={config.reward.name}: relax eval starts no engines for judges. Choose another reward, or evaluate "
@@ -303,10 +303,10 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Returns the configuration with its derived values, and what is wrong with the model's tokenizer.
+    """Returns the configuration with its derived values, and problems of plug-ins, context length and tokenizer.
 
     The entry point calls it before the checks. The plug-ins are tried first, in a process that can be killed, because
-    what follows calls the environment in this process.
+    later steps call the environment in this process.
     """
     config = settle_dtype(config)
     if problems := source_problems(config):
@@ -318,13 +318,12 @@ def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
 
 
 def settle_evaluation(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Does the work of `settle` for an evaluation without training."""
+    """Derives values as `settle` does, for an evaluation without training."""
     config = settle_dtype(config)
-    config.model.dtype = str(config.model.dtype)  # there is no run whose type it could take
+    config.model.dtype = str(config.model.dtype)  # there is no run to read the dtype from
     return settle_evaluation_context(config)
 
 
-# The checks of an evaluation without training.
 EVAL_CHECKS = (
     family_problems,
     builtin_model_problems,
@@ -353,15 +352,15 @@ CHECKS = (
 
 
 CALL_S = 10.0  # a first call may import something
-OPEN_S = 120.0  # a data source may load what it has
+OPEN_S = 120.0  # a data source may load all its rows
 TRIED_ROWS = 3  # the first, the last and one between them
 
 
 def plugin_problems(config: RelaxConfig) -> list[str]:
-    """Returns what is wrong with the environment, the reward and the algorithm on rows of the data, in sentences.
+    """Tries the environment, the reward and the algorithm on rows of the data, and returns their errors.
 
-    Relax's own plug-ins are tried if the data belongs to the user, its algorithms never. Problems that other checks
-    report are left to them, and a job on another cluster is checked there, where its files are.
+    Relax's own environments and rewards are tried only on the user's data, its own algorithms never. Errors of other
+    checks are not repeated. A Ray job is checked on its cluster, which has its files.
     """
     if config.launcher.name is LauncherKind.ray_job:
         return []
@@ -380,7 +379,7 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
 
 
 def source_problems(config: RelaxConfig) -> list[str]:
-    """Returns what is wrong with a data source that is a plug-in.
+    """Tries a data source that is a plug-in, and returns its errors.
 
     Its rows are read in this process afterwards, so it is tried first in a process that can be killed.
     """
@@ -396,12 +395,12 @@ def source_problems(config: RelaxConfig) -> list[str]:
 
 @cache
 def _tried(request: bytes) -> tuple[str, ...]:
-    """Keeps results, because the runs of a sweep usually have the same plug-ins and data."""
+    """Tries plug-ins once for each request, because the runs of a sweep usually have the same plug-ins and data."""
     return tuple(try_plugins(msgspec.msgpack.decode(request, type=Request)))
 
 
 def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
-    """Returns name and settings, or None if another check refuses the settings."""
+    """Returns a plug-in's name and encoded settings, or None if another check refuses the settings."""
     plugin_config = getattr(config, kind)
     spec = find(kind, plugin_config.name)
     try:
@@ -415,7 +414,7 @@ def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
 
 
 def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns trained rows, or none if the data cannot be read."""
+    """Yields (location, data row) of `TRIED_ROWS` training rows; yields nothing if the data cannot be read."""
     data = config.data
     if data.task is not None:
         for index in range(TRIED_ROWS if data.task in task_names() else 0):
@@ -431,6 +430,6 @@ def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = dict(rows[number])
             msgspec.msgpack.encode(row)
-        except (ValueError, TypeError, OverflowError):  # it cannot be read, or sent to another process
+        except (ValueError, TypeError, OverflowError):  # the row cannot be read, or not sent to another process
             continue
         yield rows.where(number), row

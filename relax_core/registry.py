@@ -4,8 +4,8 @@ A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is fou
 - a name: a module of its kind's folder (such as ``algorithms.<name>``), or an entry of its kind's table;
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
-Listing names imports no plug-in. The results of a plug-in's functions are checked, and what they raise is an
-`Exception` (contracts/checked.py).
+Listing names imports no plug-in. The results of a plug-in's functions are checked, and anything that they raise becomes
+an `Exception` (contracts/checked.py, contracts/plugin_results.py).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from relax_core.contracts.reward import RewardConfig, RewardSpec
 from relax_core.contracts.sink import SinkConfig, SinkSpec
 
 Kind = Literal["algo", "reward", "env", "sink", "data", "engine", "family"]
-KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.config types a whole section of the configuration
-# Pages of docs/plugins/ whose name is not that of the kind.
+KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # SPEC.config is the type of a whole configuration section
+# Pages of docs/plugins/ that are not named like the kind.
 _PAGES = {"algo": "algorithm", "sink": "metrics_sink", "data": "data_source", "family": "model_family"}
 _FILE_MODULE = "relax_plugin_"
-MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
+MARK = "__relax_plugin__"  # set in the globals of a plug-in function that was not loaded from a module
 _ROOT = Path(__file__).resolve().parents[1]
 _QWEN = ("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe")
-FILE_SINKS = ("jsonl", "tensorboard")  # which keys of tracker switch on
-TRACKERS = ("clearml", "mlflow", "otlp", "prometheus", "wandb")  # Relax's own sinks beside its files
+FILE_SINKS = ("jsonl", "tensorboard")  # enabled by keys of the section tracker
+TRACKERS = ("clearml", "mlflow", "otlp", "prometheus", "wandb")  # Relax's other built-in sinks
 _FAMILIES = ("llama", "mistral", *_QWEN)  # in families/table.py
 
 
 class Spec(Protocol):
-    """Holds what the SPEC of every kind has; kinds whose `_Home.config` is None have no ``config``."""
+    """Declares the fields of every kind's SPEC; kinds whose `_Home.config` is None have no ``config``."""
 
     @property
     def name(self) -> str: ...
@@ -74,13 +74,13 @@ class PluginError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Home:
-    """Says where plug-ins of one kind are found, and what their SPEC must be.
+    """Describes where plug-ins of one kind are found, and the type of their SPEC.
 
-    ``key`` is the key of the configuration that names a plug-in. ``section`` is the key below which the plug-in's own
-    configuration stands. ``title`` is the heading of a list of them. ``entry_points`` is the group of installed
-    packages. ``spec`` and ``config`` are the types of SPEC and of SPEC.config; ``config`` is None if a SPEC of the kind
-    has none. ``checked`` returns the SPEC with its results checked. Relax's own plug-ins are the modules of ``package``
-    that set SPEC, or the entries of ``table`` (name to "module:attribute") in relax_core's own folders.
+    ``key`` is the configuration key that names a plug-in. ``section`` is the configuration section with the plug-in's
+    settings. ``title`` is the heading in lists. ``entry_points`` is the entry-point group of installed packages.
+    ``spec`` and ``config`` are the types of SPEC and of SPEC.config; ``config`` is None if a SPEC of the kind has none.
+    ``checked`` returns the SPEC with checks of its functions' results. Relax's own plug-ins are the modules of
+    ``package`` that set SPEC, or the entries of ``table`` (name to "module:attribute") in relax_core.
     """
 
     key: str
@@ -99,7 +99,7 @@ class _Home:
         return _ROOT / self.package
 
     def own(self) -> dict[str, str]:
-        """Returns name → "module:attribute" of Relax's own plug-ins. Their source is read and not run."""
+        """Returns name → "module:attribute" of Relax's own plug-ins. Their source is parsed, not executed."""
         if not self.package:
             return dict(self.table)
         files = (file for file in self.folder.rglob("*.py") if not file.stem.startswith("_") and _sets_spec(file))
@@ -182,7 +182,7 @@ _HOMES: dict[Kind, _Home] = {
     ),
 }
 ALL_KINDS: tuple[Kind, ...] = tuple(_HOMES)
-GROUP_KINDS = tuple(kind for kind, home in _HOMES.items() if home.key == f"{kind}.name")  # that a config group chooses
+GROUP_KINDS = tuple(kind for kind, home in _HOMES.items() if home.key == f"{kind}.name")  # chosen by a config group
 
 
 def key_of(kind: Kind) -> str:
@@ -191,12 +191,12 @@ def key_of(kind: Kind) -> str:
 
 
 def section_of(kind: Kind) -> str:
-    """Returns below which key of the configuration a plug-in's own configuration stands."""
+    """Returns the configuration section that holds a plug-in's settings."""
     return _HOMES[kind].section
 
 
 def title_of(kind: Kind) -> str:
-    """Returns how a list of the plug-ins of this kind is headed."""
+    """Returns the heading of a list of plug-ins of this kind."""
     return _HOMES[kind].title
 
 
@@ -241,7 +241,7 @@ def is_file_plugin(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Returns a plug-in's name as a run's folder or a message has it: of a file without its folder and suffix."""
+    """Returns a plug-in's name for folder names and messages: a file's name without its folder and suffix."""
     return Path(name).stem if is_file_plugin(name) else name
 
 
@@ -270,7 +270,7 @@ def is_plugin_module(name: str) -> bool:
 
 @cache
 def find(kind: Kind, name: str) -> Spec:
-    """Returns the SPEC of a plug-in of this kind. Raises `PluginError`, whose text names what exists."""
+    """Returns the SPEC of a plug-in of this kind. Raises `PluginError`, which lists the known names if needed."""
     home = _HOMES[kind]
     where = f"{home.key}={name}"
     if is_file_plugin(name):
@@ -305,7 +305,7 @@ def _sets_spec(file: Path) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
 
 
-@cache  # a search of all installed packages takes milliseconds, and every frame of a plug-in's error asks
+@cache  # a search of all installed packages takes milliseconds, and `plugin_location` calls it for every frame
 def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=_HOMES[kind].entry_points)}
 
@@ -314,13 +314,13 @@ def _load_module(module_name: str, attribute: str, *, where: str, kind: Kind) ->
     try:
         with Contained():
             source = importlib.util.find_spec(module_name)
-    except Exception as error:  # the package around the module is missing, or raises whatever it likes
+    except Exception as error:  # the module's parent package is missing, or its import raises any error
         raise _broken(error, where=where, file=Path(module_name)) from error
     file = Path(source.origin) if source is not None and source.origin else Path(module_name)
     try:
         with Contained():
             module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
+    except Exception as error:  # any error of a plug-in becomes one line with its file and line
         raise _broken(error, where=where, file=file) from error
     return _checked(getattr(module, attribute, None), where=where, file=file, kind=kind)
 
@@ -329,7 +329,7 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     path = path.expanduser()
     try:
         there = path.is_file()
-    except OSError as error:  # a name that is too long, a folder that this user may not look into
+    except OSError as error:  # the name is too long, or this user may not read the folder
         raise PluginError(f"{_HOMES[kind].key}: {error.strerror}: {str(path)[:100]}") from error
     if not there:
         raise PluginError(f"{where}: no such file. Give the path of a Python file with a SPEC.")
@@ -342,7 +342,7 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     try:
         with Contained():
             source.loader.exec_module(module)
-    except Exception as error:  # Any error of a plug-in becomes one line with its file and line.
+    except Exception as error:  # any error of a plug-in file becomes one line with its file and line
         del sys.modules[module_name]
         raise _broken(error, where=where, file=path) from error
     return _checked(getattr(module, "SPEC", None), where=where, file=path, kind=kind)
@@ -404,7 +404,7 @@ def with_file(kind: Kind, config: Any, file: str) -> Any:
 
 
 def _make_picklable(config: type, kind: Kind, name: str) -> None:
-    """Makes settings of a file's plug-in picklable as path and values: other processes cannot import its module."""
+    """Makes settings of a plug-in file picklable as path and values: other processes cannot import its module."""
     path = str(Path(name).resolve())
 
     def reduce(instance: object) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The reward that an env of several turns gives: the sum of its turns' rewards."""
+"""The reward of an env with several turns: the sum of its turns' rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right or wrong by comparison of the text: for answers that are one word or number."""
+"""Exact match of response and reference answer: for answers that are one word or number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def score(given: RewardInput, config: ExactMatchConfig) -> RewardOutput:
 
 
 def check_row(row: Mapping[str, Any], config: ExactMatchConfig) -> None:
-    """Raises ValueError for an empty label, which an empty response would be."""
+    """Raises ValueError for an empty label, which an empty response would match."""
     if not str(row["answer"]).strip():
         raise ValueError("answer='' is empty. Give the answer.")
 

@@ -1,13 +1,13 @@
-r"""Right if the label, written out, is the response's final answer; evaluates nothing.
+r"""Compares the response's final answer with the label as written text or number; evaluates nothing.
 
-The final answer is the last ``\boxed{}`` behind the thinking, else the text in the last ``<answer>`` tags, else the
-rest of the line behind the last "Answer:" or "####". Without such a mark it is the last number of the response for a
-label that is a number, and the last line for any other label. Numbers are equal by value, such as 84 and 84.0, or 1/2
-and 0.5. Other texts are equal without case, LaTeX's markup and punctuation at their ends.
+The final answer is the last ``\boxed{}`` after the thinking, else the text in the last ``<answer>`` tags, else the rest
+of the line after the last "Answer:" or "####". Without such a mark it is the last number of the response if the label
+is a number, else the last line. Numbers are compared by value: 84 equals 84.0, and 1/2 equals 0.5. Other texts are
+compared without case, LaTeX markup and punctuation at their ends.
 
-It is stricter than rewards that compare values or look for the label: an expression, a list of numbers, an alternative,
-a range, an inequality or a denial is no final answer. It scores labels that are numbers, or a few words, alone. So it
-serves as the shadow (``reward.shadow``) of other rewards: it has no code in common with them.
+It is stricter than rewards that compare values or search for the label: an expression, a list of numbers, an
+alternative, a range, an inequality or a denial is no final answer. It scores only labels that are numbers or a few
+words. It shares no code with other rewards and can therefore be their shadow (``reward.shadow``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FinalAnswerConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: FinalAnswerConfig) -> RewardOutput:
-    """Returns 1 if the final answer is the label, else 0, and None for a label that it cannot judge."""
+    """Returns 1 if the final answer is the label, else 0, and None for a label that it cannot compare."""
     label = _label(given.answer)
     if (reason := _unjudged(label)) is not None:
         return RewardOutput(reward=None, reason=reason, cause="label")
@@ -58,7 +58,7 @@ def score(given: RewardInput, config: FinalAnswerConfig) -> RewardOutput:
 
 
 def _found(given: RewardInput, *, is_number: bool) -> str | None:
-    """Returns the final answer of a response as it stands there; None if there is none."""
+    """Returns the final answer as written in the response; None if there is none."""
     text = given.response.rpartition("</think>")[2]
     if "<think>" in text:
         return None
@@ -115,7 +115,7 @@ def _is_same(found: str, label: str) -> bool:
 
 
 def _value(text: str) -> Fraction | None:
-    """Returns the number that a text is, with a unit or without; None for any other text."""
+    """Returns the value of a text that is a number, with a unit or without; None for any other text."""
     plain = _without_markup(text[:_MOST_CHARACTERS]).strip(" .\n")
     found = _NUMBER.match(plain) if len(text) <= _MOST_CHARACTERS else None
     if found is None:
@@ -155,11 +155,11 @@ def _unjudged(label: str) -> str | None:
         and not re.search(r"[\d\\^=]", label)
     ):
         return None
-    return f"answer={label[:60]!r} is neither a number nor at most {MOST_WORDS} words, which final_answer compares"
+    return f"answer={label[:60]!r} is neither a number nor at most {MOST_WORDS} words; final_answer compares only these"
 
 
 def check_row(row: Mapping[str, Any], config: FinalAnswerConfig) -> None:
-    """Raises ValueError for a label that it cannot judge."""
+    """Raises ValueError for a label that it cannot compare."""
     if (reason := _unjudged(_label(str(row.get("answer", ""))))) is not None:
         raise ValueError(f"{reason}. Use another reward for it, such as math.")
 

@@ -1,9 +1,9 @@
-"""1 if the response is one thought in think tags and what follows, else 0.
+"""1 if the response is one thought in think tags and the text after it, else 0.
 
 Source: ``think_format_reward`` of TRL (trl/rewards/format_rewards.py), whose pattern is
-``^<think>(?!.*<think>)(.*?)</think>.*$``: the response begins with ``<think>``, has no other one, and ends the thought
-with ``</think>``. With ``opened`` the prompt ends with ``<think>``, as some chat templates write it, and the response
-begins behind it.
+``^<think>(?!.*<think>)(.*?)</think>.*$``: the response begins with ``<think>``, has no second ``<think>``, and closes
+it with ``</think>``. With ``opened`` the prompt ends with ``<think>``, as in some chat templates, and the response
+begins after it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class FormatThinkConfig(RewardConfig):
-    """Holds the settings of the reward; ``opened`` says that the prompt ends with ``<think>``."""
+    """Holds the settings of the reward; ``opened`` means that the prompt ends with ``<think>``."""
 
     name: str = "format_think"
     opened: bool = False
 
 
 def score(given: RewardInput, config: FormatThinkConfig) -> RewardOutput:
-    """Returns 1 if the form is right, else 0."""
+    """Returns 1 if the format is right, else 0."""
     text = f"<think>{given.response}" if config.opened else given.response
     if not text.startswith("<think>"):
         why = "it does not begin with <think>"

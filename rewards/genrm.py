@@ -1,8 +1,8 @@
-"""The verdict of judges: models that compare a response with a reference, with another answer, or with a rubric.
+"""LLM-as-a-judge rewards: models compare a response with a reference, with another answer, or with a rubric.
 
-Each of the forms is a preset, with a prompt template in ``rewards/judges/`` and a parser. The form "deepeyes" has the
-weights of DeepEyes (arXiv 2505.14362) and its format rule; a verdict counts only if it is the judge's whole text, where
-the source takes a "1" anywhere in it, so that "10" would be right.
+Each form is a preset with a prompt template in ``rewards/judges/`` and a parser. The form "deepeyes" has the weights of
+DeepEyes (arXiv 2505.14362) and its format rule. A verdict counts only if it is the judge's whole text; the source
+accepts a "1" anywhere in it, so that "10" would be right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _THOUGHT = "</think>"
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Is a preset: its template, its parser, and the variables that it gives to the template."""
+    """Holds a preset: its template, its parser, and the template variables that are required and known."""
 
     template: str
     parse: str
@@ -113,7 +113,9 @@ def _judge_problems(name: str, judge: JudgeConfig, config: GenRmConfig) -> list[
     if judge.url is not None and not judge.url.startswith(("http://", "https://")):
         problems.append(f"{key}.url={judge.url}: write such as http://127.0.0.1:8000/v1.")
     if judge.url is None and judge.token_file is not None:
-        problems.append(f"{key}.token_file={judge.token_file} without {key}.url, whose key it would be. Drop it.")
+        problems.append(
+            f"{key}.token_file={judge.token_file} without {key}.url: only a server at a URL needs it. Drop it."
+        )
     for setting, least in (("count", 1), ("votes", 1), ("max_new_tokens", 1), ("max_response_chars", 1)):
         if (value := getattr(judge, setting)) < least:
             problems.append(f"{key}.{setting}={value}: must be at least {least}.")
@@ -135,7 +137,7 @@ def _judge_problems(name: str, judge: JudgeConfig, config: GenRmConfig) -> list[
 
 
 def judges(config: GenRmConfig) -> JudgePlan:
-    """Returns the judges with the templates and parsers of the form where none are set."""
+    """Returns the judges; the form provides each template and parser that is not set."""
     form = FORMS[config.form]
     return JudgePlan(
         judges={
@@ -153,7 +155,7 @@ def judges(config: GenRmConfig) -> JudgePlan:
 
 
 def check_row(row: Mapping[str, Any], config: GenRmConfig) -> None:
-    """Raises ValueError for a row that names no judge, or one that is not there."""
+    """Raises ValueError for a row that names no judge or an unknown judge."""
     if config.route is not None:
         judge_of(row, config)
 
@@ -175,8 +177,8 @@ def judge_of(row: Mapping[str, Any], config: GenRmConfig) -> str:
 
 
 async def score(given: RewardInput, config: GenRmConfig) -> RewardOutput:
-    """Returns the reward of the form; it is None if a verdict that it needs is."""
-    assert isinstance(given, JudgedInput), "a run gives a reward with judges such inputs"
+    """Returns the reward of the form; it is None if a required verdict is None."""
+    assert isinstance(given, JudgedInput), "a run passes a JudgedInput to a reward with judges"
     judge = judge_of(given.row, config)
     variables = {
         "question": _question(given),
@@ -218,7 +220,7 @@ async def _rubric(given: JudgedInput, judge: str, variables: Mapping[str, str], 
 
 
 async def _deepeyes(given: JudgedInput, judge: str, variables: Mapping[str, str]) -> RewardOutput:
-    """Returns 0.8 for a right answer, 0.2 times the form (0, or -1 if malformed), 1.2 for a right one with a tool."""
+    """Returns 0.8 × right + 0.2 × form (0, or -1 if malformed) + 1.2 if the answer is right and a tool was used."""
     texts = given.turns or [given.response]
     answer = variables["response"].rpartition("<answer>")[2].partition("</answer>")[0].strip()
     whole = "".join(texts)
@@ -246,7 +248,7 @@ async def _deepeyes(given: JudgedInput, judge: str, variables: Mapping[str, str]
 
 
 def _output(verdicts: list[Verdict], combined: Any) -> RewardOutput:
-    """Returns the output whose reward is made of the verdicts' values; None if one of them is missing."""
+    """Returns the output that ``combined`` computes from the verdicts' values; no reward if a value is missing."""
     why = "; ".join(verdict.words for verdict in verdicts)
     missing = next((verdict for verdict in verdicts if verdict.value is None), None)
     if missing is not None:

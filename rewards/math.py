@@ -1,24 +1,24 @@
-r"""Right or wrong by math-verify: the last ``\boxed{}`` of the response, or its last expression, against the reference.
+r"""Math answers by math-verify: compares the response's last ``\boxed{}`` or last expression with the reference.
 
-Only the text behind the last ``</think>`` counts; a response whose ``<think>`` never closes has no answer. ``\fbox`` is
+Only the text after the last ``</think>`` counts; a response whose ``<think>`` never closes has no answer. ``\fbox`` is
 a box, too.
 
-math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process. It
-also evaluates text; `no_evaluation` replaces the parts that do, and refuses the rest.
+math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process.
+math-verify also evaluates text; `no_evaluation` replaces some of these functions and makes the others raise an error.
 
-With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollout/rm_hub/math_utils.py,
-``grade_answer_verl``): the last box, by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not
-1/2; a response without a box is wrong. There, too, a label without an answer gives no reward, where the source gives 0.
+``rule=boxed`` is the rule ``math`` of slime and verl (slime/rollout/rm_hub/math_utils.py, ``grade_answer_verl``): it
+compares the last box by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not 1/2; a response
+without a box is wrong. A label without an answer gives no reward with this rule, too; the source gives 0.
 
-Departures of both rules. The sources read boxes inside of the thinking, too. Departures from math-verify: it joins
+Departures of both rules: the sources also read boxes inside the thinking. Departures from math-verify: it joins
 neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for
 ``10^{-21}``, because their difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here
 ``28\%`` and ``28%`` are the same.
 
-A response that only evaluates to a label that is a number is wrong (`rewards.mathematics.literals`): "72 + 12" is no
-answer to "What is 72 + 12?". If one side alone has a percent sign, the numbers are compared as they are written: 84% is
-right for 84, and 8400% is wrong. ``evaluate`` restores math-verify's rule, by which any expression counts and the
-hundredth of a percentage, too.
+For a label that is a number, a response that only evaluates to it is wrong (`rewards.mathematics.literals`): "72 + 12"
+is no answer to "What is 72 + 12?". If only one side has a percent sign, the written numbers are compared: 84% is right
+for 84, and 8400% is wrong. ``evaluate`` restores math-verify's rule, which accepts any expression and also a hundredth
+of the percentage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark 
 class MathConfig(RewardConfig):
     """Holds the settings of the math reward; ``rule`` is math_verify or boxed.
 
-    With ``evaluate`` an expression is right for a label that is a number, if it evaluates to it.
+    With ``evaluate``, an expression that evaluates to the label's number is right, too.
     """
 
     name: str = "math"
@@ -71,8 +71,8 @@ def prepare() -> None:
 def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     """Returns 1 if the response's answer equals the reference, else 0, and None if the reference cannot be parsed.
 
-    By math-verify the reward is also 0 for a response that the token limit cut before a boxed answer. Raises what
-    math-verify raises.
+    With math-verify the reward is also 0 for a response that the token limit cut before a boxed answer. Raises the
+    errors of math-verify.
     """
     text = behind_thinking(given.response)
     boxed = None if text is None else framed(text)
@@ -113,7 +113,7 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
 
 
 def _formula(text: str) -> str:
-    """Returns a text between LaTeX delimiters, which math-verify needs, and a percent sign behind them."""
+    """Returns a text between LaTeX delimiters, which math-verify needs, with the percent sign after them."""
     text = text if "$" in text else f"${_PERCENT.sub('%', text)}$"
     return _PERCENT_IN_FORMULA.sub(r"\1%", text)
 
@@ -135,10 +135,10 @@ def _as_fractions(text: str) -> str:
 
 
 def is_equal(reference: Sequence[Any], found: Sequence[Any], *, evaluate: bool) -> bool:
-    """Returns whether what math-verify read is equal.
+    """Returns whether the values that math-verify parsed are equal.
 
-    Of one percent sign the number is meant: 28% is right for 28, and 8400% is wrong for 84. With ``evaluate`` its
-    hundredth may be meant, too.
+    If one side has a percent sign, its number is compared: 28% is right for 28, and 8400% is wrong for 84. With
+    ``evaluate`` a hundredth of the number also counts.
     """
     numbers = [_without_percent(one[0]) for one in (reference, found)]
     if numbers == [None, None]:
@@ -159,7 +159,7 @@ def _is_same(reference: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _without_percent(value: Any) -> Any:
-    """Returns the number in front of a percent sign, as math-verify reads it; None without the sign."""
+    """Returns the number before a percent sign, as math-verify parses it; None without the sign."""
     import sympy
 
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
@@ -168,7 +168,7 @@ def _without_percent(value: Any) -> Any:
 
 
 def _score_boxed(label: str, boxed: str | None, row: Mapping[str, Any] | None) -> RewardOutput:
-    """Scores by the rule of slime and verl; without a row an expression counts that only evaluates to the label."""
+    """Scores by slime's and verl's rule; without ``row``, an expression that only evaluates to the label is right."""
     wanted = boxed_label(label)
     if wanted is None:
         return RewardOutput(reward=None, reason=_unreadable(label))
@@ -184,20 +184,20 @@ def _unreadable(label: str) -> str:
 
 
 def check_row(row: Mapping[str, Any], config: MathConfig) -> None:
-    """Raises ValueError for a label that is empty, or whose box is."""
+    """Raises ValueError for a label that is empty or has an empty box."""
     label = str(row["answer"])
     if boxed_label(label) is None if config.rule == "boxed" else not label.strip():
         raise ValueError(f"{_unreadable(label)}. Give the answer.")
 
 
 def right_answers(label: str, config: MathConfig) -> list[str]:
-    """Returns the answer of a label in a box; by math-verify a word or a letter also in a sentence, without a box."""
+    """Returns the label's answer in a box; with math-verify also in a sentence without a box, if it is letters only."""
     alone = [f"The answer is {label}."] if config.rule == "math_verify" and label.replace(" ", "").isalpha() else []
     return [*boxed_answers(label), *alone]
 
 
 def check(config: MathConfig) -> None:
-    """Raises ValueError for an unknown rule, and if the package is missing that rule=boxed reads LaTeX with."""
+    """Raises ValueError for an unknown rule, and if the package is missing that parses LaTeX for ``rule=boxed``."""
     if config.rule not in ("math_verify", "boxed"):
         raise ValueError(f"reward.rule={config.rule}: use math_verify or boxed.")
     if config.rule == "boxed":
@@ -205,9 +205,9 @@ def check(config: MathConfig) -> None:
 
 
 def _written(found: Sequence[object]) -> str:
-    """Returns the answer as it stands in the response.
+    """Returns the answer as written in the response.
 
-    math-verify puts the parsed expression first; to print that expression could take as long as to compute it.
+    math-verify puts the parsed expression first; printing it could take as long as computing it.
     """
     return "".join(next((one for one in reversed(found) if isinstance(one, str)), "").split())
 

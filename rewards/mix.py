@@ -1,8 +1,8 @@
-"""The weighted sum of other rewards, which ``reward.parts`` names with their weights and their own settings.
+"""The weighted sum of other rewards; ``reward.parts`` sets their names, weights and settings.
 
-A part is left out of the sum where its ``when`` does not fit the row, or where it is ``optional`` and has no reward.
-Without a reward of any other part there is none at all. The first part that is in the sum says whether the answer is
-exact, and which answer an evaluation counts votes for.
+A part is left out of the sum if its ``when`` does not match the row, or if it is ``optional`` and has no reward. If
+any other part has no reward, the sum has none either. The first part in the sum determines whether the answer is exact
+and which answer an evaluation counts votes for.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class MixConfig(RewardConfig):
-    """Holds the settings of the reward; ``parts`` has its parts."""
+    """Holds the settings of the reward; ``parts`` holds its parts."""
 
     name: str = "mix"
 
 
 def combine(given: RewardInput, outputs: Mapping[str, RewardOutput], config: MixConfig) -> RewardOutput:
-    """Returns the sum of weight × reward over ``outputs``, the parts by label; None without any part."""
+    """Returns the sum of weight × reward over ``outputs``, the parts by label; no reward without any part."""
     used = [(part.weight, outputs[part.label]) for part in reward_parts(config) if part.label in outputs]
     if not used:
         return RewardOutput(reward=None, reason="no part of reward.parts has a reward for this row")

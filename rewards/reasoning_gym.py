@@ -1,8 +1,8 @@
-"""The score that the package reasoning-gym gives an answer to a question of data=reasoning_gym.
+"""The score of the package reasoning-gym for an answer to a question of data=reasoning_gym.
 
-For some tasks the package evaluates the answer as Python: lists, and formulas by sympy. An answer that holds anything
-but a formula or a list is not evaluated and has no reward. What is left of the danger ends in the sandbox, in a process
-for each answer.
+For some tasks the package evaluates the answer as Python: lists, and formulas by sympy. An answer that contains
+anything other than a formula or a list is not evaluated and has no reward. The sandbox limits the remaining risk; each
+answer is scored in its own process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _THINKING_ENDS = "</think>"
 _SHOWN = 100  # characters of a refused answer
-_TEXTS = ("<string>", "<lambdifygenerated")  # the files of programs that eval, exec or sympy has as texts
-# Functions that sympy writes around numbers and names, and those of formulas in answers.
+_TEXTS = ("<string>", "<lambdifygenerated")  # file names of programs that eval, exec or sympy compiles from text
+# Functions that sympy writes around numbers and names, and functions that formulas in answers may call.
 _FUNCTIONS = frozenset(
     [
         *("Integer", "Float", "Rational", "Symbol", "Function", "factorial", "factorial2", "Abs", "abs", "Add", "Mul"),
@@ -48,7 +48,7 @@ class ReasoningGymConfig(RewardConfig):
 class _Watch:
     """Refuses programs among the texts that this process compiles while `on` is true; `found` is the first of them.
 
-    It lets through what sympy itself compiles: the import of its names, and functions without a text of an answer.
+    It allows programs that sympy itself compiles: imports of its names, and functions without text of an answer.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Watch:
         program = values[0].decode(errors="replace") if isinstance(values[0], bytes) else values[0]
         if program in self._imports or sys._getframe(1).f_code is self._own:
             return
-        self.on = False  # the parser, too, compiles the text
+        self.on = False  # the parser compiles the text, too
         try:
             safe = _is_formula(program, generated=values[1] != _TEXTS[0])
         finally:
@@ -82,14 +82,14 @@ _watch = lru_cache(maxsize=1)(_Watch)
 
 
 def _is_formula(program: str | ast.AST, *, generated: bool) -> bool:
-    """Returns whether a program has numbers, names, texts, lists, operators and the functions of formulas alone.
+    """Returns whether a program has only numbers, names, texts, lists, operators and the functions of formulas.
 
-    One that sympy has ``generated`` may define a function.
+    A program that sympy has ``generated`` may define a function.
     """
     try:
         tree = program if isinstance(program, ast.AST) else ast.parse(program.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True  # it cannot be evaluated either
+        return True  # it cannot be compiled either
     for node in ast.walk(tree):
         if not isinstance(node, (*_NODES, *_OF_LAMBDIFY) if generated else _NODES):
             return False
@@ -133,7 +133,7 @@ def score(given: RewardInput, config: ReasoningGymConfig) -> RewardOutput:
 
 @lru_cache(maxsize=256)
 def _question(row: str) -> tuple[Any, Any]:
-    """Returns a row's questions and its own one; the answers of a group follow each other."""
+    """Returns a row's data set and its question; cached, because the answers of a group follow each other."""
     of = json.loads(row)
     questions = _questions(json.dumps([of["task"], of["seed"], of["size"], of["arguments"]]))
     return questions, questions[of["index"]]

@@ -1,14 +1,14 @@
-"""The score that a server of yours gives, by JSON over HTTP.
+"""The score of an external server, by JSON over HTTP.
 
 A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``, where ``metadata`` has the other
 columns of the data row; slime's ``remote_rm`` sends the first three. It is valid JSON: a number that is not finite is
-null, bytes are base64, and what else JSON does not have, such as a date, is its text. The answer is a number, or an
-object with ``score`` and, if you like, ``exact``, ``why``, ``reason`` and further numbers, which become parts.
+null, bytes are base64, and other values without a JSON type, such as dates, are texts. The server's answer is a number,
+or an object with ``score``, optionally ``exact``, ``why``, ``reason``, and further numbers, which become parts.
 
-A status of 5xx, 408 or 429 and a refused connection are asked again, with growing waits inside of ``timeout_s``; then
-there is no reward. Any other 4xx says that the request is wrong for every answer, so it ends the run. The source asks
-ten times, up to two minutes each, and then ends the run. A redirect is not followed, and ends the run. At
-most 64 requests are under way.
+A request with status 5xx, 408 or 429 or a refused connection is sent again, with growing waits within ``timeout_s``;
+after that there is no reward. Any other 4xx means that the request is wrong for every answer, so it ends the run. The
+source retries ten times, up to two minutes each, and then ends the run. A redirect is not followed and ends the run. At
+most 64 requests are in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, RewardUnusable
 
-_USED = 0.9  # share of timeout_s for requests and waits, so that the cause is told before the call is cancelled
+_USED = 0.9  # share of timeout_s for requests and waits, so that the cause is reported before the call is cancelled
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _BUSY = (408, 429)
 _MOST_BYTES = 1 << 20
@@ -33,7 +33,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class RemoteConfig(RewardConfig):
-    """Holds the settings of the reward: the server's URL, and the environment variable that has its bearer token."""
+    """Holds the settings of the reward: the server's URL, and the environment variable with its bearer token."""
 
     name: str = "remote"
     url: str = ""
@@ -41,7 +41,7 @@ class RemoteConfig(RewardConfig):
 
 
 class _Again(Exception):
-    """The server may answer later; the text says what it did."""
+    """A failure after which the server may still answer; the text is the cause."""
 
 
 async def score(given: RewardInput, config: RemoteConfig) -> RewardOutput:
@@ -83,14 +83,14 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
         async for part in answer.content.iter_chunked(1 << 16):
             content += part
             if len(content) > _MOST_BYTES:
-                raise _Again(f"it sends more than {_MOST_BYTES:,} bytes")
+                raise _Again(f"the response has more than {_MOST_BYTES:,} bytes")
         shown = bytes(content[:_SHOWN]).decode(errors="replace")
         if answer.status >= 500 or answer.status in _BUSY:
             raise _Again(f"status {answer.status}: {shown}")
-        if 300 <= answer.status < 400:  # the token and the answer are for this address alone
+        if 300 <= answer.status < 400:  # the token and the answer must go to no other address
             raise RewardUnusable(
-                f"reward.url={config.url}: the server sends the request elsewhere, with status {answer.status}. Give "
-                "the address at which it answers itself."
+                f"reward.url={config.url}: the server redirects the request, with status {answer.status}. Set the "
+                "address that answers without a redirect."
             )
         if answer.status >= 400:
             raise RewardUnusable(
@@ -101,7 +101,7 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a value whose numbers and bytes, at any depth, JSON can hold."""
+    """Returns a value that JSON can hold: numbers and bytes are converted at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, bytes | bytearray):
@@ -114,7 +114,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _output(body: bytes, config: RemoteConfig) -> RewardOutput:
-    """Returns the score that a body has; without a reward if it has none."""
+    """Returns the score in a response body, or no reward if it has none."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -138,7 +138,7 @@ def _is_number(value: Any) -> Any:
 
 
 def check(config: RemoteConfig) -> None:
-    """Raises ValueError for a URL that is none, and for an environment variable that is not set."""
+    """Raises ValueError for an invalid URL, and for an environment variable that is not set."""
     if not config.url.startswith(("http://", "https://")):
         raise ValueError(
             f"reward.url={config.url!r}: the server's URL, such as reward.url=http://127.0.0.1:8000/score."

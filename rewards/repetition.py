@@ -1,8 +1,8 @@
-"""A penalty for repeated n-grams of words: from 0, if none is there twice, towards ``max_penalty``.
+"""A penalty for repeated n-grams of words: 0 without repetition, ``max_penalty`` as the limit.
 
 Source: ``get_repetition_penalty_reward`` of open-r1 (src/open_r1/rewards.py), after Demystifying Long Chain-of-Thought
-Reasoning (arXiv 2502.03373): (1 - different n-grams / all n-grams) × ``max_penalty``, over words in lower case that
-white space separates. A response with fewer words than ``ngram_size`` gets 0.
+Reasoning (arXiv 2502.03373): (1 - different n-grams / all n-grams) × ``max_penalty``, over lower-case words separated
+by white space. A response with fewer words than ``ngram_size`` gets 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class RepetitionConfig(RewardConfig):
-    """Holds the settings of the reward: the words of an n-gram, and the reward of nothing but repetition."""
+    """Holds the settings of the reward: the n-gram's number of words, and the reward of pure repetition."""
 
     name: str = "repetition"
     ngram_size: int = 3
@@ -23,7 +23,7 @@ class RepetitionConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: RepetitionConfig) -> RewardOutput:
-    """Returns the penalty, from ``max_penalty`` to 0; exact if no n-gram is there twice."""
+    """Returns the penalty, from ``max_penalty`` to 0; exact if no n-gram is repeated."""
     words = given.response.lower().split()
     grams = list(zip(*(words[start:] for start in range(config.ngram_size)), strict=False))
     different = len(set(grams))

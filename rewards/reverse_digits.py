@@ -1,4 +1,4 @@
-"""Partial credit for an answer of fixed length: the share of right characters and the match of the length."""
+"""Partial credit for an answer of fixed length: the share of right characters and the length match."""
 
 from __future__ import annotations
 

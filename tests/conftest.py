@@ -1,4 +1,4 @@
-"""What all tests share: one small local Ray for the whole session, and a folder for what they make under /tmp."""
+"""Common fixtures of all tests: one small local Ray for the session, and a folder for temporary files."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 SCRATCH = pytest.StashKey[Scratch]()
 
-# As `make test` does: bits are those of one thread, and cores shared. Here, since a room's own conftest imports torch.
+# As in `make test`: one thread, for reproducible bits and shared cores. Set here, because other conftests import torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Ray reads it when it is imported, which the conftest of a folder that pytest is given does before `pytest_configure`.
 os.environ["RAY_AUTH_MODE"] = "token"
 
-# A shell ignores SIGINT in what it starts in the background, and nohup ignores SIGHUP; children would inherit both.
+# A shell ignores SIGINT in background processes, and nohup ignores SIGHUP; children would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples each time, however slow the machine is: a red test is of the change before it.
-# `--hypothesis-profile=default` draws new ones.
+# The same examples each time, on machines of any speed, so that a failure comes from a change of the code.
+# `--hypothesis-profile=default` draws new examples.
 settings.register_profile(
     "relax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -44,7 +44,7 @@ settings.load_profile("relax")
 
 
 def hands_tests_to_workers(config: pytest.Config) -> bool:
-    """Tells whether this is the process of `pytest -n 2` that runs no test: each of its workers has its own scratch."""
+    """Returns whether this is the controller of `pytest -n 2`, which runs no test; each worker has its own scratch."""
     return not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no"
 
 
@@ -66,10 +66,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
-    """Divides the tests as `tests/workers.py` says, whatever ``--dist`` is."""
+    """Divides the tests as defined in `tests/workers.py`, for every ``--dist``."""
     from tests.workers import GroupScheduling
 
-    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
+    config.option.loadscopereorder = False  # `pytest_collection_modifyitems` sets the order
     return GroupScheduling(config, log)
 
 
@@ -89,7 +89,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
-    """No folder, no shared memory, no process of any test outlives the session. Its teardown is the last one."""
+    """Checks that no folder, shared memory or process of a test outlives the session. Its teardown runs last."""
     yield
     left = pytestconfig.stash[SCRATCH].left()
     assert not left, "tests left behind:\n" + "\n".join(left)
@@ -97,7 +97,7 @@ def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
-    """Ends the process from which `tests/train/rank_server.py` forks ranks, and engines that wait for a test."""
+    """Ends the process from which `tests/train/rank_server.py` forks ranks, and idle spare engines."""
     yield
     if "tests.train.rank_server" in sys.modules:
         from tests.train.rank_server import SERVER
@@ -111,7 +111,7 @@ def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Starts Ray on this machine as a run does, behind a token and with a fork server; yields its address."""
+    """Starts Ray on this machine as a run does, with token authentication and a fork server; yields its address."""
     import ray
     from ray._private import node
 
@@ -152,7 +152,7 @@ def wait_until() -> Callable[..., None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Returns a function that makes a file system of a size such as 1m; it skips the test if it may not."""
+    """Yields a function that mounts a file system of a size such as 1m, or skips the test without the permission."""
     disk = tmp_path / "disk"
 
     def make(size: str) -> Path:

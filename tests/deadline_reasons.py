@@ -1,10 +1,10 @@
-"""The waits without a deadline that cannot hang anybody, each with its reason, for `tests/test_deadlines.py`."""
+"""Waits without a deadline that cannot hang, with the reason of each, for `tests/test_deadlines.py`."""
 
 from __future__ import annotations
 
-# (file, function) → why it cannot hang anybody. An entry that nothing needs any more fails the test.
+# (file, function) → why it cannot hang. The test fails for unnecessary entries.
 REASONS = {
-    # A thread or task that waits for work; nobody waits for it without a deadline, and it ends with its process.
+    # An idle thread or task: waits for its end have deadlines, and it ends with its process.
     (
         "relax_core/bus/journal.py",
         "Journal._write_forever",
@@ -38,7 +38,7 @@ REASONS = {
         "relax_core/rollout/rewards/reward_audit.py",
         "audit_reward",
     ): "each answer has reward.timeout_s, by the pool, as in a run",
-    # A session of an env in a task of its own: the call that waits for it has env.step_timeout_s, and ends it.
+    # A session of an env in a separate task: the call that waits for it has env.step_timeout_s and ends it.
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.open"): "reset has the deadline of a call of the env",
     (
         "envs/tool_servers/mcp_sessions.py",
@@ -74,7 +74,7 @@ REASONS = {
     ("relax_core/train/process_group.py", "OneDeviceGloo._exchange"): "the group's deadline, for each work",
     ("relax_core/control/host/fork_server.py", "serve"): "after select: a connection waits",
     ("relax_core/control/host/worker_start.py", "ask_fork_server"): "the socket has a timeout of FORK_S",
-    # Work that is already done when it is asked for.
+    # The result exists already.
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.close"): "of a task in done",
     ("envs/openenv.py", "OpenEnvEpisode._ask"): "the WebSocket's last error, which it has or has not",
     (
@@ -103,13 +103,13 @@ REASONS = {
         "ForwardWorker._end",
     ): "flushes the log's file: no other process",
     ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",
-    # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
+    # The answering side has deadlines and ends this wait also on failure.
     (
         "relax_core/rollout/episodes/group_player.py",
         "GroupPlayer._end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
-    # `AgentHost.played` has the deadlines of an attempt and cancels what waits here; a guard ends its agent within
-    # GRACE_S and its own limit, and what waits for that end is in a task of its own.
+    # `AgentHost.played` has the deadlines of an attempt and cancels these waits; a guard ends its agent within GRACE_S
+    # and its own limit, and a separate task waits for this end.
     (
         "relax_core/rollout/agent_processes/agent_process.py",
         "AgentProcess.wait",
@@ -261,7 +261,7 @@ REASONS = {
     ): "makes or finds model folders: file work, no other process",
     ("relax_core/control/local_run.py", "_in_session"): "the same",
     ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
-    # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
+    # TransferQueue: the coroutine of a call has the deadline, and callers wait for the coroutine.
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient._guarded"): "after done(): the task has ended",
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.get"): "runs inside of _guarded()",
     (

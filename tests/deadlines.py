@@ -1,8 +1,8 @@
-"""Finds calls that may wait for ever: a checker over the syntax tree, used by tests/test_deadlines.py.
+"""Finds calls that may wait without a deadline: a checker over the syntax tree, used by tests/test_deadlines.py.
 
-A call is bounded when it is given a deadline (by keyword or place), when it is told not to wait, or when it stands in
-``async with asyncio.timeout(…)``. ``timeout=None`` is no deadline. A collective has its group's deadline, so groups are
-looked at when they are made.
+A call is bounded if it has a deadline (keyword or positional), if it does not block, or if it is inside of ``async with
+asyncio.timeout(…)``. ``timeout=None`` is no deadline. Collectives use the deadline of their group, so the creation of
+groups is checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Dotted names, and the keyword or the number of positional arguments that brings the deadline.
+# Dotted name → the keyword of the deadline, and the number of positional arguments that include it.
 FUNCTIONS: dict[str, tuple[str, int | None]] = {
     "ray.get": ("timeout", None),
     "ray.wait": ("timeout", None),
@@ -41,7 +41,7 @@ FUNCTIONS: dict[str, tuple[str, int | None]] = {
         for verb in ("get", "post", "put", "patch", "delete", "head", "request", "stream", "Client", "AsyncClient")
     },
 }
-# Methods of whatever object; the number is how many positional arguments they have with the deadline among them.
+# Methods of any object → the number of positional arguments that include the deadline.
 METHODS: dict[str, int] = {
     "result": 1,
     "exception": 1,
@@ -55,13 +55,13 @@ METHODS: dict[str, int] = {
     "recv_bytes": 99,
     "accept": 99,
 }
-NOT_WAITING = ("block", "blocking")  # keywords that say so with False
+NOT_WAITING = ("block", "blocking")  # keywords whose value False means that the call does not wait
 STREAMS = ("stdin", "stdout", "stderr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A call that may wait for ever. ``function``: qualified name of the function around it."""
+    """Holds a call that may wait without a deadline. ``function`` is the qualified name of its function."""
 
     file: str
     function: str
@@ -73,14 +73,14 @@ class Finding:
 
 
 def unbounded_waits(source: str, *, file: str) -> list[Finding]:
-    """The findings of one module, in order of lines."""
+    """Returns the findings of one module, ordered by line."""
     visitor = _Visitor(file)
     visitor.visit(ast.parse(source))
     return sorted(visitor.findings, key=lambda finding: finding.line)
 
 
 def unbounded_waits_below(root: Path, folders: tuple[str, ...]) -> Iterator[Finding]:
-    """The findings of every module below ``folders``."""
+    """Yields the findings of all modules below ``folders``."""
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             yield from unbounded_waits(path.read_text(encoding="utf-8"), file=str(path.relative_to(root)))
@@ -91,12 +91,12 @@ class _Visitor(ast.NodeVisitor):
         self._file = file
         self._scope: list[str] = []
         self._imported: dict[str, str] = {}  # local name → dotted name
-        self._bounded = 0  # deadlines around the node
+        self._bounded = 0  # number of deadlines around the node
         self.findings: list[Finding] = []
 
     def _visit_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         self._scope.append(node.name)
-        bounded, self._bounded = self._bounded, 0  # the body runs whenever it is called
+        bounded, self._bounded = self._bounded, 0  # the body runs when it is called, outside of the deadline
         self.generic_visit(node)
         self._bounded = bounded
         self._scope.pop()
@@ -124,7 +124,7 @@ class _Visitor(ast.NodeVisitor):
         for item in node.items:
             call = item.context_expr
             if isinstance(call, ast.Call) and self._dotted(call.func).endswith("PoolExecutor"):
-                self._found(call, f"with {ast.unparse(call)}")  # its end waits for whatever still runs
+                self._found(call, f"with {ast.unparse(call)}")  # its exit waits for running tasks
         self.generic_visit(node)
 
     def visit_Await(self, node: ast.Await) -> None:
@@ -155,20 +155,22 @@ class _Visitor(ast.NodeVisitor):
             return "LOCK_NB" not in flags and "LOCK_UN" not in flags
         if not isinstance(node.func, ast.Attribute):
             return False
-        if last == "shutdown":  # of an executor; ray's and serve's have no such argument
+        if last == "shutdown":  # of an executor; ray.shutdown and serve.shutdown have no such argument
             return not name.startswith(("ray.", "serve.")) and _keyword(node, "wait") != "False"
         if last in ("read", "readline", "readlines"):
             return isinstance(node.func.value, ast.Attribute) and node.func.value.attr in STREAMS
         if last not in METHODS or _is_class(node.func.value) or (last == "get" and len(node.args) > 1):
             return False
         if any(one.arg is not None and one.arg.endswith("_s") for one in node.keywords):
-            return False  # a method of ours with a deadline in seconds, under its own name
+            return False  # a method of Relax with a deadline in seconds, under another name
         if "False" in [_keyword(node, key) for key in NOT_WAITING] + [ast.unparse(first) for first in node.args[:1]]:
             return False
         return not _has_deadline(node, "timeout", METHODS[last])
 
     def _dotted(self, function: ast.expr) -> str:
-        """The dotted name behind imports: ``from subprocess import run`` makes ``run`` "subprocess.run"."""
+        """Returns the dotted name with imports resolved: after ``from subprocess import run``, ``run`` is
+        "subprocess.run".
+        """
         parts: list[str] = []
         while isinstance(function, ast.Attribute):
             parts.append(function.attr)
@@ -187,10 +189,10 @@ _BY_LAST_NAME = {"init_process_group", "new_group", "initialize_model_parallel",
 def _has_deadline(node: ast.Call, keyword: str, positional: int | None) -> bool:
     given = _keyword(node, keyword) or (_keyword(node, "timeout_s") if keyword == "timeout" else None)
     if given is None and any(one.arg is None for one in node.keywords):
-        return True  # **options: whoever reads it sees them
+        return True  # **options may have a deadline; not checked
     if given is None and positional is not None and len(node.args) >= positional:
         given = ast.unparse(node.args[positional - 1])
-    return given not in (None, "None", "True")  # True: "do wait"
+    return given not in (None, "None", "True")  # get(True) blocks
 
 
 def _keyword(node: ast.Call, name: str) -> str | None:
@@ -198,10 +200,10 @@ def _keyword(node: ast.Call, name: str) -> str | None:
 
 
 def _is_class(node: ast.expr) -> bool:
-    """By its name: ``HydraConfig.get()`` is no queue's."""
+    """Returns whether the name looks like a class: ``HydraConfig.get()`` is not the method of a queue."""
     return isinstance(node, ast.Name) and node.id[0].isupper() and not node.id.isupper()
 
 
 def _is_remote_call(node: ast.expr) -> bool:
-    """``worker.method.remote(…)``: an answer that comes only if its process lives."""
+    """Returns whether this is ``worker.method.remote(…)``, whose answer comes only if its process lives."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "remote"

@@ -1,6 +1,6 @@
 """Lists the public docstrings of Relax, and those whose first sentence has no verb.
 
-python -m tests.docstrings --sample 60 --seed 13     # draws some of them, for a reader to judge
+python -m tests.docstrings --sample 60 --seed 13     # prints a random sample for a reader
 """
 
 from __future__ import annotations

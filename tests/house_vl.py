@@ -1,4 +1,4 @@
-"""A folder of the family on docs/plugins/vision_family.md: the tiny Qwen3-VL under another model_type."""
+"""Makes a folder of the example family in docs/plugins/vision_family.md: the tiny Qwen3-VL under another model_type."""
 
 from __future__ import annotations
 

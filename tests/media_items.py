@@ -1,4 +1,4 @@
-"""Media items for tests, with the rows that Qwen3-VL's rules give them and tensors of chance."""
+"""Makes media items for tests, with rows by Qwen3-VL's rules and random tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.families.architecture import VisionTower
 from relax_core.families.vision_tower import ItemRows, image_rows, video_rows
 
-IMAGE, VIDEO, START, END = 90, 91, 92, 93  # the tokens of the tower below
+IMAGE, VIDEO, START, END = 90, 91, 92, 93  # token ids of the tower below
 TOWER = VisionTower(
     vision=Vision(prefix="model.visual.", model="", config="", shapes=lambda config: {}),
     config={},
@@ -33,14 +33,14 @@ TOWER = VisionTower(
 
 
 def image_item(height: int, width: int, *, seed: int = 0, folder: Path | None = None) -> MediaItem:
-    """An image of ``height`` × ``width`` rows; its file is written if there is a folder."""
+    """Returns an image of ``height`` × ``width`` rows; its file is written if a folder is given."""
     return item_of(TOWER, _pixels(1, height, width, seed), folder=folder)
 
 
 def video_item(
     stamps: Sequence[Sequence[int]], height: int, width: int, *, seed: int = 0, folder: Path | None = None
 ) -> MediaItem:
-    """A video of ``height`` × ``width`` rows at each time stamp."""
+    """Returns a video of ``height`` × ``width`` rows at each time stamp."""
     return item_of(TOWER, _pixels(2 * len(stamps), height, width, seed), stamps=stamps, seconds=1.0, folder=folder)
 
 
@@ -52,9 +52,9 @@ def item_of(
     seconds: float = 0.0,
     folder: Path | None = None,
 ) -> MediaItem:
-    """Makes the item of ``frames``, uint8 ``[frames, height, width, 3]``, and writes its file if there is a folder.
+    """Makes the item of ``frames``, uint8 ``[frames, height, width, 3]``, and writes its file if a folder is given.
 
-    With ``stamps``, the tokens of each time stamp, it is a video, and an image without.
+    It is a video with ``stamps``, the tokens of each time stamp, otherwise an image.
     """
     grid = grid_of(tower, frames)
     rows = image_rows(tower, grid=grid) if stamps is None else video_rows(tower, grid=grid, stamps=stamps)
@@ -76,7 +76,7 @@ def item_of_rows(
     seconds: float,
     folder: Path | None,
 ) -> MediaItem:
-    """Makes the item of rows and of tensors: ``frames``, ``features`` or both."""
+    """Makes the item of rows and tensors: ``frames``, ``features`` or both."""
     frames, features = tensors.get("frames"), tensors.get("features")
     fractional = rows.offsets.dtype.kind == "f"
     item = MediaItem(

@@ -1,4 +1,4 @@
-"""Makes outages of a disk: fills a small file system for a while, and locks a ledger as another program does."""
+"""Simulates outages of a disk: a full file system, and a ledger that another program locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCKS = (1 << 20, 4096, 1)
 
 @contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Leaves no byte free on ``disk`` while the block runs."""
+    """Fills ``disk`` completely while the block runs."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in BLOCKS:
@@ -27,7 +27,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(ledger: Path) -> Iterator[None]:
-    """Holds the lock on ``ledger`` that every writer needs while the block runs."""
+    """Holds the write lock of ``ledger`` while the block runs."""
     with closing(sqlite3.connect(ledger, timeout=60, isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
         yield

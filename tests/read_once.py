@@ -1,4 +1,4 @@
-"""Lets Hydra read each file of `conf/`, and merge the same files, once in a session: not for each configuration."""
+"""Caches Hydra's reads of `conf/` and its merges of the same files for a test session."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def remember_conf_files() -> None:
-    """Wraps the methods of Hydra that read and merge files; each caller gets a copy of its own.
+    """Wraps the methods of Hydra that read and merge files; each caller gets a copy.
 
-    What a process stores anew in Hydra's ConfigStore replaces what was read, so nothing is remembered behind it.
+    A new entry in Hydra's ConfigStore may replace files, so it clears the cache.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository, IConfigRepository

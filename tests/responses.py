@@ -1,4 +1,4 @@
-"""Responses as an engine's client gives them, made of plain lists, and scored episodes of one turn."""
+"""Makes responses of an engine's client from plain lists, and scored episodes of one turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def response(
     response_experts: np.ndarray | None = None,
     kept: KeptTokens | None = None,
 ) -> Generated:
-    """``versions``: one of each token, or one number for all of them. ``logprobs``: -0.5 each where none are given."""
+    """Returns a response. ``versions``: one for each token, or one for all. ``logprobs``: -0.5 by default."""
     arrays = [
         np.array(ids, dtype=np.int32),
         np.array([-0.5] * len(ids) if logprobs is None else logprobs, dtype=np.float32),
@@ -55,7 +55,7 @@ def response(
 
 
 class NoText:
-    """Is a tokenizer for responses whose text no test reads."""
+    """A tokenizer for responses whose text no test reads."""
 
     stop_token_ids: Sequence[int] = ()
 
@@ -70,7 +70,7 @@ def scored(
     index: int = 0,
     prompt_ids: Sequence[int] = (1, 2, 3),
 ) -> list[EpisodeRecord]:
-    """The scored episodes of group ``index``, each with one turn; a reward for each response, in their order."""
+    """Returns the scored one-turn episodes of group ``index``; ``rewards`` are in the order of the responses."""
     uid = group_uid(index)
     request = PromptRequest(rid=uid, input_ids=list(prompt_ids), sampling_seed=0)
     episodes = one_turn_episodes(uid, request, responses, tokenizer=NoText())  # type: ignore[arg-type]
@@ -81,15 +81,15 @@ def scored(
 
 
 def admitted(index: int, row: DataRow, *, rid: str, evaluation: str = "") -> AdmittedPrompt:
-    """An admitted group of an env that opens its own episodes; its data row is row ``index``."""
+    """Returns an admitted group of an env that opens its own episodes; its data row is row ``index``."""
     request = PromptRequest(rid=rid, input_ids=[], sampling_seed=0)
     return AdmittedPrompt(index=index, row=row, where=f"row {index}", request=request, evaluation=evaluation)
 
 
 def content(one: Generated) -> dict[str, object]:
-    """The fields of a response as what ``==`` compares to the bit: an array is its type, its shape and its bytes.
+    """Returns the fields of a response for bitwise comparison by ``==``: arrays as dtype, shape and bytes.
 
-    The times of queue and prefill are left out, because no two are the same.
+    The times of queue and prefill are left out, because they always differ.
     """
     fields = msgspec.structs.asdict(msgspec.structs.replace(one, prefill_ms=0.0, queue_ms=0.0))
     return {

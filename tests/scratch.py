@@ -1,7 +1,7 @@
-"""The one place outside of pytest's own folder where a test session makes things; what tests leave in it is told.
+"""The temporary folder of a test session; files and processes that tests leave in it are reported.
 
-It is the session's TMPDIR, so that folders, sockets and processes say by themselves whose they are. Two sessions beside
-each other do not meet; what one left that was killed, the next removes.
+It is the session's TMPDIR, so that the owner of folders, sockets and processes is known. Concurrent sessions are
+separate; the next session removes what a killed session left.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from relax_core.contracts.process_trees import kill_trees
 from relax_core.control.host.run_paths import OWNER_FILE, SHARED_MEMORY, claimed, owned, processes_of, read_owner
 
 TEMPORARY = Path("/tmp")
-PREFIXES = ("rx", "st", "slurm-test-")  # of this, and of `tests.slurm.cluster`, whose daemons want folders of their own
-STAYS = (OWNER_FILE, "r", "torchinductor_*")  # to the end; r is Ray's folder for all tests, the last a cache of torch's
+PREFIXES = ("rx", "st", "slurm-test-")  # folders of this module, and of `tests.slurm.cluster`'s daemons
+STAYS = (OWNER_FILE, "r", "torchinductor_*")  # kept to the end; r: Ray's folder for all tests
 GONE_S = 30.0
 POLL_S = 0.05
 
 
 class Scratch:
-    """``folder``: short, since paths of sockets lie below it, and they may have 107 bytes."""
+    """Holds the scratch ``folder``; its path is short, because paths of sockets below it have at most 107 bytes."""
 
     def __init__(self) -> None:
         for prefix in PREFIXES:
@@ -40,17 +40,17 @@ class Scratch:
         self._undo.enter_context(owned(self.folder, f"a test session, process {os.getpid()}"))
 
     def as_tmpdir(self) -> None:
-        """From now on, for this process and all that it starts. pytest's folders stay where they were."""
+        """Makes the folder the TMPDIR of this process and its children. pytest's folders stay where they were."""
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
 
     def note(self, test: str) -> None:
-        """``test`` has ended: what was not there before is its own."""
+        """Attributes all new names to ``test``, which has just ended."""
         for name in self._names():
             self._first_seen.setdefault(name, test)
 
     def left(self) -> list[str]:
-        """What is there still after `GONE_S` seconds, one line each, with the test that it is of."""
+        """Returns a line for each name or process that remains after `GONE_S` seconds, with the test that left it."""
         deadline = time.monotonic() + GONE_S
         while (names := self._names()) | (processes := processes_in(self.folder)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -58,12 +58,12 @@ class Scratch:
         return lines + [f"process {pid}: {words}" for pid, words in sorted(processes.items())]
 
     def close(self) -> None:
-        """Ends and removes all that there is."""
+        """Ends all processes and removes all folders."""
         kill_trees(processes_in(self.folder))
         for name in self._names():
             if Path(name).parent != self.folder:  # in shared memory
                 shutil.rmtree(name)
-        shutil.rmtree(self.folder, ignore_errors=True)  # `left` has told; a cache may just be written
+        shutil.rmtree(self.folder, ignore_errors=True)  # `left` has reported errors; a cache may be in use
         self._undo.close()
 
     def _names(self) -> dict[str, None]:
@@ -71,7 +71,7 @@ class Scratch:
         return dict.fromkeys(map(str, [*inside, *self._shared_memory()]))
 
     def _shared_memory(self) -> Iterator[Path]:
-        """Folders there that tests named after this one, and those of runs whose other folder is in this one."""
+        """Yields folders in shared memory that are named after this folder, or whose run has its other folder in it."""
         for path in SHARED_MEMORY.iterdir():
             words = ""
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -81,7 +81,7 @@ class Scratch:
 
 
 def remove_dead(prefix: str) -> None:
-    """What a session left that was killed: folders that `owned` marked, and processes with such a TMPDIR."""
+    """Removes what killed sessions left: folders that `owned` marked, and processes with such a TMPDIR."""
     for folder in TEMPORARY.glob(f"{prefix}*"):
         with suppress(FileNotFoundError), claimed(folder) as dead:
             if dead:
@@ -90,14 +90,14 @@ def remove_dead(prefix: str) -> None:
 
 
 def processes_in(folder: Path) -> dict[int, str]:
-    """Process id → its command, and the test that started it, of those that `processes_of` finds; not ours."""
+    """Returns command and test of the processes in ``folder`` by pid, without this process."""
     found = {}
     for pid in set(processes_of(folder)) - {os.getpid()}:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid() and "multiprocessing.resource_tracker" in command:
-                continue  # our own one, of processes that were spawned: it ends with us
+                continue  # belongs to this process and ends with it
             test = re.search(rb"PYTEST_CURRENT_TEST=([^\0]*)", Path(f"/proc/{pid}/environ").read_bytes())
             found[pid] = f"{command[:200]} (of {test[1].decode() if test else 'no test'})"
     return found

@@ -1,4 +1,4 @@
-"""Holds what tests of models that see share: random folders in the published layout, items, and transformers' view."""
+"""Helpers for tests of vision models: random models in the published layout, items, and transformers' log-probs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_TEXT = 50
 
 
 def make_seeing_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, layers: int | None = None) -> Any:
-    """Makes a random model whose distributions are far from flat, and writes it as published if a folder is given.
+    """Makes a random model whose distributions are far from flat, and writes it in the published layout to ``folder``.
 
     ``layers`` replaces the number of the language model's layers.
     """
@@ -42,14 +42,14 @@ def make_seeing_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, 
     with torch.no_grad():
         for label, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                # Qwen3.5 multiplies by 1 + the weight of a norm of the language model, but for that of a delta net.
+                # In Qwen3.5 the norms of the language model multiply by 1 + weight, except those of delta nets.
                 centred = name in HYBRIDS and "language_model" in label and "linear_attn" not in label
                 one = 1.0 if "norm" in label and not centred else 0.0
                 parameter.copy_(one + 0.2 * torch.randn_like(parameter))
             elif label.endswith("conv1d.weight"):
                 parameter.normal_(std=0.5)
             else:
-                # With 1.2, transformers' two rules for a delta net differ by 5e-5 in their log-probs.
+                # With 1.2, transformers' two rules for a delta net differ by 5e-5 in log-probs.
                 size = 0.4 if name in HYBRIDS else 1.2
                 parameter.normal_(std=size / parameter[0].numel() ** 0.5 if parameter.ndim != 3 else 0.15)
     if folder is not None:
@@ -67,7 +67,7 @@ def write_folder(model: Any, folder: Path, config: dict[str, Any]) -> None:
 
 @dataclass
 class Seen:
-    """Makes items of a model and prompts that hold them; ``folder`` gets the files of the items."""
+    """Makes items of a model and prompts with them; ``folder`` gets the files of the items."""
 
     model_folder: Path
     folder: Path
@@ -91,9 +91,9 @@ class Seen:
         return item_of(self.tower, frames, stamps=stamps, folder=self.folder)
 
     def prompt(self, *parts: Sequence[int] | MediaItem) -> tuple[list[int], list[Media]]:
-        """Returns the ids of texts and items one after the other, and where the items are.
+        """Returns the token ids of texts and items in order, and the places of the items.
 
-        An image stands between the tokens that begin and end vision, as in the chat template.
+        An image is between the tokens that begin and end vision, as in the chat template.
         """
         ids: list[int] = []
         media: list[Media] = []
@@ -109,7 +109,7 @@ class Seen:
         return ids, media
 
     def logits(self, model: Any, ids: Sequence[int], media: Sequence[Media]) -> Any:
-        """Returns the output of transformers over one sequence, whose rotary positions are transformers' own."""
+        """Returns transformers' logits of one sequence, with rotary positions by transformers."""
         reader = FolderReader(self.folder)
         token_ids = torch.tensor([list(ids)])
         types = (token_ids == self.tower.image_token_id) * 1 + (token_ids == self.tower.video_token_id) * 2

@@ -1,4 +1,4 @@
-"""`.ci/run` ends with the first stage that fails, and tells how many seconds each stage took."""
+"""`.ci/run` ends at the first stage that fails, and prints the seconds of each stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ echo "minutes $RELAX_{upper}_MINUTES"
 
 
 def ci(folder: Path, *, fails: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a copy of the script with stages that only say their names; ``fails``: the stage that ends with status 1."""
+    """Runs a copy of the script with stages that only print their names; the stage ``fails`` exits with status 1."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     programs = {
@@ -91,7 +91,7 @@ def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missi
 def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
     tmp_path: Path, seconds: str, most: dict[str, str], expected: list[str]
 ) -> None:
-    done = ci(tmp_path, SECONDS=seconds, **most)  # bash counts on from there
+    done = ci(tmp_path, SECONDS=seconds, **most)  # bash counts SECONDS on from this value
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^minutes (\d+)", done.stdout, re.MULTILINE) == expected
 

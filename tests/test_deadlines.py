@@ -1,4 +1,4 @@
-"""No wait without a deadline: a call that may wait for ever is bounded, or `tests/deadline_reasons.py` says why not."""
+"""Every wait has a deadline, or a reason in `tests/deadline_reasons.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_wait_has_a_deadline_or_a_reason() -> None:
 
 def test_no_reason_outlives_its_wait() -> None:
     found = {(one.file, one.function) for one in unbounded_waits_below(ROOT, FOLDERS)}
-    assert not REASONS.keys() - found, "nothing there waits without a deadline any more: remove these reasons"
+    assert not REASONS.keys() - found, "these functions no longer wait without a deadline: remove their reasons"
 
 
 def found(code: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`pip install ".[gpu]"` finds a set of versions. Needs the network, and minutes."""
+"""`pip install ".[gpu]"` finds compatible versions. Needs the network and some minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of the repository tells the design: folders, sizes, names, words and links are held here."""
+"""Conventions of the repository: folders, names, replaced words, links and docstrings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docstrings import has_verb, public_docstrings
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("relax_core", "algorithms", "rewards", "envs", "data_sources", "launchers", "hydra_plugins")
 
-# Words that stood for something that the field has a name for. The pattern is what must not be found any more.
+# Replaced words → the field's terms. The pattern must not be found any more.
 REPLACED = {
     "gang": "worker group",
     "incarnation": "attempt",
@@ -39,7 +39,7 @@ REPLACED = {
     "RoleFront": "Serve deployment",
     "patience_s": "timeout_s, retry policy",
 }
-# Where a replaced word may stand: this list, the page that explains the words, and what another library calls so.
+# Files that may contain replaced words: this list, the glossary and the changelog.
 WORDS_ALLOWED = {
     "tests/test_house.py",
     "docs/glossary.md",
@@ -49,7 +49,7 @@ WORDS_ALLOWED = {
 
 @cache
 def files(*suffixes: str) -> tuple[Path, ...]:
-    """Files under version control, or about to be, with one of ``suffixes``."""
+    """Returns the files with one of ``suffixes`` that git tracks or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     found = (ROOT / name for name in listed)
@@ -57,7 +57,7 @@ def files(*suffixes: str) -> tuple[Path, ...]:
 
 
 def packages() -> dict[str, Path]:
-    """Every folder of the code that holds modules, by its path from the root."""
+    """Returns the ``__init__.py`` of each package of the code by the package's path from the root."""
     return {
         str(file.parent.relative_to(ROOT)): file
         for file in files(".py")
@@ -66,7 +66,7 @@ def packages() -> dict[str, Path]:
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table below ``heading`` of a page in docs/, without its head."""
+    """Returns the cells of the first table below ``heading`` of a page in docs/, without the head."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     below = f"\n{text}".split(f"\n{heading}\n", 1)[1].splitlines()
     start = next(index for index, line in enumerate(below) if line.startswith("|"))
@@ -86,14 +86,14 @@ def test_the_architecture_page_names_every_folder() -> None:
 def test_every_folder_says_what_it_is_for_and_where_to_start() -> None:
     for folder, file in packages().items():
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        assert len(text.splitlines()) >= 2, f"{folder}: two lines: what the folder is for, and where to start reading"
+        assert len(text.splitlines()) >= 2, f"{folder}: two lines: the folder's purpose, and the file to read first"
         start = re.search(r"`([\w/]+\.py)`", text)
         assert start, f"{folder}: name the file to start with, such as `module.py`"
         assert (file.parent / start[1]).is_file(), f"{folder}: {start[1]} is not there"
 
 
 def test_one_base_name_stands_for_one_thing() -> None:
-    """Two modules of relax_core with one base name are two things that a search for the name cannot tell apart."""
+    """A search cannot distinguish two modules of relax_core with the same base name."""
     places: dict[str, list[str]] = {}
     for file in files(".py"):
         if file.relative_to(ROOT).parts[0] == "relax_core" and not file.name.startswith("__"):
@@ -127,7 +127,7 @@ def test_a_search_finds_what_the_field_calls_by_name() -> None:
 def test_links_and_paths_in_pages_lead_somewhere() -> None:
     for page in files(".md"):
         if page.parent.name == "plugins":
-            continue  # its paths are those of the reader's own files
+            continue  # its paths are examples of the reader's files
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             if "://" not in target and not target.startswith("mailto:"):
@@ -143,7 +143,7 @@ def test_docstrings_name_files_that_exist() -> None:
         if file.relative_to(ROOT).parts[0] not in (*CODE, "tests", "benchmarks", "examples"):
             continue
         if file.name == "test_workers.py":
-            continue  # its test ids are made up
+            continue  # its test ids are examples
         for path in re.findall(
             r"\b((?:relax_core|launchers|tests|docs|benchmarks)/[\w/]+\.(?:py|md|yaml))\b",
             file.read_text(encoding="utf-8"),

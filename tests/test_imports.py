@@ -1,4 +1,4 @@
-"""The import order of docs/architecture.md, read from the source: module-level and local imports alike."""
+"""Checks the import order of docs/architecture.md on module-level and local imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.config.schema_keys import section_types
 from relax_core.registry import KINDS, names
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Rooms that nobody imports by name, found by the registry or by Hydra → what they may import beside themselves.
+# Plug-in folders, found by the registry or by Hydra → other folders that they may import.
 PLUGINS = {
     "algorithms": ("contracts", "registry"),
     "rewards": ("contracts", "registry"),
@@ -61,7 +61,7 @@ NO_RAY = ("relax_core/train", "relax_core/engines", "relax_core/contracts", "alg
 
 @cache
 def sources() -> dict[str, Path]:
-    """Module name → file."""
+    """Returns the file of each module name."""
     found = {}
     for top in TOPS:
         for file in sorted((REPOSITORY / top).rglob("*.py")):
@@ -72,7 +72,7 @@ def sources() -> dict[str, Path]:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Absolute names that a module imports, anywhere in its source."""
+    """Returns the absolute names of all imports in a module."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(sources()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def room(module: str) -> str | None:
-    """The room of one of our modules; None for a library's."""
+    """Returns the folder of a module of Relax; None for a module of a library."""
     parts = module.split(".")
     if parts[0] == "relax_core":
         return parts[1] if len(parts) > 1 else None
@@ -116,7 +116,7 @@ def test_imports_run_downward_only() -> None:
 
 
 def reaches(module: str, seen: set[str]) -> set[str]:
-    """All libraries and modules behind ``module``, through our own ones."""
+    """Returns all libraries and modules that ``module`` imports, directly or through modules of Relax."""
     if module in seen:
         return set()
     seen.add(module)
@@ -142,8 +142,9 @@ def test_hydra_stays_in_config_and_its_plugins() -> None:
 
 
 def test_every_key_is_read_by_something() -> None:
-    """A setting that nothing outside config/ reads is dead; Hydra's plug-ins read keys of Hydra's own. ``name`` is how
-    options are told apart, and ``run.confirm`` is for the checks."""
+    """Keys that no code outside of config/ reads are dead; Hydra's plug-ins read only keys of Hydra. ``name``
+    distinguishes options, and ``run.confirm`` is for the checks.
+    """
     read = {
         node.attr
         for module, file in sources().items()
@@ -160,7 +161,7 @@ def test_every_key_is_read_by_something() -> None:
     assert dead == []
 
 
-# Core files with a plug-in's name → why.
+# (core file, name of a plug-in) → why it is allowed.
 _PACKAGE = "a package has the name of the env that needs it"
 _PLAYED = "a scripted player of this env makes the warm start of a builtin model"
 NAMED = {
@@ -171,12 +172,13 @@ NAMED = {
     ("relax_core/cli/doctor.py", "textarena"): _PACKAGE,
     ("relax_core/cli/doctor.py", "mcp"): _PACKAGE,
 }
-LANGUAGE = "python"  # an env that runs Python, but in core files the language, or the key engine.python
+LANGUAGE = "python"  # an env; in core files the word means the language or the key engine.python
 
 
 def test_no_core_file_names_a_plug_in() -> None:
-    """Plug-ins are found by the configuration's words alone. A text that mentions one, such as a help page, may."""
-    # `env` is a kind beside a reward's name, and `agent` a field of an env's SPEC and a section beside an env's name.
+    """Plug-ins are found only by names in the configuration. Longer texts, such as help pages, may mention them."""
+    # `env` is a kind and also a reward's name; `agent` is an env's name and also a section and a field of an env's
+    # SPEC.
     others = {*KINDS, LANGUAGE, "agent"}
     named = {name for kind in KINDS for name in names(kind)} - others
     found = {

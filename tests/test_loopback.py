@@ -1,4 +1,4 @@
-"""Nothing of a run's own Ray listens beyond loopback (docs/security.md)."""
+"""The Ray of a run listens on loopback only (docs/security.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file that a newcomer reads first runs as it is written, strictly on policy, and leaves nothing behind."""
+"""examples/one_loop.py runs strictly on-policy without Ray, and leaves no files or processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "examples/one_loop.py"
 STEPS = 3
-EPISODES = 8 * 16  # of a step, by conf/config.yaml and conf/algo/grpo.yaml
+EPISODES = 8 * 16  # in a step, by conf/config.yaml and conf/algo/grpo.yaml
 LONG_S = 300.0
 
 
 def figures(line: str) -> dict[str, str]:
-    """Of a line "step 0  reward 0.363  …  sampled by weights {0}" each name's value."""
+    """Returns the values by name of a line "step 0  reward 0.363  …  sampled by weights {0}"."""
     pairs = [part.rsplit(" ", 1) for part in line.split("  ")]
     return {name.strip(): value for name, value in pairs}
 
@@ -38,7 +38,7 @@ def test_the_loop_is_strictly_on_policy_needs_no_ray_and_leaves_nothing(tmp_path
     told = [figures(line) for line in steps]
     assert [one["step"] for one in told] == [str(step) for step in range(STEPS)]
     for step, one in enumerate(told):
-        assert one["sampled by weights"] == f"{{{step}}}", "step t trains what weights t sampled"
+        assert one["sampled by weights"] == f"{{{step}}}", "step t trains samples of weight version t"
         assert 0.0 < float(one["log-prob gap"]) <= 2e-5
         assert float(one["ratio"]) == pytest.approx(1.0, abs=2e-5)
         assert 0.2 < float(one["reward"]) < 0.6, "the tiny model begins between guessing and knowing"

@@ -1,4 +1,4 @@
-"""docs/plugins/: each page shows exactly the files of examples/plugins/, and each of these files does what it says."""
+"""docs/plugins/: each page contains the exact files of examples/plugins/, and these files work as described."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_env() -> None:
 
 
 def test_an_env_shows_a_sound_as_a_picture(tmp_path: Path) -> None:
-    """A tone that rises in four steps rises in the picture, which the encode worker takes as any other."""
+    """A tone that rises in four steps rises in the picture, which the encode worker accepts."""
     rate, steps = 8000, (500, 1000, 2000, 3000)
     seconds = np.arange(rate // 2) / rate
     sound = np.concatenate([0.5 * np.sin(2 * np.pi * hertz * seconds) for hertz in steps])
@@ -116,7 +116,7 @@ def test_an_env_shows_a_sound_as_a_picture(tmp_path: Path) -> None:
     pixels = np.asarray(Image.open(io.BytesIO(source.data)))
     assert pixels.shape[0] == 256 and pixels.dtype == np.uint8
     columns = [pixels.shape[1] * (2 * step + 1) // 8 for step in range(4)]
-    loudest = [255 - int(pixels[:, column].argmax()) for column in columns]  # the row from the bottom; one is 15.6 Hz
+    loudest = [255 - int(pixels[:, column].argmax()) for column in columns]  # row from the bottom; 15.6 Hz per row
     assert loudest == [pytest.approx(hertz / 15.625 - 1, abs=1) for hertz in steps]
     tower = dataclasses.replace(TOWER, min_pixels=64)
     item, tensors = encode_item(source, tower, MediaLimits(), root=tmp_path, tokenize=lambda text: [])
@@ -160,8 +160,9 @@ def test_env_with_a_tool() -> None:
 
 
 def test_algorithm() -> None:
-    """By hand: the quartile of 0, 1, 3, 4 is 0.75; at a ratio of 1 the loss is minus the sum of trained advantages,
-    and of a ratio above 1.2 the clip leaves 1.2 where the advantage is positive."""
+    """Computed by hand: the quartile of 0, 1, 3, 4 is 0.75; at a ratio of 1 the loss is the negative sum of trained
+    advantages; a ratio above 1.2 is clipped to 1.2 if the advantage is positive.
+    """
     import torch
 
     from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, StepTotals
@@ -201,7 +202,7 @@ def test_algorithm() -> None:
 
 
 def test_the_public_parts_are_relaxs_own_whatever_the_project_has(tmp_path: Path) -> None:
-    """A plug-in beside packages of the user's with the same names imports ours; the others are never run."""
+    """A plug-in in a project with packages of the same names imports Relax's packages; the project's never run."""
     for package in ("algorithms", "algorithms/functional", "algorithms/policy_gradient", "rewards", "envs"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('of the project')\n")

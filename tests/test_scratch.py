@@ -1,4 +1,4 @@
-"""What tests leave behind is told and removed; what a killed session left goes with the next one."""
+"""Remains of tests are reported and removed; the next session removes those of a killed session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel carries everything that the checkout has."""
+"""The wheel contains all files of the checkout's packages."""
 
 from __future__ import annotations
 

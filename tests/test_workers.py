@@ -1,4 +1,4 @@
-"""`pytest -n 2`: what belongs together runs on one worker, and each worker tells what its tests leave behind."""
+"""`pytest -n 2`: tests with a common fixture run on one worker, and each worker reports what its tests leave behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_leaves_nothing():
 
 
 def files_with(fixture: str) -> list[str]:
-    """The test files, and the folders of conftests, with a function that takes the session's fixture of this name."""
+    """Returns the test files and the folders of conftests with a function that uses this session fixture."""
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Token trees for tests and benchmarks: a prompt with answers, and random trees of any depth."""
+"""Makes token trees for tests and benchmarks: a prompt with answers, and random trees of any depth."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def answers_tree(
     ended: str = "stop",
     **extras: np.ndarray,
 ) -> TokenTree:
-    """A prompt and its answers, one episode each. ``answer_ids``, ``logprobs``, ``loss_mask``, ``versions``, ``kept``
-    and the extras have one entry an answer token, answer after answer. ``routed_experts``: the prompt's rows, then of
-    each answer those of all tokens but the last."""
+    """Returns a prompt with its answers, one episode each. ``answer_ids``, ``logprobs``, ``loss_mask``, ``versions``,
+    ``kept`` and the extras have one entry per answer token, answer after answer. ``routed_experts``: rows of the
+    prompt, then of each answer's tokens but the last.
+    """
     trunk, lengths = len(prompt_ids), np.asarray(lengths)
     rows = trunk + int(lengths.sum())
     behind = trunk + np.cumsum(lengths)
@@ -70,7 +71,7 @@ def answers_tree(
 
 
 def tree_of(row: Group) -> TokenTree:
-    """The tree of a row that came from the bus, or goes to it."""
+    """Returns the tree of a group from or for the bus."""
     return decode_tree(row)
 
 
@@ -79,33 +80,34 @@ def rewards_of(tree: TokenTree) -> list[float | None]:
 
 
 def answer_ids(tree: TokenTree) -> np.ndarray:
-    """The token of each of the tree's tokens, int32 ``[tokens]``."""
+    """Returns the token ids of the tree's tokens, int32 ``[tokens]``."""
     return tree.token_ids[tree.tokens[1]]
 
 
 def prompt_of(tree: TokenTree) -> np.ndarray:
-    """The rows in front of the first sampled one: the prompt of a tree with one."""
+    """Returns the token ids before the first sampled row: the prompt of a tree with one prompt."""
     return tree.token_ids[: int(tree.sampled[0])]
 
 
 def answers_of(tree: TokenTree) -> list[np.ndarray]:
-    """The tokens of each episode."""
+    """Returns the token ids of each episode."""
     return np.split(answer_ids(tree), np.cumsum(tree.lengths)[:-1])
 
 
 def of_tokens(tree: TokenTree, of_rows: np.ndarray) -> np.ndarray:
-    """``[rows, …]`` → ``[tokens, …]``."""
+    """Converts ``[rows, …]`` to ``[tokens, …]``."""
     return of_rows[tree.tokens[1]]
 
 
 def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
-    """The tree with other ``loss_mask``, ``logprobs``, ``versions``, ``kept`` or extras, each with one entry a token.
-    A row that two episodes share takes the last one's."""
+    """Returns the tree with other ``loss_mask``, ``logprobs``, ``versions``, ``kept`` or extras, each with one entry
+    per token. A row that two episodes share gets the value of the last episode.
+    """
     rows, extras = tree.tokens[1], dict[str, np.ndarray]()
     fields: dict[str, Any] = {}
     for name, of_its_tokens in values.items():
         if name == "kept":
-            places = np.zeros(tree.rows, dtype=np.int64)  # the first set stands for those of no token
+            places = np.zeros(tree.rows, dtype=np.int64)  # rows without a token get the first set
             places[rows] = np.arange(1, len(rows) + 1)
             whole_set = KeptTokens.whole(1, vocab_size=of_its_tokens.vocab_size)
             fields[name] = KeptTokens.joined([whole_set, of_its_tokens]).take(places)
@@ -122,20 +124,21 @@ def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
 
 
 def with_experts(tree: TokenTree, experts: np.ndarray) -> TokenTree:
-    """The tree with routed experts ``[computed rows, layers, experts a token]``: those of all rows but the last of each
-    branch, which no model ever computes."""
+    """Returns the tree with routed experts ``[computed rows, layers, experts a token]``, without each branch's last
+    row.
+    """
     whole = np.zeros((tree.rows, *experts.shape[1:]), dtype=experts.dtype)
     whole[tree.end > np.arange(tree.rows) + 1] = experts
     return tree.with_extras(routed_experts=whole)
 
 
 def path_of(tree: TokenTree, row: int) -> np.ndarray:
-    """The rows that ``row`` sees, itself the last, int64: read from ``end`` as its definition says."""
+    """Returns the rows visible to ``row``, with itself as the last, int64, by the definition of ``end``."""
     return np.flatnonzero(tree.end[: row + 1] > row)
 
 
 class _Grown:
-    """A forest that grows at random, depth first."""
+    """Grows a random forest, depth first."""
 
     def __init__(self, random: np.random.Generator, *, vocabulary: int, longest: int) -> None:
         self._random, self._vocabulary, self._longest = random, vocabulary, longest
@@ -175,9 +178,10 @@ def random_tree(
     masked: float = 0.2,
     episodes_share: bool = True,
 ) -> TokenTree:
-    """A random forest: observed and sampled rows take turns, and branches fork behind either. Each leaf is a segment;
-    neighbouring leaves are sometimes one episode. ``episodes_share``: sampled rows may lie in front of a fork, so that
-    several episodes have them."""
+    """Returns a random forest: observed and sampled rows take turns, and branches fork after both. Each leaf is a
+    segment; neighbouring leaves sometimes belong to one episode. ``episodes_share``: sampled rows may be before a fork,
+    so that several episodes share them.
+    """
     grown = _Grown(random, vocabulary=vocabulary, longest=longest)
     for _ in range(roots):
         grown.grow(0, False, deepest=2 * turns - 1, fan_out=fan_out, share=episodes_share)

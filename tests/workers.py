@@ -1,10 +1,10 @@
-"""`pytest -n 2` divides the tests between its workers by this: which stay together, and which begin first."""
+"""The division of tests between the workers of `pytest -n 2`: which tests stay together, and which begin first."""
 
 from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-# All tests that need the session's Ray stay on one worker, so that one Ray is started. Every other file is a group.
+# All tests that need the session's Ray run on one worker, so that one Ray is started. Every other file is a group.
 RAY = (
     "tests/bus/",
     "tests/contracts/bus/",
@@ -16,17 +16,17 @@ RAY = (
     "tests/roles/test_process_placement.py",
     "tests/rollout/test_held_items.py",
 )
-# These files look at one finished run, which `tests/integration/conftest.py` makes once for each worker.
+# These files check one finished run, which `tests/integration/conftest.py` makes once for each worker.
 STRICT_RUN = (
     "tests/integration/test_export.py",
     "tests/integration/test_kills.py",
     "tests/integration/test_metrics_page.py",
     "tests/integration/test_on_policy.py",
 )
-# The intruder of the first file connects to every port of this machine, also to those of ranks that find each other.
+# The intruder of the first file connects to every port of this machine, also to the store of the ranks' rendezvous.
 RAIDS = ("tests/security/test_ray_ports.py", "tests/security/test_rank_store.py")
 TOGETHER = {"Ray": RAY, "strict run": STRICT_RUN, "raids": RAIDS}
-# What takes longest begins first, so that no worker is left alone with it at the end.
+# The longest tests begin first, so that no worker runs them alone at the end.
 LONG_RUNS = tuple(
     f"tests/integration/test_{name}.py"
     for name in ("ppo", "turns", "elastic", "elastic_kills", "recovery", "chaos", "distill", "media_rows")
@@ -36,7 +36,7 @@ FIRST = (*RAY, *RUNS, "tests/train/", "tests/contracts/engine/", "tests/engines/
 
 
 def group_of(nodeid: str) -> str:
-    """Returns the group of a test: its file, or a name that several files have. One worker runs all of a group."""
+    """Returns the group of a test: its file, or the name of a group of files. One worker runs a whole group."""
     for name, paths in TOGETHER.items():
         if nodeid.startswith(paths):
             return name
@@ -44,12 +44,12 @@ def group_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> int:
-    """Returns the place of a test in the order in which groups begin. Tests of one place keep pytest's order."""
+    """Returns the place of a test's group in the order of starts. Tests with the same place keep pytest's order."""
     return next((place for place, path in enumerate(FIRST) if nodeid.startswith(path)), len(FIRST))
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """The scheduler gives the next whole group to a worker that is free."""
+    """Gives the next whole group to an idle worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

@@ -56,7 +56,7 @@ def generalized_advantages(
     samples = sample_ids[trained]
     counts = torch.bincount(samples, minlength=num_samples)
     positions = torch.arange(trained.numel()) - (counts.cumsum(0) - counts)[samples]
-    # The grid has a line per sample with its trained tokens, then zeros. The last column follows the longest sample.
+    # The grid has a row per sample with its trained tokens, then zeros. The last column follows the longest sample.
     longest = int(counts.max()) if trained.numel() else 0
     grid = torch.zeros(2, num_samples, longest + 1, dtype=torch.float64)
     grid[0, samples, positions], grid[1, samples, positions] = token_rewards[trained].double(), values[trained].double()

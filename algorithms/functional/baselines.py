@@ -35,12 +35,12 @@ def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsil
 def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_epsilon: float = 0.0) -> Tensor:
     """Returns each reward less the mean of the group's other rewards (RLOO, arXiv 2402.14740), ``[samples]`` float32.
 
-    That is n / (n - 1) × (r - mean) of n rewards. ``deviation`` says what it is divided by: "none" nothing, "group" the
-    group's unbiased std + ``std_epsilon``, "others" the unbiased std of the other rewards + ``std_epsilon``, so that a
-    reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are equal up
-    to `ROUNDING`, and it is clipped to ±`LARGEST_OF_OTHERS`, because nearly equal rewards are no scale: -1 / 1e-6 would
-    outweigh a whole step. A higher reward still never gives a lower advantage. Equal rewards give exactly 0. Raises
-    ValueError for a group of one sample.
+    That is n / (n - 1) × (r - mean) of n rewards. ``deviation`` selects the divisor: "none" for 1, "group" for the
+    group's unbiased std + ``std_epsilon``, "others" for the unbiased std of the other rewards + ``std_epsilon``, so
+    that a reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are
+    equal up to `ROUNDING`, and it is clipped to ±`LARGEST_OF_OTHERS`, because nearly equal rewards are no scale:
+    -1 / 1e-6 would outweigh a whole step. A higher reward still never gives a lower advantage. Equal rewards give
+    exactly 0. Raises ValueError for a group of one sample.
     """
     _require_group(rewards)
     values, count = rewards.double(), rewards.numel()

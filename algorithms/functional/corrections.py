@@ -27,14 +27,14 @@ def correction_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns detached weights of the policy loss, and where the ratio left [low, high]; ``[tokens]`` float and bool.
+    """Returns detached weights of the policy loss, and a mask of ratios outside [low, high]; ``[tokens]`` float, bool.
 
-    The ratio of a token is ρ_t = π_old / μ, the trainer's probability over the engine's. ``level`` says which ratio
-    counts: "token" ρ_t itself, "sequence" the product of ρ over the sample's trained tokens, "geometric" the geometric
-    mean exp(mean of log ρ). ``method`` says what happens outside of [low, high]. "tis" clamps the ratio to the interval
-    (truncated importance sampling). "tis_normalized" clamps it too; `divide_by_mean_weight` does its division. "mis"
-    (masked importance sampling) and "icepop" (its token-level form) set the weight to 0. A masked token has weight 1.
-    Raises ValueError for an unknown ``method`` or ``level``.
+    The ratio of a token is ρ_t = π_old / μ, the trainer's probability over the engine's. ``level`` selects the ratio:
+    "token" ρ_t itself, "sequence" the product of ρ over the sample's trained tokens, "geometric" the geometric mean
+    exp(mean of log ρ). ``method`` selects the treatment of ratios outside [low, high]. "tis" clamps the ratio to the
+    interval (truncated importance sampling). "tis_normalized" clamps it too; `divide_by_mean_weight` does its division.
+    "mis" (masked importance sampling) and "icepop" (its token-level form) set the weight to 0. A masked token has
+    weight 1. Raises ValueError for an unknown ``method`` or ``level``.
     """
     log_ratio = masked_log_ratio(old_logprobs, rollout_logprobs, loss_mask).detach()
     if level in ("sequence", "geometric"):
@@ -73,9 +73,9 @@ def weights_to_average(
 def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """Returns the advantages divided by a train step's mean correction weight: self-normalised importance sampling.
 
-    Every policy loss of this package is proportional to its advantages, so that this division has the effect of
-    normalised weights even if a micro-batch or rank sees only a part of the step. ``advantages`` and the result hold
-    one ``[tokens]`` tensor per group, the result in float32; ``weights`` holds one tensor per group from
+    Every policy loss of this package is proportional to its advantages. Dividing them has the effect of normalised
+    weights even if a micro-batch or rank holds only a part of the step. ``advantages`` and the result hold one
+    ``[tokens]`` tensor per group, the result in float32; ``weights`` holds one tensor per group from
     `weights_to_average`. The advantages stay as they are if the step has no trained token.
     """
     import torch  # imported here, because settings are checked in processes that have no torch

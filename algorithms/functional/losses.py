@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Holds the loss of each token with the figures that metrics need; every field is ``[tokens]``.
+    """Holds the loss of each token and the inputs of the metrics; every field is ``[tokens]``.
 
     ``per_token`` is the loss. ``log_ratio`` is the log of the ratio that the loss uses, 0 at masked tokens, and
-    ``ratio`` is that ratio. ``cut_low`` and ``cut_high`` (bool) are True where the loss holds the gradient back because
-    the ratio is too low or too high.
+    ``ratio`` is that ratio. ``cut_low`` and ``cut_high`` (bool) are True where the loss has no gradient because the
+    ratio is too low or too high.
     """
 
     per_token: Tensor
@@ -83,7 +83,7 @@ def gspo_policy_loss(
 
     The loss has the token form sg(s) π / sg(π), where sg stops the gradient. Its value and gradient equal those of the
     sequence form if all tokens of a sample have the same advantage. For a sample of one token the loss equals
-    `clipped_policy_loss`. All inputs are ``[tokens]``; ``dual_clip`` has its meaning there.
+    `clipped_policy_loss`. All inputs are ``[tokens]``; ``dual_clip`` has the same meaning as there.
     """
     of_tokens = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     of_samples = mean_of_samples(

@@ -1,4 +1,4 @@
-"""Rejection sampling: tokens and whole samples are left out if trainer and engine disagree too much about them."""
+"""Rejection sampling: leaves out tokens and whole samples whose trainer and engine log-probs disagree too much."""
 
 from __future__ import annotations
 

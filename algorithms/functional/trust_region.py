@@ -1,4 +1,4 @@
-"""Trust regions: tokens whose probability moved too far from the old policy's to be trained on."""
+"""Trust regions: masks of tokens whose probability moved too far from the old policy's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moved_too_far(
     high: float,
     trust_region: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns where D = π - π_old of a token is too low, and where it is too high; two ``[tokens]`` bool tensors.
+    """Returns the tokens whose D = π - π_old is too low, and those where it is too high; two ``[tokens]`` bool tensors.
 
     ``trust_region`` "probability" (DPPO with binary total variation, arXiv 2602.04879) means D < -``low`` with A < 0,
     and D > ``high`` with A > 0: the step would move the token further in the direction in which it has already moved.

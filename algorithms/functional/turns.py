@@ -27,9 +27,9 @@ def turn_rewards_of_tokens(
     """Returns each turn's reward at its last trained token and 0 elsewhere, less ``penalties``, ``[tokens]`` float32.
 
     ``turn_rewards`` ``[turns]`` are float64, ``turn_samples`` ``[turns]`` int64 has each turn's sample, and
-    ``turn_ids`` ``[tokens]`` int64 each token's turn, ascending. The reward of a turn without a trained token stands at
-    the last trained token before it in its sample, as a reward that came later; no trained token led to a reward
-    that came before all of them, so that one stands nowhere.
+    ``turn_ids`` ``[tokens]`` int64 each token's turn, ascending. If a turn has no trained token, its reward stands at
+    the last earlier trained token of its sample, as a reward that came later. Without such a token, the reward is left
+    out, because no trained token led to it.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 
@@ -64,10 +64,9 @@ def anchor_advantages(
 ) -> Tensor:
     """Returns the step-level advantages of GiGPO (arXiv 2505.10978, eq. 7), ``[turns]`` float32.
 
-    The turns of a group that begin in one state, of whichever episode, are an anchor group. ``relative`` returns the
-    advantages ``[turns]`` of an anchor group's ``returns``, as it does for the rewards of a group's episodes; they are
-    rounded as `relax_core.contracts.tree.reward_array` rounds. A turn whose state no other turn has, or whose state is
-    not known, gets 0.
+    An anchor group holds the turns of a group, of any episode, that begin in the same state. ``relative`` maps the
+    ``returns`` of an anchor group to its advantages ``[turns]``, as it does for the rewards of a group's episodes. The
+    returns are rounded by `relax_core.contracts.tree.reward_array`. A turn whose state is unknown or unique gets 0.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 

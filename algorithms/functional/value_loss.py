@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """Holds the critic's loss and where its clip acts, both ``[tokens]``.
+    """Holds the critic's loss and its clip mask, both ``[tokens]``.
 
-    ``per_token`` is the loss, 0 where masked. ``cut`` (bool) is True where the clip holds the gradient back.
+    ``per_token`` is the loss, 0 where masked. ``cut`` (bool) is True where the clip removes the gradient.
     """
 
     per_token: Tensor

@@ -1,7 +1,7 @@
 """Advantages relative to the group: of whole episodes, and of their turns if ``algo.credit`` is "gigpo".
 
-A KL penalty in the rewards comes off before. GiGPO (arXiv 2505.10978) adds to an episode's advantage that of each of
-its turns among the turns of the group that began in the same state, from the discounted rewards that followed.
+A KL penalty is subtracted from the rewards first. GiGPO (arXiv 2505.10978) adds a step-level advantage of each turn:
+its discounted return is compared with the returns of the group's turns that began in the same state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def token_penalties(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Te
     if config.kl_coef == 0 or config.kl_placement != "reward":
         return None
     assert inputs.old_logprobs is not None and inputs.reference_logprobs is not None, (
-        "requirements() asked for a reference"
+        "requirements() requests a reference"
     )
     return config.kl_coef * F.kl_estimate(
         logprobs=inputs.old_logprobs,
@@ -50,7 +50,7 @@ def penalized_rewards(inputs: AdvantageInputs, config: PolicyGradientConfig) -> 
 
 
 def sample_advantages(rewards: Tensor, config: GroupConfig) -> Tensor:
-    """Returns one group's advantages, ``[samples]`` float32, which are those of pass@k training if ``pass_k`` > 1."""
+    """Returns one group's advantages, ``[samples]`` float32; ``pass_k`` > 1 selects those of pass@k training."""
     normalize_std, std_epsilon = config.normalize_std == "group", config.std_epsilon
     if config.pass_k > 1:
         return F.pass_at_k_advantages(
@@ -68,16 +68,16 @@ def credited_advantages(
 ) -> Tensor:
     """Returns the advantages of a group, ``[tokens]`` float32, for ``algo.credit``.
 
-    ``relative`` is the algorithm's own form of an advantage: it takes the rewards of what is compared, at least two,
-    and returns as many advantages. With "episode", every token has the advantage of its sample's reward, which is that
-    of `penalized_rewards` and ``punishments`` ``[samples]``. With "gigpo", the tokens of a turn also have
-    ``gigpo_weight`` times the turn's `step_advantages`.
+    ``relative`` is the algorithm's own form of an advantage: it maps at least two rewards that are compared to as many
+    advantages. With "episode", every token has the advantage of its sample's reward, which is `penalized_rewards` plus
+    ``punishments`` ``[samples]``. With "gigpo", the tokens of a turn also have ``gigpo_weight`` times the turn's
+    `step_advantages`.
     """
     rewards = penalized_rewards(inputs, config)
     advantages = relative(rewards if punishments is None else rewards + punishments)[inputs.sample_ids]
     if config.credit != "gigpo":
         return advantages
-    assert inputs.turns is not None, "requirements() asked for the turns"
+    assert inputs.turns is not None, "requirements() requests the turns"
     penalties = token_penalties(inputs, config)
     of_turns = step_advantages(inputs, config, relative, penalties=penalties, punishments=punishments)
     return advantages + config.gigpo_weight * of_turns[inputs.turns.of_tokens]
@@ -93,12 +93,12 @@ def step_advantages(
 ) -> Tensor:
     """Returns the advantages of a group's turns against turns that began in the same state, ``[turns]`` float32.
 
-    What is compared is what each turn led to: the sum of the rewards from it to the episode's end, those of later turns
-    discounted by ``gigpo_gamma``. A turn's reward is reduced by the ``penalties`` ``[tokens]`` of its own tokens, and
-    that of an episode's last turn also has the episode's ``punishments`` ``[samples]``.
+    It compares the turns' returns: the sum of the rewards from a turn to the episode's end, those of later turns
+    discounted by ``gigpo_gamma``. A turn's reward is reduced by the ``penalties`` ``[tokens]`` of its own tokens. The
+    reward of an episode's last turn includes the episode's ``punishments`` ``[samples]``.
     """
     turns = inputs.turns
-    assert turns is not None, "requirements() asked for the turns"
+    assert turns is not None, "requirements() requests the turns"
     rewards = turns.rewards.clone()
     if penalties is not None:
         rewards -= F.sum_of_samples(
@@ -116,6 +116,6 @@ def step_advantages(
 
 
 def group_advantages(inputs: AdvantageInputs, config: GroupConfig, *, punishments: Tensor | None = None) -> Tensor:
-    """Returns `credited_advantages` of the form of `sample_advantages`, ``[tokens]`` float32."""
+    """Returns `credited_advantages` with `sample_advantages` as the form, ``[tokens]`` float32."""
     relative = partial(sample_advantages, config=config)
     return credited_advantages(inputs, config, relative, punishments=punishments)

@@ -73,11 +73,11 @@ class TokenClipConfig(ClipConfig):
 def requirements(
     config: PolicyGradientConfig, *, whole_step: bool = False, turns: bool = False, state_keys: bool = False
 ) -> Requirements:
-    """Returns what an algorithm with these settings needs computed, beside ``turns`` and ``state_keys``.
+    """Returns the inputs that an algorithm with these settings needs, in addition to ``turns`` and ``state_keys``.
 
-    It needs a reference if the KL has a coefficient, the entropy if the bonus has one, and the groups of a whole step
-    if ``whole_step`` is True or if weights are divided by their mean over the step. Every token has a part of the loss
-    if the KL or the entropy has one.
+    It needs a reference if ``kl_coef`` is above 0, the entropy if ``entropy_coef`` is above 0, and the groups of a
+    whole step if ``whole_step`` is True or if weights are divided by their mean over the step. Every token contributes
+    to the loss if the loss has a KL term or an entropy bonus.
     """
     normalizes_weights = config.correction == "tis_normalized"
     return Requirements(
@@ -99,7 +99,7 @@ def credit_requirements(config: CreditConfig, *, whole_step: bool = False) -> Re
 
 
 def group_requirements(config: DeviationConfig) -> Requirements:
-    """Returns `credit_requirements`; one standard deviation for a step's rewards needs the step's groups."""
+    """Returns `credit_requirements`; ``normalize_std`` "batch" needs the rewards of the whole step."""
     return credit_requirements(config, whole_step=config.normalize_std == "batch")
 
 

@@ -57,7 +57,7 @@ def _rejection_problems(config: PolicyGradientConfig) -> list[str]:
 
 
 def _is_range(bounds: object) -> bool:
-    """Returns True for two numbers of which the first is below the second; NaN is below nothing."""
+    """Returns whether ``bounds`` are two numbers in ascending order; NaN has no order."""
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return False
     return all(type(bound) in (int, float) for bound in bounds) and bounds[0] < bounds[1]

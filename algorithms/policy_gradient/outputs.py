@@ -20,7 +20,7 @@ def old_logprobs(inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
 
 
 def clipped_loss(inputs: LossInputs, config: TokenClipConfig) -> LossOutputs:
-    """Returns PPO's clipped loss per token, or that of the trust region's mask, with the terms that `outputs` adds."""
+    """Returns PPO's clipped loss per token, or the trust region's masked loss, with the terms that `outputs` adds."""
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=old_logprobs(inputs, config),
@@ -37,13 +37,13 @@ def clipped_loss(inputs: LossInputs, config: TokenClipConfig) -> LossOutputs:
 def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConfig) -> LossOutputs:
     """Returns the step's loss with all its terms, and its metrics.
 
-    The correction's weights multiply the policy loss; rejection and OPSM set it to 0 for the tokens that they leave
-    out; the KL term is added and the entropy bonus subtracted.
+    The correction's weights multiply the policy loss. Rejection and OPSM set it to 0 for rejected tokens. The KL term
+    is added and the entropy bonus subtracted.
     """
     extra: dict[str, Tensor] = {}
     per_token = _corrected(policy.per_token, inputs, config, extra=extra)
     if config.kl_coef > 0 and config.kl_placement != "reward":
-        assert inputs.reference_logprobs is not None, "requirements() asked for a reference"
+        assert inputs.reference_logprobs is not None, "requirements() requests a reference"
         extra["reference_kl"] = F.kl_loss(
             logprobs=inputs.logprobs,
             reference_logprobs=inputs.reference_logprobs,
@@ -54,7 +54,7 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConf
         )
         per_token = per_token + config.kl_coef * extra["reference_kl"]
     if config.entropy_coef > 0:
-        assert inputs.entropy is not None, "requirements() asked for the entropy"
+        assert inputs.entropy is not None, "requirements() requests the entropy"
         extra["entropy"] = inputs.entropy
         per_token = per_token - config.entropy_coef * inputs.entropy
     return LossOutputs(
@@ -89,7 +89,7 @@ def _corrected(
         )
         per_token = per_token * extra["tis_weight"]
     if config.rejection:
-        # The trainer's own distribution is the recomputed one if there is one, else that of the step's forward pass.
+        # The trainer's log-probs are the recomputed ones if they exist, else those of the step's forward pass.
         trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
         kept = F.kept_by_rejection(
             logprobs=trainer,

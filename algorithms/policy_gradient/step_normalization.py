@@ -19,13 +19,13 @@ def normalize_weights(
 ) -> list[Tensor]:
     """Divides advantages by the step's mean correction weight if ``correction`` is "tis_normalized".
 
-    ``advantages`` and ``inputs`` hold one entry per group of the train step. Otherwise the advantages stay as they are.
+    Otherwise the advantages stay as they are. ``advantages`` and ``inputs`` hold one entry per group of the train step.
     """
     if config.correction != "tis_normalized":
         return list(advantages)
     weights = []
     for one in inputs:
-        assert one.old_logprobs is not None and one.rollout_logprobs is not None, "requirements() asked for both"
+        assert one.old_logprobs is not None and one.rollout_logprobs is not None, "requirements() requests both"
         of_tokens, _ = F.correction_weights(
             old_logprobs=one.old_logprobs,
             rollout_logprobs=one.rollout_logprobs,

@@ -48,7 +48,7 @@ async def play(row: dict[str, Any], taskset: str, harness: str) -> dict[str, Any
 
 
 def importable(name: str) -> str:
-    """Returns the name of a module; that of a file becomes one."""
+    """Returns the name of a module; a file is made importable under its name without .py."""
     if not name.endswith(".py"):
         return name
     sys.path.append(str(Path(name).parent))

@@ -1,7 +1,7 @@
 """Sessions with servers that speak the Model Context Protocol, by the package `mcp`.
 
-They live in an event loop of their own in one thread of the process, because the package opens and closes a session in
-one task, and because tools are asked for outside of the rollout's event loop.
+The sessions live in a separate event loop in one thread of the process, because the package opens and closes a session
+in one task, and because tools are also listed outside of the rollout's event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_thread(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 
 
 class McpSessions:
-    """Is the sessions of one episode, one with each server. Its methods run in the thread of sessions."""
+    """Holds the sessions of one episode, one with each server. Its methods run in the thread of sessions."""
 
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
         self._servers = servers
@@ -68,7 +68,7 @@ class McpSessions:
             raise RuntimeError(f"the server {name} opens no session: {self._why(name, self._task.exception())}")
 
     async def _hold(self) -> None:
-        """Opens and closes the sessions in one task, as the package wants."""
+        """Opens and closes the sessions in one task, as the package requires."""
         try:
             async with AsyncExitStack() as stack:
                 for name, server in self._servers.items():
@@ -82,7 +82,7 @@ class McpSessions:
                 output.close()
 
     async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> tuple[bool, str]:
-        """Returns whether a call failed, and what the model reads. Raises RuntimeError if the server is lost."""
+        """Returns whether a call failed, and the text for the model. Raises RuntimeError if the server is lost."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
         from pydantic import ValidationError
@@ -127,7 +127,7 @@ class McpSessions:
             asking.cancel()
 
     async def close(self) -> None:
-        """Closes the sessions; a server that does not end is given up after a while."""
+        """Closes the sessions; a server that does not end in time is abandoned."""
         self._closing.set()
         if self._task is None:
             return
@@ -149,9 +149,9 @@ class McpSessions:
 
 
 async def _client(name: str, server: McpServer, output: LastOutput, stack: AsyncExitStack) -> Client:
-    """Returns a client that is not open yet; a server of HTTP with a command runs then.
+    """Returns a client that is not open yet; an HTTP server with a command runs then.
 
-    ``stack`` closes what a client of HTTP needs.
+    ``stack`` closes the resources of an HTTP client.
     """
     from mcp import Client, StdioServerParameters, stdio_client
 
@@ -187,7 +187,7 @@ async def listed_tools(servers: Mapping[str, McpServer]) -> list[tuple[str, Any]
 
 
 def _text(result: CallToolResult) -> str:
-    """Returns a result as the model reads it: its texts, or its value; what is no text is named."""
+    """Returns a result as text for the model: its texts, or its value; other parts are only named."""
     from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 
     texts = []

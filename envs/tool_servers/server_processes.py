@@ -1,4 +1,4 @@
-"""The programs of tool servers: how they start, what they print last, and how they end."""
+"""Starts and ends the programs of tool servers, and keeps the last bytes of their output."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _POLL_S = 0.05
 class McpServer:
     """Holds the settings of one server.
 
-    ``command`` is a program with its arguments, no shell; its first word "python" is this Python. Without a ``url`` the
-    program speaks over its stdin and stdout, and each episode has a process of its own. With a ``url`` it serves HTTP
-    there, and each rollout worker has one; "{port}" in both is a free port. A ``url`` alone is a server that runs
-    elsewhere. The program starts in the folder ``cwd``, and gets the variables ``env`` and few others.
+    ``command`` is a program with its arguments, not a shell command; "python" as its first word is this Python.
+    Without a ``url`` the program speaks over its stdin and stdout, and each episode has its own process. With a
+    ``url`` it serves HTTP there, and each rollout worker has one process; "{port}" in both is a free port. A
+    ``url`` alone is an external server. The program starts in the folder ``cwd``, and gets the variables ``env``
+    and few others.
     """
 
     command: str = ""
@@ -40,7 +41,7 @@ class McpServer:
 
 
 class LastOutput:
-    """Is a pipe for the output of a server, of which the last bytes are kept."""
+    """Holds a pipe for the output of a server, and keeps its last bytes."""
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe()
@@ -77,7 +78,7 @@ def command_words(command: str) -> list[str]:
 
 @dataclass(eq=False, kw_only=True)
 class _Running:
-    """Is the process of a server of HTTP."""
+    """Holds the process of an HTTP server."""
 
     process: Child
     url: str
@@ -85,7 +86,7 @@ class _Running:
 
 
 class HttpServers:
-    """Holds the servers of HTTP that this process has started, and starts one again that has ended."""
+    """Holds the HTTP servers that this process has started, and restarts a server that has ended."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}
@@ -131,7 +132,7 @@ def _started(server: McpServer) -> _Running:
 
 
 async def _until_it_listens(name: str, running: _Running) -> None:
-    """Waits until a server takes connections; whoever opens the session has the deadline."""
+    """Waits until a server takes connections; the caller that opens the session has the deadline."""
     from urllib.parse import urlsplit
 
     where = urlsplit(running.url)

@@ -1,9 +1,9 @@
-"""An agent that answers a product with a calculator: its own loop and its own tool, with the standard library alone.
+"""An example agent with its own loop and a calculator tool; it needs only the standard library.
 
     python -m relax_core experiment=calculator env=agent agent.command="python examples/agents/calculator.py"
 
 With agent.workers=0 it plays the task in the file RELAX_TASK and writes its result to the file RELAX_RESULT. With
-agent.workers=4 it reads one task after the other from stdin, as lines of JSON, and answers each with a line.
+agent.workers=4 it reads tasks from stdin, one JSON object per line, and writes one result line for each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MULTIPLY = {
 
 
 def ask(messages: list, base_url: str, api_key: str) -> dict:
-    """Returns the model's message that follows a conversation."""
+    """Sends a conversation to the endpoint and returns the model's message."""
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         data=json.dumps({"model": "policy", "messages": messages, "tools": [MULTIPLY]}).encode(),
@@ -46,7 +46,7 @@ def ask(messages: list, base_url: str, api_key: str) -> dict:
 
 
 def product(call: dict) -> str:
-    """Returns the result of a call, or what is wrong with it."""
+    """Returns the result of a tool call, or an error message."""
     try:
         given = json.loads(call["function"]["arguments"])
         return str(int(given["a"]) * int(given["b"]))
@@ -55,7 +55,7 @@ def product(call: dict) -> str:
 
 
 def play(row: dict, base_url: str, api_key: str) -> dict:
-    """Asks for one product until the model answers without a call, and returns the reward."""
+    """Asks for one product, executes tool calls until the model answers without a call, and returns the reward."""
     draw = random.Random(row["seed"])
     a, b = (draw.randrange(100, 1000) for _ in range(2))
     messages = [{"role": "user", "content": f"{a} times {b} ?"}]
@@ -74,7 +74,7 @@ def play(row: dict, base_url: str, api_key: str) -> dict:
 
 
 def main() -> None:
-    """Plays one task, or those of stdin."""
+    """Plays one task, or the tasks from stdin."""
     if "RELAX_TASK" in os.environ:
         row = json.loads(Path(os.environ["RELAX_TASK"]).read_text())
         result = play(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])

@@ -1,6 +1,6 @@
-"""A small MCP server: it adds numbers, and remembers what a session has added.
+"""A small MCP server with two tools: the sum of numbers, and a running total of its process.
 
-It speaks over stdin and stdout, or with ``--port`` as a server of HTTP. It needs the package `mcp`.
+It uses stdin and stdout, or HTTP with ``--port``. It needs the package `mcp`.
 """
 
 from __future__ import annotations

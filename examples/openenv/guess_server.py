@@ -1,4 +1,4 @@
-"""A small server of OpenEnv: a number from 1 to 9 is guessed. Run it where the package `openenv` is installed.
+"""A small OpenEnv server: guess a number from 1 to 9. It needs the package `openenv`.
 
 python guess_server.py --port=8000
 """
@@ -16,7 +16,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 
 
 class Guess(Action):
-    """A guess."""
+    """Holds the guessed number."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""A metrics sink that adds every number to one CSV file, a line for each."""
+"""A metrics sink that writes every metric as a line of one CSV file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig
 class CsvConfig(SinkConfig):
     name: str = "csv"
     file: str = "metrics.csv"  # a path below the run's folder
-    sources: tuple[str, ...] = ("actor", "rollout", "eval")  # whose numbers are kept
+    sources: tuple[str, ...] = ("actor", "rollout", "eval")  # sources whose metrics are written
 
 
 def check(config: CsvConfig) -> None:

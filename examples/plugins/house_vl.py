@@ -1,4 +1,4 @@
-"""A house's own models that see: Qwen3-VL's vision tower before Qwen3's decoder, under a model_type of their own.
+"""A company's own vision models: Qwen3-VL's vision tower with Qwen3's decoder under another model_type.
 
 python -m relax_core model=folder model.family=examples/plugins/house_vl.py model.path=/models/House-VL-4B
 """
@@ -14,7 +14,7 @@ CONFIG = "transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfi
 
 
 def shapes(config: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tower's weights by name, from a tower without memory."""
+    """Returns the shapes of the tower's weights by name, from a tower on the meta device."""
     import torch
 
     (model, config_class) = (_named(path) for path in (MODEL, CONFIG))

@@ -28,7 +28,7 @@ def experts(config: HfConfig) -> Experts:
 
 
 def shapes(model: str, config_class: str) -> Callable[[HfConfig], dict[str, tuple[int, ...]]]:
-    """Returns a function that tells the shapes of a tower's weights by name, from a tower without memory."""
+    """Returns a function that returns the shapes of a tower's weights by name, from a tower on the meta device."""
 
     def of_config(config: HfConfig) -> dict[str, tuple[int, ...]]:
         import torch

@@ -1,4 +1,4 @@
-"""An env with a tool: the answer stands in a phone book, which the model has to look into."""
+"""An env with a tool: the model must look up the answer in a phone book."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def look_up(person: Annotated[str, "a first name"]) -> str:
 
 
 class PhoneBook(BaseInteractionEnv):
-    """One episode. What differs between groups is drawn from the group's seed, so that a group has one question."""
+    """Runs one episode. Its question depends on the group's seed, so that a group has one question."""
 
     def __init__(self, start: EpisodeStart, config: PhoneBookConfig) -> None:
         self.person = random.Random(start.group_seed).choice(sorted(NUMBERS))
@@ -34,7 +34,7 @@ class PhoneBook(BaseInteractionEnv):
         return f"What is the phone number of {self.person}?"
 
     def step(self, action: Action) -> StepResult:
-        if action.parse_error:  # a call that cannot be read is the model's mistake, so the model is told
+        if action.parse_error:  # the model gets the error of an unreadable call
             return StepResult(observation=action.parse_error)
         if not action.tool_calls:
             return StepResult(reward=float(NUMBERS[self.person] in action.content), done=True)

@@ -1,4 +1,4 @@
-"""An env of one turn, which a system message opens."""
+"""An env of one turn with a system message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group's advantages are its rewards less a quantile of them; PPO's clip and everything behind it are Relax's own."""
+"""An algorithm whose advantages are rewards minus a quantile of the group's rewards; the rest is Relax's PPO loss."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class QuantileConfig(P.TokenClipConfig):
     name: str = "quantile_baseline"
-    quantile: float = 0.5  # which quantile of the group's rewards is the baseline; 0.5 is the median
+    quantile: float = 0.5  # quantile of the group's rewards that is the baseline; 0.5 is the median
 
 
 def check(config: QuantileConfig) -> None:
-    """Raises ValueError with one line for each value that makes no sense."""
+    """Raises ValueError with one line for each invalid value."""
     problems = P.baseline_problems(config) + P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
     if not 0 <= config.quantile <= 1:
         problems.append(f"algo.quantile={config.quantile}: a quantile lies between 0 and 1. 0.5 is the median.")
@@ -27,8 +27,8 @@ def check(config: QuantileConfig) -> None:
 
 
 def advantages(inputs: AdvantageInputs, config: QuantileConfig) -> Tensor:
-    """``[tokens]`` float32: each sample's reward less the group's quantile, the same for all of its tokens."""
-    rewards = P.penalized_rewards(inputs, config)  # [samples], less the KL penalty where algo.kl_placement=reward
+    """Returns ``[tokens]`` float32: each sample's reward minus the group's quantile, the same for all of its tokens."""
+    rewards = P.penalized_rewards(inputs, config)  # [samples], minus the KL penalty if algo.kl_placement=reward
     return (rewards - rewards.quantile(config.quantile))[inputs.sample_ids]
 
 

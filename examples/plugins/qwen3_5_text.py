@@ -1,4 +1,4 @@
-"""Qwen3.5 that reads text only: the model that transformers' Qwen3_5ForCausalLM saves, with a gated delta net.
+"""Qwen3.5 for text only, in the format of transformers' Qwen3_5ForCausalLM, with a gated delta net.
 
 python -m relax_core model=folder model.family=examples/plugins/qwen3_5_text.py model.path=/models/My-Qwen3.5-Text
 """
@@ -20,7 +20,7 @@ def delta_net(config: HfConfig) -> DeltaNet:
 
 
 def check(config: HfConfig) -> None:
-    """Raises ValueError for value heads that the key heads do not divide."""
+    """Raises ValueError if the number of value heads is no multiple of the key heads."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
         raise ValueError(
@@ -37,6 +37,6 @@ SPEC = Family(
     delta_net=delta_net,
     output_gate=True,  # the query projection also computes a gate for the attention's output
     zero_centered=True,  # a norm multiplies by 1 + its weight
-    rotary_part=0.25,  # a quarter of each head is rotated unless config.json names another part
+    rotary_part=0.25,  # a quarter of each head is rotated unless config.json sets another part
     float32=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"),
 )

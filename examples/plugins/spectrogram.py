@@ -1,4 +1,4 @@
-"""An env that shows a sound to a model that sees: the spectrogram of the WAV file in a data row's column `sound`.
+"""An env that shows sounds to a vision model: the spectrogram of the WAV file in a data row's column `sound`.
 
 python -m relax_core model=tiny_qwen3_vl data=file data.path=sounds.jsonl env.name=examples/plugins/spectrogram.py
 """
@@ -18,14 +18,14 @@ from relax_core.contracts.env import EnvConfig, EnvSpec, Message
 from relax_core.contracts.media import MediaSource
 
 MOST_SECONDS = 60.0
-QUIET_DB = 80.0  # what is so much below the loudest tone is black
+QUIET_DB = 80.0  # tones this far below the loudest tone are black
 
 
 @dataclass(frozen=True)
 class SpectrogramConfig(EnvConfig):
     name: str = "spectrogram"
-    folder: str = "."  # relative paths of sounds begin here
-    window: int = 512  # samples of one column of the picture, which has half as many rows
+    folder: str = "."  # base of relative paths of sounds
+    window: int = 512  # samples per column of the picture, which has half as many rows
 
 
 def messages(row: Mapping[str, Any], config: SpectrogramConfig) -> list[Message]:
@@ -54,7 +54,7 @@ def spectrogram(samples: np.ndarray, *, window: int) -> np.ndarray:
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """Returns a grey picture as a file in memory."""
+    """Returns a grey picture as the bytes of a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()

@@ -13,7 +13,7 @@ from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSour
 
 @dataclass(frozen=True)
 class SqliteConfig(DataSourceConfig):
-    database: str  # the file, as an absolute path: each process has a working folder of its own
+    database: str  # absolute path of the file, because processes have different working folders
     table: str = "rows"  # each of its columns is a key of the row
 
 

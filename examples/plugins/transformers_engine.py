@@ -1,10 +1,10 @@
-"""An engine that decodes with Hugging Face transformers, for any dense model that transformers has.
+"""An engine that decodes with Hugging Face transformers, for any dense model of transformers.
 
     python -m relax_core engine=plugin engine.name=examples/plugins/transformers_engine.py
 
-The first part is the plug-in that a run loads, the second is the server that it starts as a process of its own. The
-server decodes one prompt at a time, and all samples of that prompt together. New weights come in between two tokens;
-a response that is under way goes on with them, and tells which version sampled which of its tokens.
+The first part is the plug-in that a run loads, the second is the server process that it starts. The server decodes one
+prompt at a time, with all samples of the prompt together. New weights are loaded between two tokens; running responses
+continue with them and report the weight version of each token.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def command(start: EngineStart) -> list[str]:
     told = {
         "model": str(start.model_folder),
         "host": start.host,
-        "listener": start.listener,  # a socket that the run holds, so that nobody else can take the port
+        "listener": start.listener,  # a socket held by the run, so that no other process can bind the port
         "token_file": str(start.token_file),
         "dtype": start.dtype,
         "context": start.engine.context_tokens,
         "threads": start.engine.threads,
-        "version": 0 if start.load_weights else -1,  # -1: nothing is served before the first update
+        "version": 0 if start.load_weights else -1,  # -1: serves nothing before the first update
     }
     return [sys.executable, "-P", str(Path(__file__).resolve()), json.dumps(told)]
 
 
 def problems(config: Any) -> Iterator[str]:
-    """Yields what the server cannot do, so that a run with it is refused before it starts."""
+    """Yields unsupported settings, so that a run with them is refused before it starts."""
     rollout = config.rollout
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1), ("min_p", rollout.min_p, 0.0)):
         if value != off:
@@ -74,7 +74,7 @@ SPEC = EngineSpec(
 
 # -- the server: one thread decodes -----------------------------------------------------------------------------------
 class Sampling(msgspec.Struct):
-    """How to sample, by SGLang's names. `problems` keeps the fields away that are not here."""
+    """Holds sampling parameters by SGLang's names. `problems` refuses settings that need other fields."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -83,7 +83,7 @@ class Sampling(msgspec.Struct):
 
 
 class GenerateBody(msgspec.Struct):
-    """What the client of every engine sends to /generate; the lists have one entry for each prompt."""
+    """Holds the body of /generate from the client of every engine; the lists have one entry for each prompt."""
 
     rid: list[str]
     input_ids: list[list[int]]
@@ -97,7 +97,7 @@ class GenerateBody(msgspec.Struct):
 
 @dataclass(eq=False)
 class Response:
-    """One sample: its tokens and log-probs so far, and where its weight version changed (first token, version)."""
+    """Holds one sample: its tokens and log-probs so far, and its changes of weight version (first token, version)."""
 
     sample: int
     random: np.random.Generator
@@ -108,7 +108,7 @@ class Response:
 
 @dataclass(eq=False)
 class Job:
-    """One prompt. ``running`` are its samples that are not finished, in the order of the rows of ``cache``."""
+    """Holds one prompt. ``running`` are its unfinished samples, in the order of the rows of ``cache``."""
 
     place: int
     rid: str
@@ -122,7 +122,7 @@ class Job:
 
 
 class Decoder(threading.Thread):
-    """Owns the model. Whatever changes it runs in this thread, between two tokens: see `post`."""
+    """Owns the model. All changes of it run in this thread between two tokens: see `post`."""
 
     def __init__(self, model: Any, *, version: int, end_ids: tuple[int, ...]) -> None:
         super().__init__(name="decode", daemon=True)
@@ -132,13 +132,13 @@ class Decoder(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def post(self, action: Callable[[], Any]) -> Any:
-        """Runs ``action`` between two tokens and returns what it returns, or raises what it raises."""
+        """Runs ``action`` between two tokens; returns its result or raises its error."""
         future: Future[Any] = Future()
 
         def act() -> None:
             try:
                 future.set_result(action())
-            except Exception as error:  # belongs to whoever asked
+            except Exception as error:  # raised in the caller
                 future.set_exception(error)
 
         self._inbox.put(act)
@@ -152,7 +152,7 @@ class Decoder(threading.Thread):
                     self._inbox.get()()
                 else:
                     self._step(ready[0])
-        except BaseException as error:  # the owner starts another process
+        except BaseException as error:  # the engine's owner starts another process
             print(f"transformers engine: the decode thread died: {error!r}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -198,7 +198,7 @@ class Decoder(threading.Thread):
                 job.finished.put((job, one, "abort"))
 
     def release_memory(self) -> None:
-        """Keys and values are computed anew from the tokens when the jobs go on."""
+        """Frees keys and values, which are recomputed from the tokens when the jobs continue."""
         self.released = True
         for job in self.jobs:
             job.cache = None
@@ -207,8 +207,8 @@ class Decoder(threading.Thread):
         self.released = False
 
     def update(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Takes a published version in. Raises ValueError, with nothing changed, where the file's digests or its
-        tensors are not what they should be. ``stall_ms``: the milliseconds that decoding stood still.
+        """Loads a published version. Raises ValueError, with nothing changed, if the file's digests or tensors are
+        wrong. Returns ``stall_ms``, the milliseconds for which decoding paused.
         """
         import torch
 
@@ -241,14 +241,14 @@ def jobs_of(body: GenerateBody, *, context: int, vocabulary: int) -> list[Job]:
         asked = (body.samples[place] if body.samples else None) or range(params.n)
         running = [Response(sample, np.random.default_rng([seed, sample])) for sample in asked]
         for one in running:
-            one.random.random(body.generated[place] if body.generated else 0)  # those of the tokens that it has already
+            one.random.random(body.generated[place] if body.generated else 0)  # skips those of its existing tokens
         least = max(0, body.min_version[place])
         jobs.append(Job(place, rid, ids, params, least, body.banned_token_ids, running, finished))
     return jobs
 
 
 def frame_of(job: Job, one: Response, reason: FinishReason) -> bytes:
-    """Returns a finished response as `EngineClient` reads it."""
+    """Returns a finished response in the format of `EngineClient`."""
     from relax_core.engines.protocol.generate_messages import FLOAT32, INT32, Finished, VersionSpan, encode_frames
 
     ends = [start for start, _ in one.marks[1:]] + [len(one.ids)]
@@ -265,7 +265,7 @@ def frame_of(job: Job, one: Response, reason: FinishReason) -> bytes:
 
 
 def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[BaseHTTPRequestHandler]:
-    """Returns the class that answers requests; each connection has a thread of its own."""
+    """Returns the class that answers requests; each connection has a thread."""
     from relax_core.engines.protocol.server_proof import PATH as PROOF
     from relax_core.engines.protocol.server_proof import proof_answer
 
@@ -321,7 +321,7 @@ def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[B
             self._stream(jobs)
 
         def _stream(self, jobs: list[Job]) -> None:
-            """Sends each response when it is finished, until all are told or the client is gone."""
+            """Sends each response when it is finished, until all are sent or the client has disconnected."""
             self.send_response(200)
             self.send_header("Content-Type", "application/msgpack")
             self.send_header("Connection", "close")
@@ -337,7 +337,7 @@ def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[B
                         break
                 except OSError:
                     break
-            decoder.post(lambda: decoder.abort(jobs.__contains__))  # after a hang-up; else nothing is left
+            decoder.post(lambda: decoder.abort(jobs.__contains__))  # after a disconnect; else there is no job
 
         def _answer(self, status: int, reply: dict[str, Any] | str) -> None:
             data = msgspec.json.encode({"error": {"message": reply}} if isinstance(reply, str) else reply)
@@ -351,7 +351,7 @@ def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[B
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not logged: one a second would fill the log."""
+            """Logs no requests: one per second would fill the log."""
 
     return Handler
 

@@ -1,4 +1,4 @@
-"""An env of several turns, which asks the same question again until the answer is right."""
+"""An env of several turns that repeats the question until the answer is right."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, Episod
 class UntilRightConfig(InteractionConfig):
     name: str = "until_right"
     max_turns: int = 3
-    hint: str = "no, try again"  # what the model reads after a wrong answer
+    hint: str = "no, try again"  # observation after a wrong answer
 
 
 class UntilRight(BaseInteractionEnv):
-    """One episode. Relax makes an object for each, and calls its methods one after the other."""
+    """Runs one episode. Relax makes one object per episode and calls its methods sequentially."""
 
     def __init__(self, start: EpisodeStart, config: UntilRightConfig) -> None:
         self.row, self.hint = start.row, config.hint

@@ -1,4 +1,4 @@
-"""A small taskset of the package verifiers: sums of two numbers, and a harness that asks for them with a calculator.
+"""A small taskset for the package verifiers: sums of two numbers, and a harness with a calculator tool.
 
 A taskset that uses a harness of the package, such as "null" or "bash", needs the program `uv` and a network, because
 the package installs what such a harness needs when it starts.
@@ -30,7 +30,7 @@ CALC: Any = {
 
 
 class SumData(vf.TaskData):
-    """A question with its answer."""
+    """Holds a question with its answer."""
 
     answer: str
 
@@ -38,7 +38,7 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """1 if the last message has the answer."""
+        """Returns 1 if the last message contains the answer."""
         return float(self.data.answer in (trace.last_reply or ""))
 
 
@@ -49,7 +49,7 @@ class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
 
 
 class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks in this process, without a program of its own."""
+    """Runs the conversation in this process, without a separate program."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False

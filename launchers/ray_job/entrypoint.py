@@ -24,7 +24,7 @@ def launcher_of(config: RelaxConfig) -> RayJobLauncherConfig:
 
 
 def entrypoint(launcher: RayJobLauncherConfig, *arguments: str) -> str:
-    """Returns the shell command that executes the run on the cluster. No word of it is read as more than a word."""
+    """Returns the shell command that executes the run on the cluster, with each argument quoted."""
     python = shlex.split(launcher.python)
     return shlex.join([*python, "-u", "-m", "launchers.saved_run", "--ray-address=auto", *arguments])
 
@@ -39,10 +39,10 @@ def variables(config: RelaxConfig) -> dict[str, str]:
 
 
 def job_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
-    """Returns the text of submitted.yaml for a job, whose configuration everybody who sees the job can read.
+    """Returns the text of submitted.yaml for a job; all users with access to the job can read its configuration.
 
     Secrets by reference stay references, which the job resolves on the cluster. launcher.env is left out, because the
-    job's processes have these variables. Raises ValueError if the configuration has a secret that is no reference.
+    job's processes have these variables. Raises ValueError for a secret that is not a reference.
     """
     sent = replace(config, launcher=replace(launcher_of(config), env=[]))
     addresses = [word for word in launcher_of(config).env if without_address_secrets(word) != word]

@@ -62,7 +62,7 @@ def launch(config: RelaxConfig) -> int:
 
 
 def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
-    """Submits the run as a job and, if this machine sees the run's folder, writes job.json into it.
+    """Submits the run as a job and, if this machine has access to the run's folder, writes job.json into it.
 
     Raises ConnectionError or RuntimeError if the cluster rejects the job, and ValueError if the configuration has a
     secret.
@@ -72,7 +72,7 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
     runtime = {"env_vars": variables(config) | {CONFIG_VARIABLE: job_text(config, overrides)}}
     job_id = _client(job).submit_job(entrypoint=entrypoint(launcher), runtime_env=runtime)
     job = replace(job, job_id=job_id)
-    if job.run_dir.parent.is_dir():  # this machine sees the run's folder too
+    if job.run_dir.parent.is_dir():  # this machine has access to the run's folder
         private_folder(job.run_dir, key="run.dir")
         record = {"launcher": "ray_job", "job_id": job_id, "address": job.address, "token_file": job.token_file}
         write_whole(job.run_dir / JOB_FILE, json.dumps(record | {"run_dir": str(job.run_dir)}))

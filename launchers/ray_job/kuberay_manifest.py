@@ -23,7 +23,7 @@ NAME_LENGTH = 47  # KubeRay limits the name, because it appends to it
 def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
     """Returns YAML with a ConfigMap, which holds the run's configuration, and the RayJob that executes it (ray.io/v1).
 
-    KubeRay makes the cluster's token as a secret of its own (authOptions), so the manifest holds no secret. Raises
+    KubeRay creates the cluster's token as a separate secret (authOptions), so the manifest holds no secret. Raises
     ValueError if the configuration has a secret.
     """
     launcher = launcher_of(config)

@@ -1,4 +1,4 @@
-"""Asks Slurm for the state of a job, on clusters with and without an accounting database."""
+"""Queries Slurm for the state of a job, on clusters with and without an accounting database."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class SlurmRun:
 class JobState:
     """Holds the state of a job.
 
-    ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more. ``reason`` says why the job waits
-    or ended. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often it was queued again.
+    ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more. ``reason`` is Slurm's reason for
+    the wait or the end. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often it was queued again.
     """
 
     state: str
@@ -50,7 +50,7 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Is True if the job does not run and does not wait any more."""
+        """Returns whether the job neither runs nor waits any more."""
         return self.state in ENDED
 
     def words(self) -> str:
@@ -64,7 +64,7 @@ class JobState:
 
 
 def job_state(job_id: str) -> JobState:
-    """Asks Slurm's controller, and then the accounting database if there is one.
+    """Returns the state of a job from Slurm's controller, or else from the accounting database if there is one.
 
     Raises RuntimeError without an answer. The controller knows a job until some minutes after its end.
     """

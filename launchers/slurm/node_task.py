@@ -54,10 +54,7 @@ HEAD, DONE, LOST, RUN = "head", "done", "lost", "run"
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Is called by submitit on every node.
-
-    ``run_dir`` is the run's folder.
-    """
+    """Holds the task that submitit calls on every node. ``run_dir`` is the run's folder."""
 
     run_dir: str
 
@@ -69,7 +66,7 @@ class SlurmTask:
 
 
 class Signals:
-    """Records the signals that this task receives: it shall queue the job again, stop the run, or end at once."""
+    """Records the signals that this task receives: requests to queue the job again, stop the run, or end at once."""
 
     def __init__(self) -> None:
         self.requeue = self.stop = self.end = False
@@ -84,14 +81,11 @@ class Signals:
 
 
 class Ended(Exception):
-    """Says that the task received SIGTERM, so everything ends at once."""
+    """The task received SIGTERM, so everything ends at once."""
 
 
 class NodeLost(Exception):
-    """Says that a Ray node of the job has exited.
-
-    The text names it.
-    """
+    """A Ray node of the job has exited; the error's text names it."""
 
 
 def run_task(run_dir: Path, identity: TaskIdentity) -> int:
@@ -154,7 +148,7 @@ class _Task:
     def _start_head(self) -> tuple[str, Child]:
         new_token_file(self._token)
         self._undo.callback(self._token.unlink, missing_ok=True)
-        # Every port is chosen by the kernel and bound at once: no other user of this node can take one before.
+        # Every port is chosen by the kernel and bound at once: no other user of this node can take it first.
         head = self._start_ray("head", "--head", "--port=0", "--include-dashboard=false")
         named = self._folder / "ray" / "ray_current_cluster"  # Ray writes it when the head listens
         self._await(lambda: named.exists() and bool(named.read_text()), head, "the Ray head", HEAD_S)
@@ -258,7 +252,7 @@ class _Task:
         return self._child(f"Ray's {name}", command, joined=True, log=self._attempt / f"{name}.log")
 
     def _child(self, name: str, command: list[str], *, joined: bool, log: Path | None = None) -> Child:
-        """Starts a process that stops when this one ends, and that Slurm's signals to the whole job do not reach."""
+        """Starts a process that stops when this process ends, and that ignores Slurm's signals to the whole job."""
         return Child(
             command,
             name=name,

@@ -55,7 +55,7 @@ def submit(
 ) -> list[SlurmRun]:
     """Submits one job for one configuration, or one job array for several configurations with equal launchers.
 
-    The files of a job array lie in ``folder``. Raises RuntimeError with Slurm's words if Slurm rejects the job; the
+    The files of a job array lie in ``folder``. Raises RuntimeError with Slurm's message if Slurm rejects the job; the
     folders that were made for it are then removed.
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -108,7 +108,7 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
     launcher = launcher_of(config)
     if problem := script_path_problem("the folder of the sweep", str(files)):
         raise ValueError(problem)
-    # The shell of the batch script reads these words as words.
+    # The shell of the batch script splits this text into the same words.
     python = None if launcher.python is None else shlex.join(shlex.split(launcher.python))
     executor = Executor(files, python=python)
     executor.update_parameters(**_parameters(config, launcher))

@@ -19,7 +19,7 @@ from launchers.slurm.job_state import slurm_answer
 PREFIX = "rs"  # the job's number follows
 BASE_BYTES = 9  # a socket's path has at most 107 bytes; Ray's names and this module's folder take the rest
 RANDOM_BYTES = 4
-RANDOM = "[A-Za-z0-9_-]{6}"  # the text of so many bytes
+RANDOM = "[A-Za-z0-9_-]{6}"  # the base64 text of the random bytes
 LOOPBACK = "127.0.0.1"
 
 
@@ -82,7 +82,7 @@ def task_folder(raw_job_id: str) -> Iterator[Path]:
     _remove_stale_folders(base)
     folder = (
         base / f"{PREFIX}{raw_job_id}-{secrets.token_urlsafe(RANDOM_BYTES)}"
-    )  # nobody can make all such names first
+    )  # random, so that no other user can create it first
     folder.mkdir(mode=0o700)
     try:
         yield folder
@@ -105,7 +105,7 @@ def _remove_stale_folders(base: Path) -> None:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Says whether a path in a folder of all users is a folder of this user, and not a link that leads to one."""
+    """Returns whether a path in a folder of all users is a folder of this user, and not a link to a folder."""
     try:
         found = folder.lstat()
     except FileNotFoundError:  # another task has just removed it

@@ -1,4 +1,4 @@
-"""Reads the files in a run's folder as plain lists and dicts, or as data frames."""
+"""Reads a run's folder: summary, metric curves, evaluation answers and samples, as lists and dicts or data frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = "config.yaml"
 
 
 class Summary(Mapping[str, Any]):
-    """Is the content of a run's summary.json (docs/summary.md) as a mapping.
+    """Holds the content of a run's summary.json (docs/summary.md) as a mapping.
 
     ``folder`` is the run's folder.
     """
@@ -28,12 +28,12 @@ class Summary(Mapping[str, Any]):
 
     @property
     def outcome(self) -> str:
-        """Returns "finished", "stopped", or "failed: " and the first cause."""
+        """Returns "finished", "stopped", or "failed: " with the first cause."""
         return str(self["outcome"])
 
     @property
     def steps(self) -> int:
-        """Returns the number of train steps that are done."""
+        """Returns the number of finished train steps."""
         return int(self["steps"])
 
     def __getitem__(self, key: str) -> Any:
@@ -52,7 +52,7 @@ class Summary(Mapping[str, Any]):
 class LoadedRun:
     """Reads a run's folder.
 
-    The run may still go on, because each method reads its file when it is called.
+    The run may still be live: each method reads its file when it is called.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,14 +60,14 @@ class LoadedRun:
 
     @cached_property
     def summary(self) -> Summary | None:
-        """Returns the summary, or None if the run goes on or failed before there was anything to report."""
+        """Returns the summary, or None if the run is live or failed before the first report."""
         file = self.folder / SUMMARY_FILE
         return Summary(self.folder, json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def curves(self) -> list[dict[str, float]]:
-        """Returns one dict a step: "step", and every number of docs/metrics.md under its name, such as "actor/reward".
+        """Returns one dict per step: "step", and the metrics of docs/metrics.md by name, such as "actor/reward".
 
-        Records that a resume has undone are left out. Of several records of one source at one step the last counts.
+        Records that a resume has undone are omitted. If a source has several records for a step, the last one counts.
         """
         points: dict[int, dict[str, float]] = {}
         for record in without_undone(read_metrics(self.folder)):
@@ -81,11 +81,11 @@ class LoadedRun:
         return [{"step": record.step, **answer} for record in texts for answer in record.rows]
 
     def samples(self, **filters: str | int) -> list[dict[str, Any]]:
-        """Returns one dict a sample, in order of issue, from the run's ledger.
+        """Returns one dict per sample, in order of issue, from the run's ledger.
 
         Its keys are uid, group, state ("trained", "dropped", …), step, version, reason, reward, finish_reason, and the
-        parts of the reward as "part/NAME". ``filters`` are uid, group, step or reason, as `relax lineage` takes them.
-        Raises FileNotFoundError if the run has no ledger yet.
+        parts of the reward as "part/NAME". ``filters`` are uid, group, step or reason, as for `relax lineage`. Raises
+        FileNotFoundError if the run has no ledger yet.
         """
         with LedgerFile(self.folder / LEDGER) as ledger:
             return [_sample(history) for history in ledger.samples(filters)]
@@ -106,7 +106,7 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """Returns the run in ``folder``. Raises FileNotFoundError if the folder is not that of a run."""
+    """Returns the run in ``folder``. Raises FileNotFoundError if the folder is not a run's folder."""
     path = Path(folder).expanduser().absolute()
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path}: it has no {CONFIG}, so it is not the folder of a run.")

@@ -1,4 +1,4 @@
-"""Defines `relax_core.run`, which starts a run from a script, a thread or a notebook, in a child process."""
+"""Defines `relax_core.run`: executes a run in a child process, from a script, a thread or a notebook."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ OnStep = Callable[[int, Mapping[str, float]], bool | None]
 
 
 class RunFailed(RuntimeError):
-    """Says that a run failed.
+    """A run has failed.
 
-    The text is the first cause. ``folder`` is the run's folder, whose logs say more, or None if it had none.
-    ``summary`` is None if the run failed before there was anything to report.
+    The text is the first cause. ``folder`` is the run's folder with its logs, or None if the run had no folder yet.
+    ``summary`` is None if the run failed before the first report.
     """
 
     def __init__(self, cause: str, *, folder: Path | None, summary: Summary | None) -> None:
@@ -47,15 +47,15 @@ class RunFailed(RuntimeError):
 def run(
     overrides: Sequence[str] = (), *, reward: RewardFunction | None = None, on_step: OnStep | None = None
 ) -> Summary:
-    """Executes a run to its end in processes of its own, and returns the summary.
+    """Executes a run to its end in separate processes, and returns the summary.
 
-    It may be called from any thread. ``overrides`` are those of the command line, such as ``["algo=grpo",
+    It may be called from any thread. ``overrides`` are as on the command line, such as ``["algo=grpo",
     "run.steps=20"]``. ``reward`` is a function of one `RewardInput` that returns a number or a `RewardOutput`; it runs
-    in worker processes. ``on_step(step, numbers)`` is called in this thread after each train step, with the numbers of
+    in worker processes. ``on_step(step, numbers)`` is called in this thread after each train step, with the metrics of
     docs/metrics.md. If it returns True, the run stops with a checkpoint and its summary is returned.
 
-    Raises `ConfigError`, before anything is started, for a mistake in the configuration, and `RunFailed` for a run that
-    failed. An error of ``on_step`` and KeyboardInterrupt are raised after the run has stopped with a checkpoint.
+    Raises `ConfigError` for a mistake in the configuration, before anything is started, and `RunFailed` for a failed
+    run. An error of ``on_step`` and KeyboardInterrupt are raised after the run has stopped with a checkpoint.
     """
     words = _checked_words(overrides, reward=reward)
     started = time.time()
@@ -116,7 +116,7 @@ class _RunProcess:
             )
 
     def _copied_to(self, target: TextIO, kept: deque[str], ends: ExitStack) -> int:
-        """Returns a descriptor, open until the stack ends, whose lines a thread copies to the program's stream."""
+        """Returns a descriptor, open until the stack ends; a thread copies its lines to the program's stream."""
         read_end, write_end = os.pipe()
         ends.callback(os.close, write_end)
         self._readers.append(_reader(os.fdopen(read_end, "rb"), target, kept))
@@ -129,7 +129,7 @@ class _RunProcess:
         return code
 
     def follow(self, on_step: OnStep | None) -> None:
-        """Waits until the run has ended, and calls ``on_step`` for each train step, again for what a recovery undid."""
+        """Waits until the run has ended, and calls ``on_step`` for each train step, including repeated steps."""
         log: EventReader | None = None
         while True:
             ended = self._child.wait(POLL_S) is not None
@@ -146,12 +146,12 @@ class _RunProcess:
                 return
 
     def location(self) -> Any:
-        """Returns the run's folder and the former sizes of its event files, in bytes; None before the run has one."""
+        """Returns the run's folder and the initial sizes of its event files in bytes; None before the folder exists."""
         file = self._staging / LOCATION
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def problems(self) -> list[str]:
-        """Returns what is wrong with the configuration."""
+        """Returns the errors of the configuration."""
         file = self._staging / PROBLEMS
         if file.exists():
             return [str(problem) for problem in json.loads(file.read_text(encoding="utf-8"))]
@@ -159,7 +159,7 @@ class _RunProcess:
         return messages[-1:] or ["the run could not be started"]
 
     def stop(self, number: signal.Signals) -> None:
-        """Sends the signal and waits until the run has ended. Another Ctrl-C meanwhile ends the run at once."""
+        """Sends the signal and waits until the run has ended. A Ctrl-C during the wait ends the run at once."""
         self._child.send_signal(number)
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
@@ -171,7 +171,7 @@ class _RunProcess:
         self._child.kill()
 
     def close(self) -> None:
-        """Waits for the rest of the output of the ended process."""
+        """Waits for the remaining output of the ended process."""
         for reader in self._readers:
             reader.join(END_S)
 
@@ -198,7 +198,7 @@ def _reader(pipe: IO[bytes], target: TextIO, kept: deque[str]) -> threading.Thre
 def _is_terminal(stream: TextIO) -> bool:
     try:
         return stream.fileno() == 1 and os.isatty(1)
-    except (OSError, ValueError, AttributeError):  # the stream of a notebook or of a test has no descriptor
+    except (OSError, ValueError, AttributeError):  # the stream of a notebook or a test has no descriptor
         return False
 
 

@@ -1,8 +1,7 @@
-"""Is the child process of `relax_core.run`: ``python -m relax_core.api.run_child STAGING``.
+"""The child process of `relax_core.run`: ``python -m relax_core.api.run_child STAGING``.
 
 The process is the run's supervisor, as on the command line. STAGING is a private folder of the parent process. The
-child reads the request there, and writes what the parent needs to know: what is wrong with the
-configuration, or which folder the run uses.
+child reads the request from it, and writes errors of the configuration or the run's folder to it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def main() -> int:
         return folder
 
     def prepare(folder: Path) -> None:
-        """Writes the run's files. The folder keeps the reward function, so that a resumed run can load it."""
+        """Writes the run's files, including the reward function, so that a resumed run can load it."""
         if request["function"]:
             write_private(folder / FUNCTION_FILE, (staging / FUNCTION_FILE).read_text(encoding="utf-8"))
         save_config(config, folder)

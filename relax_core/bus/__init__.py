@@ -1,5 +1,5 @@
-"""The data bus: rollout and trainer exchange prompt groups here, and the ledger records how every sample ends.
+"""The data bus: rollout and trainer exchange prompt groups through it, and the ledger records the end of every sample.
 
-Start reading in `replay_buffer.py`, the state machine of the groups. `staleness.py` has the rule of the window,
-`ledger.py` the ends of all samples, and `factory.py` starts the bus process that the configuration names.
+Start reading in `replay_buffer.py`, the state machine of the groups. `staleness.py` has the staleness rule, `ledger.py`
+records how samples end, and `factory.py` starts the configured bus process.
 """

@@ -1,7 +1,7 @@
-"""The bus process: `BusCore` behind one asynchronous Ray actor, with the calls that wait in it.
+"""The bus process: one asynchronous Ray actor that wraps `BusCore` and holds its waiting calls.
 
-It imports no torch and holds the run's groups and ledger. A waiting call is woken only if it can proceed, fails, or its
-deadline passes; a text says what it waits for and which task has to act.
+It imports no torch and holds the run's groups and ledger. A waiting call is woken only if it can proceed, fails, or
+reaches its deadline. For each waiting call the process can report the cause and the tasks that have to act.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Waiter:
 
 
 class WaitingCalls:
-    """Is all waiting calls, served in the order in which they came. They belong to one event loop."""
+    """Holds all waiting calls of one event loop and serves them in order of arrival."""
 
     def __init__(self) -> None:
         self._waiters: dict[_Waiter, None] = {}
@@ -78,10 +78,10 @@ class WaitingCalls:
         task: str | None = None,
         worker: int = 0,
     ) -> T:
-        """Returns the value of ``attempt`` as soon as it is not None; it is tried now and after each `wake`.
+        """Calls ``attempt`` now and after each `wake`, and returns its first value that is not None.
 
-        After ``timeout_s`` seconds it raises `BusTimeout` with the text ``explain(timeout_s)``. `fail_task` ends the
-        calls of a ``task`` and ``worker``, and `waits` reports them with ``owed_by``.
+        Raises `BusTimeout` with the text ``explain(timeout_s)`` after ``timeout_s`` seconds. `fail_task` ends the calls
+        of a ``task`` and ``worker``. `waits` reports them with ``owed_by``, the tasks that have to act.
         """
         result = attempt()
         if result is not None:
@@ -117,7 +117,7 @@ class WaitingCalls:
                 self._finish(waiter, result=result)
 
     def fail_task(self, task: str, error: Exception, *, worker: int = 0) -> None:
-        """Ends the waits of a task's worker that was lost, with ``error``."""
+        """Ends the waits of a task's lost worker with ``error``."""
         for waiter in [waiter for waiter in self._waiters if (waiter.task, waiter.worker) == (task, worker)]:
             self._finish(waiter, error=error)
 
@@ -127,7 +127,7 @@ class WaitingCalls:
             self._finish(waiter, error=error)
 
     def waits(self) -> list[BusWait]:
-        """Returns the waits that belong to a task, the longest first."""
+        """Returns the waits that belong to a task, longest first."""
         now = asyncio.get_running_loop().time()
         return [
             BusWait(
@@ -146,7 +146,7 @@ class WaitingCalls:
             self._finish(waiter, error=BusTimeout(waiter.explain(waiter.timeout_s)))
 
     def _finish(self, waiter: _Waiter, *, result: Any = None, error: Exception | None = None) -> None:
-        """Ends a wait and removes it at once, so that it cannot end twice."""
+        """Ends a wait and removes it first, so that it cannot end twice."""
         del self._waiters[waiter]
         if error is not None:
             waiter.future.set_exception(error)
@@ -154,7 +154,7 @@ class WaitingCalls:
             waiter.future.set_result(result)
 
 
-WRITERS = {  # the task that writes each column that the rollout does not write
+WRITERS = {  # column → the task that writes it; the rollout writes all other columns
     c.OLD_LOGPROBS: "actor_fwd",
     c.REFERENCE_LOGPROBS: "reference",
     c.ADVANTAGES: "advantages",
@@ -165,11 +165,11 @@ WRITERS = {  # the task that writes each column that the rollout does not write
     c.TEACHER_TOP_LOGPROBS: "teacher",
 }
 ROLLOUT = "rollout"  # the task name of calls that wait for admissions
-BUS = "bus"  # owes what waits for the disk of the ledger
+BUS = "bus"  # the task to blame for waits for the ledger's disk
 
 
 def explain_ledger(task: str, journal: Journal, *, waited_s: float) -> str:
-    """Returns such as "actor waits for the ledger for 3.0 s: 2 MiB wait for the disk: database is locked since 9 s"."""
+    """Returns text such as "actor waits for the ledger for 3.0 s: 2 MiB wait for the disk: it is slow"."""
     head = f"{task} waits for the ledger for {waited_s:.1f} s"
     return f"{head}: {journal.waiting_bytes >> 20} MiB wait for the disk: {journal.problem or 'it is slow'}"
 
@@ -219,7 +219,7 @@ def admit_owed_by(core: BusCore, worker: int) -> list[str]:
 
 
 def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
-    """Returns the tasks that have to act before this lease can be given, with each rollout worker as "rollout-1"."""
+    """Returns the tasks that have to act before this lease can be granted, with rollout workers as "rollout-1"."""
     if request.task == ACTOR and request.step != core.version:
         return [ACTOR]
     waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
@@ -274,7 +274,7 @@ _columns_decoder = msgspec.msgpack.Decoder(WriteMessage)
 
 @dataclass(frozen=True, slots=True)
 class _StoredPayload:
-    """A large payload in Ray's object store: one array in a block that this process put."""
+    """A large payload in Ray's object store: one array of a block that this process stored."""
 
     block: ray.ObjectRef
     position: int
@@ -285,7 +285,7 @@ class _StoredPayload:
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
-    """Returns the method's value, or one of the contract's errors, as a `Reply`."""
+    """Wraps a method so that it returns its value, or one of the contract's errors, as a `Reply`."""
 
     @functools.wraps(method)
     async def answer(self: BusActor, *args: Any) -> Answer:
@@ -308,7 +308,7 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
 
 
 class BusActor:
-    """Declares the bus process. Its methods take msgpack bodies and deadlines in seconds; `RayBus` describes them."""
+    """Runs the bus process. Its methods take msgpack bodies and deadlines in seconds; `RayBus` is their client."""
 
     def __init__(self, settings: bytes, ledger_path: str) -> None:
         self._settings = msgspec.msgpack.decode(settings, type=BusSettings)
@@ -317,10 +317,10 @@ class BusActor:
         self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
         self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
-        self._drain: asyncio.TimerHandle | None = None  # the next look at a journal that has too much to write
-        self._snapshots: dict[object, float] = {}  # the begins of snapshots that wait for the disk, on the loop's clock
+        self._drain: asyncio.TimerHandle | None = None  # the next check of a journal with too many unwritten events
+        self._snapshots: dict[object, float] = {}  # start times (loop's clock) of snapshots that wait for the disk
         self._media = self._stored_media()
-        self._lost: BusLost | None = None  # set by a backend whose payloads are stored in other processes
+        self._lost: BusLost | None = None  # set by a backend that stores payloads in other processes
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
     @answers
@@ -340,7 +340,7 @@ class BusActor:
         )
 
     def _admit(self, max_groups: int, worker: int) -> list[Admission] | None:
-        """Admits groups unless too many events wait for the disk; then it looks again after a while."""
+        """Admits groups unless too many events wait for the disk; then it schedules another check."""
         if not self._journal.overfull:
             return self._core.admit(max_groups, worker=worker) or None
         if self._drain is None:
@@ -353,7 +353,7 @@ class BusActor:
 
     @answers
     async def reclaim(self, worker: int) -> Any:
-        """Returns the worker's admissions that are in flight, and ends the waits of its earlier process."""
+        """Returns the worker's admissions in flight, and ends the waits of its previous process."""
         reclaimed = self._core.reclaim(worker=worker)
         # Ray does not cancel the call of a killed process. It would take credits that no process uses.
         lost = LeaseLost(f"the admissions of an earlier process of {ROLLOUT}-{worker} were reclaimed")
@@ -362,7 +362,7 @@ class BusActor:
 
     @answers
     async def put(self, body: bytes, blocks: list[Block]) -> None:
-        """Enters complete groups and puts the large payloads of accepted groups into the object store."""
+        """Adds complete groups and stores the large payloads of accepted groups in the object store."""
         given = _groups_decoder.decode(body)
         self._core.check_groups([_with_payloads(group, _sized(large, blocks)) for group, large in given])
         accepted = [(group, large) for group, large in given if self._core.accepts(group.group_uid)]
@@ -381,7 +381,7 @@ class BusActor:
 
     @answers
     async def wait_version(self, since_version: int, worker: int, timeout_s: float) -> Any:
-        """Waits for another version. After ``timeout_s`` it returns the old version without groups."""
+        """Waits for a version change. After ``timeout_s`` it returns the old version without groups."""
         try:
             return await self._waiting.wait(
                 lambda: self._core.version_change(since_version, worker=worker),
@@ -394,7 +394,7 @@ class BusActor:
     # -- media items ----------------------------------------------------------------------------------------------
     @answers
     async def hold(self, items: dict[str, int], worker: int, node_id: str) -> Any:
-        """Names items for a rollout worker and returns the digests of those that are not stored on its node."""
+        """Records that a rollout worker uses these items, and returns the digests that its node does not store."""
         media = self._require_media()
         self._core.hold(items, worker=worker)
         if isinstance(media, MediaNodes):
@@ -431,7 +431,7 @@ class BusActor:
         return self._media
 
     def remove_unnamed_media(self) -> None:
-        """Begins to remove the tensors of the items that nobody names any more."""
+        """Starts to remove the tensors of items without references."""
         unnamed = self._core.media.take_unnamed()
         if unnamed and self._media is not None:
             self._media.remove(unnamed)
@@ -447,7 +447,7 @@ class BusActor:
 
     @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
-        """Adds columns to a lease's groups, ends the lease and waits for the next one if ``then`` asks for one."""
+        """Adds columns to a lease's groups and ends the lease. If ``then`` requests the next lease, waits for it."""
         written = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]
         columns = {uid: {**small, **_stored(large, blocks, refs)} for uid, (small, large) in written.items()}
@@ -461,7 +461,7 @@ class BusActor:
     async def ack(
         self, lease_ids: list[int], step: int, dropped: dict[str, str], then: bytes | None, timeout_s: float
     ) -> Any:
-        """Records a train step and waits for the next lease if ``then`` asks for one."""
+        """Records a train step. If ``then`` requests the next lease, waits for it."""
         self._core.ack(lease_ids, step=step, dropped=dropped)
         self._changed()
         return await self._lease(then, timeout_s, after=f"the ack of step {step} is recorded; ") if then else None
@@ -517,7 +517,7 @@ class BusActor:
 
     @answers
     async def wait_progress(self, since_version: int, timeout_s: float) -> Any:
-        """Waits until the version changes or the bus is closed, at most ``timeout_s``, and returns the counts."""
+        """Waits at most ``timeout_s`` until the version changes or the bus is closed, and returns the counts."""
 
         def attempt() -> BusProgress | None:
             moved = self._core.version != since_version or self._core.closed_because is not None
@@ -577,7 +577,7 @@ class BusActor:
         self._arm_expiry()
 
     def _arm_expiry(self) -> None:
-        """Sets the one timer to the time at which the next lease runs out."""
+        """Sets the timer to the expiry of the next lease."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

@@ -1,4 +1,4 @@
-"""The data cursor: which group and which prompt come next, in a run whose modalities have shares and in any other."""
+"""The data cursor: chooses the next group and its prompt, with data.mix (shares of modalities) and without it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Is a group that may be issued.
+    """Describes a group that may be issued.
 
-    ``drawn`` is the index of its prompt in the order of data.mix, and ``modality`` that prompt's; without data.mix they
-    are None and empty.
+    With data.mix, ``drawn`` is the index of its prompt in the mixed order and ``modality`` is the prompt's modality;
+    without data.mix they are None and empty.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Draw:
 
 
 class DataCursor:
-    """Numbers the groups of a run without data.mix, in order of issue. The number of a group is that of its prompt."""
+    """Numbers the groups of a run without data.mix in order of issue. A group and its prompt have the same index."""
 
     def __init__(self) -> None:
         self.next_index = 0
@@ -60,7 +60,7 @@ class DataCursor:
         return Draw(self.next_index - 1, 0, min_version)
 
     def waiting(self) -> list[int]:
-        """Returns the indices of a snapshot's open groups that are not issued again yet."""
+        """Returns the indices of a snapshot's open groups that have not been issued again yet."""
         return [index for index, _ in self._reissue]
 
     def state(self, core: BusCore) -> Snapshot:
@@ -75,7 +75,7 @@ class DataCursor:
         )
 
     def restore(self, state: Snapshot) -> None:
-        """Goes back to a snapshot."""
+        """Restores a snapshot."""
         self._reissue = deque(state.open_groups)
         self.next_index = state.next_index
 
@@ -83,9 +83,9 @@ class DataCursor:
 class MixedCursor(DataCursor):
     """Draws the prompts of a run with data.mix, and gives each modality its slots of every train step.
 
-    The slots of all steps are the places of a `MixOrder`, and so are the prompts of the data. Admission and selection
-    work on each modality as on a run of its own: a group that is dropped leaves a slot of its modality, which the next
-    prompt of that modality fills. The cursor is the number of prompts that each modality has given.
+    A `MixOrder` assigns a modality to every slot of all steps and to every prompt. Admission and selection treat each
+    modality as a separate run: the next prompt of the same modality fills the slot of a dropped group. The cursor is
+    the number of prompts that were drawn from each modality.
     """
 
     def __init__(self, settings: BusSettings) -> None:
@@ -93,11 +93,11 @@ class MixedCursor(DataCursor):
         self._settings = settings
         self._order = MixOrder(settings.mix)
         self._given = dict.fromkeys(self._order.names, 0)
-        self._drawn: dict[int, int] = {}  # of the groups that are to be issued again
+        self._drawn: dict[int, int] = {}  # group index → prompt index, of groups that must be issued again
 
     def admit(self, core: BusCore, max_groups: int) -> list[Draw]:
         """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
-        found: list[tuple[int, int, Draw]] = []  # with what sorts them: groups of a snapshot come in their old order
+        found: list[tuple[int, int, Draw]] = []  # (sort key, sort key, draw): a snapshot's groups keep their old order
         for modality in self._order.names:
             again = [one for one in self._reissue if self._order.at(self._drawn[one[0]])[0] == modality]
             versions = self._admissible_versions(core, modality, max_groups)
@@ -132,7 +132,7 @@ class MixedCursor(DataCursor):
         )
 
     def _wanted(self, modality: str, open_groups: list[OpenGroup], *, version: int, ahead: int) -> int:
-        """Returns how many groups of a modality may have entered for step ``version`` and the ``ahead`` next ones."""
+        """Returns how many groups of a modality may enter for step ``version`` and the ``ahead`` steps after it."""
         settings = self._settings
         leased = sum(group.actor_step == version for group in open_groups)
         slots = self._slots(modality, version, version + ahead + 1, each=settings.groups_per_step) - leased
@@ -141,14 +141,14 @@ class MixedCursor(DataCursor):
         return slots + self._slots(modality, version, version + ahead + 1, each=settings.spare_groups)
 
     def _slots(self, modality: str, first: int, end: int, *, each: int) -> int:
-        """Returns how many slots of the steps ``first`` to ``end`` - 1 a modality has, if a step has ``each`` slots."""
+        """Returns a modality's number of slots in steps ``first`` to ``end`` - 1, if each step has ``each`` slots."""
         return self._order.count(modality, end * each) - self._order.count(modality, first * each)
 
     def choose(self, core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
-        """Returns the groups that a lease gets now. The actor gets of each modality as many as the step has slots.
+        """Returns the groups that a lease gets now. The actor gets one group for each slot of each modality.
 
-        Over-sampling loses the slowest groups of each modality: a slot waits for the groups that were admitted for its
-        step, as far as there are some, so that every modality loses in proportion to its share. At staleness 0 without
+        Over-sampling drops the slowest groups of each modality: a slot waits for the groups that were admitted for its
+        step, if there are any, so that each modality loses groups in proportion to its share. At staleness 0 without
         over-sampling exactly the step's groups were admitted, and they keep their order.
         """
         settings = self._settings
@@ -176,7 +176,7 @@ class MixedCursor(DataCursor):
         )
 
     def restore(self, state: Snapshot) -> None:
-        """Goes back to a snapshot. Raises ValueError if it was made without data.mix."""
+        """Restores a snapshot. Raises ValueError if it was made without data.mix."""
         if state.next_index and not state.given:
             raise ValueError(
                 f"data.mix={self._settings.mix}: the checkpoint was made without it. Resume with data.mix=null, or "
@@ -191,9 +191,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Holds the state of a bus without its payloads.
 
     ``version`` is the number of finished train steps. ``next_index`` is the data cursor. ``open_groups`` lists (index,
-    attempt) of every group without an end, in order of issue; they are admitted again. With data.mix, ``given`` has the
-    number of prompts that each modality has given, and ``drawn`` maps the indices of the open groups to those of their
-    prompts in the order of the mix.
+    attempt) of every unfinished group, in order of issue; they are admitted again. With data.mix, ``given`` maps each
+    modality to the number of its drawn prompts, and ``drawn`` maps the index of each open group to the index of its
+    prompt in the mixed order.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""Creates the bus that the config names, and connects to the bus of a running run."""
+"""Starts the configured bus process, and connects to the bus of a live run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("ray", "transfer_queue")
 
-# Every waiting call occupies one of the actor's concurrent calls. The call that wakes it must always find a free one.
+# Each waiting call occupies one of the actor's concurrent calls. The call that wakes it always needs a free slot.
 _MAX_CALLS = 10_000
 START_TIMEOUT_S = 60.0
 
@@ -37,9 +37,10 @@ def create_bus(
     """Starts the bus process and waits at most ``timeout_s`` seconds until it answers.
 
     `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
-    function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
-    bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
-    bytes. ``node_options`` are Ray's options for the node of the bus process. Raises ValueError for an unknown backend.
+    function. ``plane`` stores the payloads of bus=transfer_queue. If it is None, this function starts a data plane that
+    ends with the bus, with sockets below ``socket_folder``. That path must be short, because a socket's path may have
+    at most 107 bytes. ``node_options`` are Ray's options for the node of the bus process. Raises ValueError for an
+    unknown backend.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
@@ -90,7 +91,7 @@ def _start_transfer_queue_bus(
 
 
 def connect_bus(name: str, namespace: str) -> RayBus:
-    """Returns the bus of a running run. Raises ValueError if none has this name."""
+    """Returns a client of a live run's bus. Raises ValueError if no bus has this name."""
     import ray
 
     from relax_core.bus.ray_bus import RayBus, describe
@@ -108,5 +109,5 @@ def connect_bus(name: str, namespace: str) -> RayBus:
 
     location = msgspec.msgpack.decode(payload_location, type=PayloadLocation)
     bus = TransferQueueBus(actor, settings=settings, location=location)
-    bus.open()  # The import and the connection take seconds, which the start of the run hides.
+    bus.open()  # import and connection take seconds; do it during the start of the run
     return bus

@@ -1,7 +1,7 @@
-"""The ledger on disk: a thread appends the events to SQLite in batches, so no call to the bus waits for the disk.
+"""The ledger on disk: a thread appends events to SQLite in batches, so no call to the bus waits for the disk.
 
-A batch that an outage of the disk or a lock of another program refuses stays in memory and is written again, and later
-events wait behind it.
+If a disk outage or another program's lock prevents the write of a batch, the batch stays in memory and is retried, and
+later events wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relax_core.contracts.columns import PERSISTED_COLUMNS
 from relax_core.contracts.outage import RETRY_S, Outage, sqlite_code, wait_out
 
 GATHER_S = 0.2  # the thread gathers events for this long and writes them as one batch
-OPEN_S = 60.0  # how long an outage or a lock may last while the file is opened
+OPEN_S = 60.0  # longest outage or lock while the file is opened
 MOST_WAITING_BYTES = 256 << 20  # while more events than this wait for the disk, the bus admits no group
 EVENT_BYTES, UID_BYTES = 512, 160  # estimates of an event and of each of its uids in memory
 
@@ -41,7 +41,7 @@ _LAST_ID = (
     + " UNION ALL ".join(f"SELECT MAX(id) AS id FROM {table}" for table in ("events", "rolled_back", "restores"))
     + ")"
 )
-_KEEPS_CONNECTION = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)  # the file itself is well
+_KEEPS_CONNECTION = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)  # the file itself is intact
 
 
 class LedgerUnwritable(RuntimeError):
@@ -68,7 +68,7 @@ class _Events(NamedTuple):
 
     @property
     def last_id(self) -> int:
-        """Is the id of the last row."""
+        """Returns the id of the last row."""
         return self.first_id + len(self.uids) - 1
 
     def size(self) -> int:
@@ -82,7 +82,7 @@ class _RollBack(NamedTuple):
 
     @property
     def last_id(self) -> int:
-        """Is the id of the restore."""
+        """Returns the id of the restore."""
         return self.restore_id
 
     def size(self) -> int:
@@ -97,12 +97,12 @@ class _Flushed(NamedTuple):
 class Journal:
     """Appends events to table ``events`` of the SQLite file ``path``.
 
-    A restore moves the events that it undoes to table ``rolled_back``. A later restore to a checkpoint after them moves
-    them back. Table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group, under the id of the
-    first ``put`` event of the group.
+    A restore moves the events that it undoes to table ``rolled_back``. A later restore to a checkpoint after these
+    events moves them back. Table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group, under
+    the id of the group's first ``put`` event.
 
-    In an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory and are written when it is
-    over. After any other error of SQLite the thread stops writing and the bus goes on; the next `flush` raises
+    In an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory and are written after its
+    end. After any other SQLite error the thread stops writing and the bus continues; the next `flush` raises
     `LedgerUnwritable`.
     """
 
@@ -111,14 +111,14 @@ class Journal:
         self._outage = Outage(f"the ledger {path}")
         self._given_up = threading.Event()
         self._database: sqlite3.Connection | None = None
-        self._uncertain = False  # whether a try that failed may have written the batch
+        self._uncertain = False  # whether a failed attempt may have written the batch
         try:
             self.position: int = wait_out(self._prepare, self._outage, limit_s=OPEN_S)
         except sqlite3.OperationalError as error:
             raise LedgerUnwritable(f"the ledger could not be opened at {path}: {error}") from error
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
-        self._queued_bytes = 0  # changed by the callers' thread alone
-        self._written_bytes = 0  # changed by the writing thread alone
+        self._queued_bytes = 0  # changed only by the caller's thread
+        self._written_bytes = 0  # changed only by the writer thread
         self._pending = threading.Event()
         self._hurry = threading.Event()
         self._closed = False
@@ -128,17 +128,17 @@ class Journal:
 
     @property
     def problem(self) -> str:
-        """Is why nothing can be written, such as "database is locked since 12 s"; "" if something can."""
+        """Returns why events cannot be written, such as "database is locked since 12 s"; "" if they can."""
         return self._outage.problem
 
     @property
     def waiting_bytes(self) -> int:
-        """Is an estimate of the memory that the events take which are not on disk."""
+        """Returns an estimate of the memory in bytes of events that are not on disk yet."""
         return self._queued_bytes - self._written_bytes
 
     @property
     def overfull(self) -> bool:
-        """Is True while so many events wait for the disk that no new group may begin."""
+        """Returns whether too many events wait for the disk to admit new groups."""
         return self.waiting_bytes > MOST_WAITING_BYTES
 
     def append(
@@ -155,8 +155,8 @@ class Journal:
     ) -> None:
         """Appends one event for each uid and never waits for the disk.
 
-        ``versions`` has one weight version for each uid; ``version`` is one for all. ``persisted`` holds the payloads
-        of `PERSISTED_COLUMNS`, which become one row of table ``generated``.
+        ``versions`` has one weight version for each uid; ``version`` applies to all uids. ``persisted`` holds the
+        payloads of `PERSISTED_COLUMNS`, which become one row of table ``generated``.
         """
         first_id = self.position + 1
         self.position += len(uids)
@@ -165,9 +165,9 @@ class Journal:
         )
 
     def roll_back(self, position: int) -> None:
-        """Goes back to the events that were in force at ``position``, an earlier value of `position`.
+        """Restores the events that were in force at ``position``, an earlier value of attribute `position`.
 
-        The restore takes an id of its own, and later events get higher ids.
+        The restore gets the next id, and later events get higher ids.
         """
         self.position = max(self.position, position) + 1
         self._enqueue(_RollBack(self.position, position))
@@ -175,8 +175,8 @@ class Journal:
     def flush(self, *, timeout_s: float) -> None:
         """Waits until all appended events are on disk. After `close` it returns at once.
 
-        After ``timeout_s`` seconds it raises `LedgerUnwritable`, which names the outage, or `BusTimeout` if nothing is
-        wrong with the disk. It raises `LedgerUnwritable` if a write failed.
+        Raises `LedgerUnwritable` if a write failed. After ``timeout_s`` seconds it raises `LedgerUnwritable`, which
+        names the outage, or `BusTimeout` if there is no outage.
         """
         if self._closed:
             return
@@ -195,7 +195,7 @@ class Journal:
     def close(self, *, timeout_s: float) -> None:
         """Writes the remaining events, ends the thread and closes the file.
 
-        An outage that has lasted for ``timeout_s`` seconds gets two more tries.
+        If an outage has lasted for ``timeout_s`` seconds, the events are tried twice more.
         """
         if self._closed:
             return
@@ -236,7 +236,7 @@ class Journal:
                     item.done.set()
 
     def _write_once(self, batch: Sequence[_Events | _RollBack]) -> None:
-        """Writes a batch unless an earlier try has done so, because an error may come after the commit."""
+        """Writes a batch unless an earlier attempt has written it: an error may occur after the commit."""
         try:
             database = self._connection()
             if not (self._uncertain and database.execute(_LAST_ID).fetchone()[0] >= batch[-1].last_id):
@@ -260,7 +260,7 @@ class Journal:
 
     def _connection(self) -> sqlite3.Connection:
         if self._database is None:
-            # The time of a lock is waited for in the connection; `wait_out` counts it.
+            # The connection waits for a lock; `wait_out` counts that time.
             self._database = sqlite3.connect(self._path, timeout=RETRY_S, check_same_thread=False)
             self._database.execute("PRAGMA synchronous=NORMAL")
         return self._database
@@ -271,7 +271,7 @@ class Journal:
             self._database = None
 
     def _prepare(self) -> int:
-        """Makes the file and its tables where they are missing, and returns the newest id."""
+        """Creates the file and its tables if they are missing, and returns the newest id."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             database = self._connection()
@@ -304,10 +304,10 @@ class Journal:
 
 
 def history(position: int, restores: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ids that were in force at ``position``, as spans (after, up to), the newest first.
+    """Returns the ids that were in force at ``position`` as spans (after, up to), newest first.
 
-    ``restores`` lists (id of the restore, position that it went back to), in order. Events after a restore continue
-    from the position that it went back to.
+    ``restores`` lists (id of the restore, restored position), in order. Events after a restore continue from the
+    restored position.
     """
     spans = []
     for restore_id, back_to in reversed(restores):

@@ -1,11 +1,11 @@
-"""The ledger in memory: every issued sample ends exactly once, as trained at a step or as dropped with a reason.
+"""The ledger in memory: records that each issued sample ends exactly once, trained at a step or dropped with a reason.
 
-An entry is one int32 for each sample, at ``index * group_size + number``: 0 has no end, t + 1 was trained at step t,
--(r + 1) was dropped with reason number r. Counts are computed from these entries. The closed entries at the beginning
-are counted once, so that every operation costs the same after a million samples.
+Each sample has one int32 entry at ``index * group_size + number``: 0 is open, t + 1 was trained at step t, -(r + 1) was
+dropped with reason number r. Counts are computed from these entries. The closed entries at the beginning are counted
+only once, so that every operation costs the same after a million samples.
 
-The entries are the truth for counts and checkpoints: they take four bytes for each sample, and no call to the bus reads
-the disk. The journal is a log of events for people; a run can resume from a checkpoint in a folder without its file.
+The entries, not the journal, are the source of counts and checkpoints: they take four bytes per sample, and no call to
+the bus reads the disk. The journal is a log of events for people; a run can resume from a checkpoint without its file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """Is the ledger in a snapshot.
+    """Holds the ledger's state in a snapshot.
 
     ``ends`` holds the entries as little-endian int32. ``journal_position`` is the id of the last event.
     """
@@ -39,7 +39,7 @@ class LedgerState(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Holds the entries of all issued samples, and sends each event to ``journal`` unless that is None."""
+    """Holds the entries of all issued samples, and sends each event to ``journal`` if there is a journal."""
 
     def __init__(self, *, group_size: int, journal: Journal | None) -> None:
         self._group_size = group_size
@@ -47,7 +47,7 @@ class Ledger:
         self._ends = array("i")
         self._reasons: list[str] = []
         self._reason_codes: dict[str, int] = {}
-        # Ends of a sample after its first one. They are errors; `counts` reports them as trained twice.
+        # Further ends of a sample that has ended already. They are errors; `counts` reports samples trained twice.
         self._further_ends: dict[int, list[int]] = {}
         self._settled = 0  # number of entries at the beginning that are closed and counted
         self._settled_trained = 0
@@ -68,7 +68,7 @@ class Ledger:
             self._journal.append("issued", group_uid, uids, version=min_version, reason=reason)
 
     def name_modality(self, index: int, modality: str) -> None:
-        """Names the modality of an issued group, which keeps its first name."""
+        """Sets the modality of an issued group; later calls for the same group have no effect."""
         ends = self._ends[index * self._group_size : (index + 1) * self._group_size]
         self._modalities.name(index, modality, ends, self._reasons)
 
@@ -125,8 +125,7 @@ class Ledger:
     def counts(self, open_indices: Iterable[int]) -> LedgerCounts:
         """Returns the counts over all entries.
 
-        ``open_indices`` names the groups that the bus still holds. A sample without an end that belongs to none of them
-        is lost.
+        ``open_indices`` lists the groups that the bus still holds. An open sample of any other group is lost.
         """
         self._settle()
         trained, drops = _tally(self._ends[self._settled :])
@@ -149,7 +148,7 @@ class Ledger:
         )
 
     def _settle(self) -> None:
-        """Counts the closed entries at the beginning once, and remembers how many they are."""
+        """Counts the closed entries at the beginning and stores their number, so that they are not counted again."""
         try:
             first_open = self._ends.index(0, self._settled)
         except ValueError:
@@ -172,7 +171,7 @@ class Ledger:
         )
 
     def restore(self, state: LedgerState) -> None:
-        """Goes back to ``state`` and moves later events in the journal aside.
+        """Restores ``state`` and rolls back later events in the journal.
 
         Raises ValueError if the snapshot has another group size.
         """
@@ -202,10 +201,10 @@ def _tally(entries: array[int]) -> tuple[int, Counter[int]]:
 
 
 class ModalityState(msgspec.Struct, frozen=True):
-    """Is the part of a snapshot that counts by modality.
+    """Holds the counts by modality in a snapshot.
 
-    ``codes`` has one byte for each group by its index: 0 if nobody has named its modality, else one more than the
-    modality's place in `MODALITIES`.
+    ``codes`` has one byte for each group by its index: 0 if its modality is unknown, else 1 + the modality's index in
+    `MODALITIES`.
     """
 
     codes: bytes
@@ -213,7 +212,7 @@ class ModalityState(msgspec.Struct, frozen=True):
 
 
 class ModalityEnds:
-    """Holds the modality of each group, and the samples of each modality that were issued, trained and dropped."""
+    """Holds the modality of each group, and counts each modality's issued, trained and dropped samples."""
 
     def __init__(self) -> None:
         self._codes = bytearray()
@@ -223,10 +222,10 @@ class ModalityEnds:
         self._staleness: dict[str, Counter[int]] = {}
 
     def name(self, index: int, modality: str, ends: Iterable[int], reasons: Sequence[str]) -> None:
-        """Names the modality of group ``index``; a group that has a name keeps it.
+        """Sets the modality of group ``index`` unless it is set already.
 
-        ``ends`` are the ledger's entries of its samples, because a group may have been dropped before anybody read its
-        data row. ``reasons`` are the ledger's reasons by number.
+        ``ends`` are the ledger's entries of its samples: a group may have been dropped before its data row was read.
+        ``reasons`` are the ledger's reasons by number.
         """
         assert modality in MODALITIES
         if len(self._codes) <= index:
@@ -241,7 +240,7 @@ class ModalityEnds:
                 self.drop(index, reasons[-code - 1])
 
     def train(self, index: int, staleness: Sequence[int]) -> None:
-        """Counts trained samples of a group, one for each number of ``staleness``."""
+        """Counts trained samples of a group; ``staleness`` has one number for each sample."""
         if name := self._name(index):
             self._trained[name] += len(staleness)
             self._staleness.setdefault(name, Counter()).update(staleness)
@@ -269,13 +268,13 @@ class ModalityEnds:
         }
 
     def state(self) -> ModalityState | None:
-        """Returns the part of a snapshot, or None if nobody has named a modality."""
+        """Returns the state for a snapshot, or None if no modality is known."""
         if not self._codes:
             return None
         return ModalityState(codes=bytes(self._codes), counts=self.counts())
 
     def restore(self, state: ModalityState | None) -> None:
-        """Goes back to ``state``."""
+        """Restores ``state``."""
         counts = {} if state is None else state.counts
         self._codes = bytearray() if state is None else bytearray(state.codes)
         self._issued = Counter({name: one.issued for name, one in counts.items()})

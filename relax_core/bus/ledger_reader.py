@@ -1,4 +1,4 @@
-"""Reads a run's ledger.sqlite, also while the run writes it: the events of any sample, and counts over all events."""
+"""Reads a run's ledger.sqlite, even while the run writes it: the events of each sample, and counts over all events."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from relax_core.contracts.tree import Episode
 
 TABLES = {"events", "rolled_back", "generated", "restores"}
 BUSY_S = 10.0  # a read waits this long for a writer's lock
-MOST_ROW_BYTES = 128 * 2**20  # of the rows of one query for the page
-MOST_KINDS = 20  # of events that are counted apart
-AFTER_S = 60.0  # the bus records the end of a sample so long after its step at most
-MOST_DROPS, MOST_LIVES, MOST_LIVES_EVENTS = 200_000, 1024, 500_000  # of one answer
+MOST_ROW_BYTES = 128 * 2**20  # limit of one query's rows for the dashboard page
+MOST_KINDS = 20  # limit of the event kinds that `event_counts` returns
+AFTER_S = 60.0  # longest time from the end of a step until the bus records the ends of its samples
+MOST_DROPS, MOST_LIVES, MOST_LIVES_EVENTS = 200_000, 1024, 500_000  # limits of one result
 _TIMES = {"issued": "issued_s", "put": "put_s", "leased": "leased_s", "trained": "ended_s", "dropped": "ended_s"}
-SETTLE_S = 2.0  # all ends of a group are on disk this long after the first of them
+SETTLE_S = 2.0  # all ends of a group are on disk this long after the first end
 FILTERS = ("uid", "group", "step", "reason")
 _FIELD_OF = {"uid": "uid", "group": "group_uid", "step": "step", "reason": "reason"}
 _EVENT = "id, event, uid, group_uid, step, version, reason, time"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Is one event of a sample.
+    """Holds one event of a sample.
 
     ``time`` is in Unix seconds. ``version`` of an ``issued`` event is the oldest weight version that may be used; of
-    ``put`` and ``trained`` events it is the version of the oldest trained token. ``undone`` is True if a resume went
-    back behind the event. ``made`` is the episode of a ``put`` event.
+    ``put`` and ``trained`` events it is the version of the oldest trained token. ``undone`` is True if a resume rolled
+    the event back. ``made`` is the episode of a ``put`` event.
     """
 
     event: str
@@ -59,7 +59,7 @@ class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleLife(msgspec.Struct, kw_only=True):
-    """Holds the times of a sample, in Unix seconds, None for what did not happen in the time that was looked at."""
+    """Holds the event times of a sample in Unix seconds; None if the event did not occur in the requested period."""
 
     uid: str
     group: str
@@ -72,9 +72,9 @@ class SampleLife(msgspec.Struct, kw_only=True):
 
 
 class Drops(NamedTuple):
-    """Holds the samples that events up to ``position`` drop, each by its uid and the reason.
+    """Holds the samples that were dropped by events up to ``position``, as (uid, reason).
 
-    ``restores`` counts how often a resume went back; ``anew`` is True if what was read before is void.
+    ``restores`` counts the rollbacks of resumes; ``anew`` is True if earlier results are invalid.
     """
 
     dropped: list[tuple[str, str]]
@@ -84,10 +84,11 @@ class Drops(NamedTuple):
 
 
 class FileCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of samples, computed from the events in the file alone.
+    """Counts of samples, computed only from the events in the file.
 
-    ``open`` counts the open samples by their last event. ``lost`` lists the samples without an end although another
-    sample of their group has one (groups end as a whole), or although the run is over. ``trained_twice`` lists uids.
+    ``open`` counts the open samples by their last event. ``lost`` lists the open samples of groups in which another
+    sample has ended (groups end as a whole); after the end of the run it lists all open samples. ``trained_twice``
+    lists uids.
     """
 
     issued: int
@@ -99,9 +100,9 @@ class FileCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineShare(msgspec.Struct, kw_only=True):
-    """Says how many samples have a response that an engine has finished, and how many tokens these responses have.
+    """Counts the samples with a response that an engine finished, and the tokens of these responses.
 
-    A response that another engine had begun counts as a whole.
+    A response that another engine started counts in full for the engine that finished it.
     """
 
     samples: int = 0
@@ -109,11 +110,11 @@ class EngineShare(msgspec.Struct, kw_only=True):
 
 
 class LedgerFile:
-    """Reads a ledger file as a context manager; it never writes.
+    """Reads a ledger file, as a context manager, and never writes to it.
 
-    All reads together may take ``seconds``, and the rows of each ``most_bytes`` of memory; for None there is no limit.
-    A read waits for a writer's lock for ``busy_s``. Raises what `foreign_database` raises; the methods raise
-    sqlite3.Error for a damaged file or the end of the time, and ValueError for too many rows.
+    All reads together may take ``seconds``, and the rows of each read ``most_bytes`` of memory; None means no limit.
+    A read waits for a writer's lock for ``busy_s``. Raises as `foreign_database` does. The methods raise sqlite3.Error
+    for a damaged file or when the time is over, and ValueError for too many rows.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class LedgerFile:
         self.close()
 
     def samples(self, filters: Mapping[str, str | int]) -> list[SampleHistory]:
-        """Returns the samples for which one event fits all of ``filters``, in order of issue.
+        """Returns the samples that have an event which matches all ``filters``, in order of issue.
 
-        The keys of ``filters`` are those of `FILTERS`; without a filter, all samples are returned. ``step`` and
-        ``reason`` compare with events in force, ``uid`` and ``group`` also with events that a resume has undone.
+        The keys of ``filters`` are in `FILTERS`; without a filter, all samples are returned. ``step`` and ``reason``
+        match only events in force, ``uid`` and ``group`` also events that a resume has undone.
         """
         where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters) or "TRUE"
         values = tuple(filters.values())
@@ -196,7 +197,7 @@ class LedgerFile:
     def counts(self, *, run_over: bool) -> FileCounts:
         """Counts all samples in one pass over the events.
 
-        ``run_over`` says that every step is done, so no sample may be open.
+        ``run_over`` means that all steps are done, so no sample may be open.
         """
         samples: dict[str, str] = {}  # uid → last event
         trained: Counter[str] = Counter()
@@ -225,7 +226,7 @@ class LedgerFile:
         )
 
     def engine_shares(self) -> dict[str, EngineShare]:
-        """Returns the share of each engine in all groups that were put on the bus, those that were undone included."""
+        """Returns each engine's share of all groups that were put on the bus, including undone groups."""
         shares: defaultdict[str, EngineShare] = defaultdict(EngineShare)
         for (episodes,) in self._rows("SELECT episodes FROM generated"):
             for one in decode_episodes(episodes):
@@ -239,11 +240,11 @@ class LedgerFile:
         return self._rows("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
 
     def event_counts(self) -> dict[str, int]:
-        """Returns the number of events in force by kind, of `MOST_KINDS` kinds at most."""
+        """Returns the number of events in force by kind, for at most `MOST_KINDS` kinds."""
         return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MOST_KINDS,)))
 
     def drops(self, *, after: int, restores: int) -> Drops:
-        """Returns what is dropped behind event ``after``, or from the first event on if ``restores`` has changed."""
+        """Returns the drops after event ``after``, or all drops if ``restores`` has changed."""
         now = self._database.execute("SELECT COUNT(*) FROM restores").fetchone()[0]
         after = after if now == restores else 0
         last = self._database.execute("SELECT IFNULL(MAX(id), 0) FROM events").fetchone()[0]
@@ -252,10 +253,10 @@ class LedgerFile:
         return Drops([(uid, reason) for uid, reason in self._rows(query, (after, last))], last, now, after == 0)
 
     def lives(self, *, step: int, from_s: float, to_s: float) -> list[SampleLife]:
-        """Returns the samples that ended at a train step, in the order in which they were issued.
+        """Returns the samples that ended at a train step, in order of issue.
 
-        ``from_s`` is a time before their prompts were issued, and ``to_s`` the end of the step. Only events in force
-        are read.
+        ``from_s`` is a time before their prompts were issued, and ``to_s`` is the end of the step. Reads only events in
+        force.
         """
         low, high = self._first_at(from_s), self._first_at(to_s + AFTER_S)
         rows = list(
@@ -279,7 +280,7 @@ class LedgerFile:
         return ordered[:MOST_LIVES]
 
     def _first_at(self, time_s: float) -> int:
-        """Returns the id of the first event at or after a time; events are in order of time, but for some ms."""
+        """Returns the id of the first event at or after a time; events are in order of time up to a few ms."""
         query = "SELECT IFNULL(MIN(id), 0), IFNULL(MAX(id), 0) + 1 FROM events"
         low, high = self._database.execute(query).fetchone()
         query = "SELECT id, time FROM events WHERE id >= ? ORDER BY id LIMIT 1"
@@ -293,19 +294,19 @@ class LedgerFile:
         return int(low)
 
     def last_uid(self) -> str | None:
-        """Returns the uid that was issued last; None for an empty ledger."""
+        """Returns the uid of the last issued sample; None for an empty ledger."""
         row = self._database.execute(
             "SELECT uid FROM events WHERE event = 'issued' ORDER BY group_uid DESC, id DESC LIMIT 1"
         ).fetchone()
         return row[0] if row else None
 
     def steps(self) -> tuple[int, int] | None:
-        """Returns the first and the last train step that events name; None if no event names one."""
+        """Returns the first and the last train step of all events; None if no event has a step."""
         first, last = self._database.execute("SELECT MIN(step), MAX(step) FROM events").fetchone()
         return None if first is None else (first, last)
 
     def reasons(self) -> dict[str, int]:
-        """Returns every reason that events give, with the number of events."""
+        """Returns reason → number of events with this reason."""
         return dict(self._rows("SELECT reason, COUNT(*) FROM events WHERE reason != '' GROUP BY reason"))
 
 
@@ -315,12 +316,12 @@ def _issue_order(uid: str) -> tuple[str, int]:
     return group, int(number)
 
 
-BESIDE = ("-wal", "-shm", "-journal")  # endings of the files that SQLite opens beside a database
-HEAP_BYTES = 256 * 2**20  # of SQLite in this process
-VALUE_BYTES = 16 * 2**20  # of one value
-ROW_BYTES = 250  # about what a row of a few short values takes
-CHECK_OPCODES = 1000  # operations of SQLite between two looks at the clock
-MOST_SCHEMA = 100_000  # bytes of the statement that made a table
+BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to a database
+HEAP_BYTES = 256 * 2**20  # limit of SQLite's memory in this process
+VALUE_BYTES = 16 * 2**20  # limit of one value
+ROW_BYTES = 250  # estimated memory of a row of a few short values
+CHECK_OPCODES = 1000  # SQLite operations between two checks of the deadline
+MOST_SCHEMA = 100_000  # limit of an SQL statement in bytes, including a table's CREATE statement
 _FUNCTIONS = {"count", "min", "max", "ifnull"}
 _LIMITS: Mapping[int, int] = {
     sqlite3.SQLITE_LIMIT_LENGTH: VALUE_BYTES,
@@ -335,18 +336,19 @@ _LIMITS: Mapping[int, int] = {
 
 
 class ForeignDatabase(sqlite3.Connection):
-    """Is a connection for reading alone; `foreign_database` makes it."""
+    """A read-only connection; `foreign_database` makes it."""
 
 
 def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: float | None) -> ForeignDatabase:
-    """Opens a database for reading these ``tables``, as immutable if no process has it open.
+    """Opens an untrusted database to read these ``tables``, as immutable if no process has it open.
 
-    All reads together may take ``seconds``, and SQLite `HEAP_BYTES`; for None there is no limit. ``busy_s`` is how long
-    a read waits for a writer's lock. Raises FileNotFoundError without the file, ValueError if it or a file of SQLite
-    beside it is no plain file, or if a name is no plain table of plain columns, and sqlite3.Error for a damaged file.
+    All reads together may take ``seconds``, and SQLite may use `HEAP_BYTES`; None for ``seconds`` means no limits. A
+    read waits for a writer's lock for ``busy_s``. Raises FileNotFoundError for a missing file, ValueError if the file
+    or one of SQLite's files next to it is no plain file or if a name is no plain table of plain columns, and
+    sqlite3.Error for a damaged file.
     """
     check_plain(path)
-    # Without a write-ahead log no process has the file open. Opened as immutable, it needs no lock file.
+    # Without a write-ahead log, no process has the file open. An immutable database needs no lock file.
     immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     deadline = None if seconds is None else time.monotonic() + seconds
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -358,7 +360,7 @@ def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: fl
             database.set_progress_handler(lambda: time.monotonic() > deadline, CHECK_OPCODES)
         for setting in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON", "mmap_size=0"):
             database.execute(f"PRAGMA {setting}")
-        if seconds is not None:  # it holds for every database of the process
+        if seconds is not None:  # the heap limit holds for every database of the process
             database.execute(f"PRAGMA hard_heap_limit={HEAP_BYTES}")
         for table in sorted(tables):
             _check_table(database, path.name, table)
@@ -375,12 +377,12 @@ def bounded_rows(cursor: sqlite3.Cursor, *, most_bytes: int | None) -> Iterator[
     for row in cursor:
         taken += ROW_BYTES + sum(len(value) for value in row if isinstance(value, str | bytes))
         if most_bytes is not None and taken > most_bytes:
-            raise ValueError(f"the rows take more than {most_bytes} bytes; ask for fewer of them")
+            raise ValueError(f"the rows take more than {most_bytes} bytes; request fewer rows")
         yield row
 
 
 def check_plain(path: Path) -> None:
-    """Raises ValueError if a database or a file of SQLite beside it is no plain file, and FileNotFoundError."""
+    """Raises ValueError if a database or one of SQLite's files next to it is no plain file, and FileNotFoundError."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -415,7 +417,7 @@ def _check_table(database: sqlite3.Connection, file: str, table: str) -> None:
 
 def _authorizer(tables: Set[str]) -> Any:
     def allowed(action: int, first: str | None, second: str | None, _: str | None, inside: str | None) -> int:
-        if inside is not None and inside not in ("matching",):  # a view or trigger of the file; ours is a WITH
+        if inside is not None and inside not in ("matching",):  # deny the file's views and triggers; ours is a WITH
             return sqlite3.SQLITE_DENY
         if action == sqlite3.SQLITE_SELECT:
             return sqlite3.SQLITE_OK

@@ -1,9 +1,9 @@
-"""The files of media items: checks, copies and removes them, in the order in which the bus process asks for it.
+"""Stores the files of media items: checks, copies and removes them, on one node or several, for the bus process.
 
-The bus process moves no bytes of an item: a rollout worker writes the file, and readers map it. On several nodes, each
-has a folder of its own in shared memory. A rollout worker writes an item's file on its own node. When a process on
-another node needs the item, a process beside the bus on that node reads it as an object of Ray's store and writes a
-file of the same name there. So engines, trainers and rewards map files, wherever they run.
+The bus process moves no bytes of an item: a rollout worker writes the file, and readers map it. With several nodes,
+each node has its own folder in shared memory. A rollout worker writes an item's file on its own node. When a process on
+another node needs the item, the actor `NodeMedia` of that node fetches it through Ray's object store and writes a file
+of the same name. So engines, trainers and rewards map files on every node.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from relax_core.contracts.media import MediaGone
 from relax_core.contracts.media_file import node_folder
 
 REMOVAL_CHECK_S = 1.0
-SWEEP_S = 30.0  # interval of the search for files that nobody named
-UNNAMED_S = 120.0  # a file whose writer died before it held the item is removed this long after it was written
+SWEEP_S = 30.0  # interval of the search for files without references
+UNNAMED_S = 120.0  # age at which a file is removed if its writer died before it held the item
 
 
 class MediaFolder(Protocol):
-    """Is a folder with the files of items; each method awaits work outside of the bus's event loop."""
+    """Declares a folder with the files of items; each method awaits work outside the bus's event loop."""
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
         """Returns the digests that have no file."""
@@ -45,7 +45,7 @@ class MediaFolder(Protocol):
 
 
 class LocalFolder:
-    """Is a folder that this process can read, used in threads. It implements `MediaFolder`."""
+    """Implements `MediaFolder` for a folder that this process can read; file operations run in threads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,10 +64,10 @@ class LocalFolder:
 
 
 class MediaFiles:
-    """Checks and removes the files of a folder, without making the bus's event loop wait for them.
+    """Checks and removes the files of a folder without blocking the bus's event loop.
 
-    A digest is removed and checked in one order: `missing` waits until the file is gone if its removal has begun, so
-    that a worker never relies on a file that is about to be removed.
+    Removals and checks of a digest are ordered: `missing` waits until the file is gone if its removal has begun, so a
+    worker never relies on a file that is about to be removed.
     """
 
     def __init__(self, folder: MediaFolder) -> None:
@@ -78,13 +78,13 @@ class MediaFiles:
         self._sweep: asyncio.Task[None] | None = None
 
     def remove(self, digests: Iterable[str]) -> None:
-        """Begins to remove the files of items."""
+        """Starts to remove the files of items."""
         self._waiting |= dict.fromkeys(digests)
         if self._removal is None or self._removal.done():
             self._removal = asyncio.get_running_loop().create_task(self._remove())
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Returns the digests that have no file. Files that were still to be removed stay."""
+        """Returns the digests that have no file. Cancels pending removals of these digests."""
         for digest in digests:
             self._waiting.pop(digest, None)
         while self._removal is not None and not self._removing.isdisjoint(digests):
@@ -92,7 +92,7 @@ class MediaFiles:
         return await self._folder.missing(digests)
 
     def keep_sweeping(self, named: Container[str]) -> None:
-        """Removes files that nobody named from time to time: those of workers that died before they held the items."""
+        """Starts to remove files without references periodically: their workers died before they held the items."""
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().create_task(self._sweep_unnamed(named))
 
@@ -108,7 +108,7 @@ class MediaFiles:
             await self.sweep(named)
 
     async def sweep(self, named: Container[str]) -> None:
-        """Removes the files that nobody named within `UNNAMED_S` seconds after they were written."""
+        """Removes the files that are older than `UNNAMED_S` seconds and have no references."""
         old = await self._folder.older_than(UNNAMED_S)
         if unnamed := [name for name in old if name not in named]:
             self.remove(unnamed)
@@ -138,14 +138,14 @@ def old_files(folder: Path, seconds: float) -> list[str]:
 
 
 START_S = 60.0  # a process on another node answers within this time
-FILE_CALLS, COPIES = 4, 4  # concurrent calls of a node's process; copies wait for other nodes, which wait for no copy
+FILE_CALLS, COPIES = 4, 4  # concurrent calls of a node's process; copies have their own slots, so reads never wait
 
-# The shell outlives the process that keeps the folder, and its own process group, however that process ends.
+# The shell outlives the process that holds the folder, and that process's group, however the process ends.
 _REMOVE_AT_END = 'exec 3<&0; (trap "" TERM HUP INT; cat <&3 >/dev/null; rm -rf -- "$1") &'
 
 
 class NodeMedia:
-    """Keeps the folder of the node on which it runs, and removes it at its own end. It is a Ray actor."""
+    """Owns the media folder of its node as a Ray actor; the folder is removed when the actor ends."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -173,7 +173,7 @@ class NodeMedia:
 
     @ray.method(concurrency_group="copies")
     def copy(self, digests: list[str], source: Any, timeout_s: float) -> list[str]:
-        """Copies items of the node of ``source``, and returns the digests that are not there.
+        """Copies items from the node of ``source``, and returns the digests that are missing there.
 
         This process owns the objects of Ray's store, which are freed as soon as their files are written. Raises
         GetTimeoutError after ``timeout_s`` seconds.
@@ -190,7 +190,7 @@ class NodeMedia:
 
 
 class NodeFolder:
-    """Is the folder of another process's node. It implements `MediaFolder`."""
+    """Implements `MediaFolder` for the folder of another node, through that node's `NodeMedia` actor."""
 
     def __init__(self, node_id: str, folder: Path) -> None:
         on_its_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -207,7 +207,7 @@ class NodeFolder:
         return list(await self.answer(self.process.missing.remote(list(digests)), START_S))
 
     async def unlink(self, names: Iterable[str]) -> None:
-        """Removes files. A process that has exited has removed all of them."""
+        """Removes files. If the node's process has exited, all its files are removed already."""
         with suppress(BusLost, BusTimeout):
             await self.answer(self.process.unlink.remote(list(names)), START_S)
 
@@ -219,7 +219,7 @@ class NodeFolder:
             return []
 
     async def answer(self, reference: Any, timeout_s: float) -> Any:
-        """Returns the answer of the node's process. Raises `BusLost` if it has exited, `BusTimeout` if it is late."""
+        """Returns the reply of the node's process. Raises `BusLost` if it has exited, `BusTimeout` if it is late."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await reference
@@ -234,14 +234,14 @@ class NodeFolder:
                 f"{str(error).splitlines()[0]}"
             ) from error
         except RayError as error:
-            raise BusLost(f"media items did not come to node {self._node_id}: {str(error).splitlines()[-1]}") from error
+            raise BusLost(f"media items did not reach node {self._node_id}: {str(error).splitlines()[-1]}") from error
 
 
 class MediaNodes:
-    """Knows on which nodes the files of items are, brings them to other nodes and removes them everywhere.
+    """Tracks the nodes that have the files of items, copies files to other nodes and removes them on all nodes.
 
-    ``folder`` is the run's; each node has its own beside it (`node_folder`). ``named`` has the items that somebody
-    names. All methods belong to the bus's event loop.
+    ``folder`` is the run's media folder; each node's folder is next to it (`node_folder`). ``named`` contains the items
+    with references. All methods must be called in the bus's event loop.
     """
 
     def __init__(self, folder: Path, named: Container[str]) -> None:
@@ -249,14 +249,14 @@ class MediaNodes:
         self._named = named
         self._nodes: dict[str, tuple[NodeFolder, MediaFiles]] = {}
         self._places: dict[str, dict[str, None]] = {}  # digest → the nodes that have its file, the writer's first
-        self._copying: dict[tuple[str, str], asyncio.Task[None]] = {}  # (digest, node) → the copy that is under way
+        self._copying: dict[tuple[str, str], asyncio.Task[None]] = {}  # (digest, node) → the copy in progress
 
     async def open(self, node_id: str) -> None:
-        """Waits until a node has its folder. Raises `BusLost` or `BusTimeout` if it gets none."""
+        """Waits until a node has its folder. Raises `BusLost` or `BusTimeout` on failure."""
         await self._files(node_id).missing([])
 
     async def missing(self, digests: Sequence[str], *, node_id: str) -> list[str]:
-        """Returns the digests that have no file on a node, whose rollout worker has written the others."""
+        """Returns the digests without a file on a node, and records that the node has the other files."""
         missing = await self._files(node_id).missing(digests)
         self._record([digest for digest in digests if digest not in missing], node_id)
         return missing
@@ -264,7 +264,8 @@ class MediaNodes:
     async def bring(self, digests: Sequence[str], *, node_id: str, timeout_s: float) -> None:
         """Waits until a node has the files of items, each of which is copied once.
 
-        Raises `MediaGone` for an item that nobody names or that no node has, `BusTimeout` after ``timeout_s`` seconds.
+        Raises `MediaGone` for an item without references or without a file on any node, and `BusTimeout` after
+        ``timeout_s`` seconds.
         """
         while True:
             for digest in digests:
@@ -274,7 +275,7 @@ class MediaNodes:
             if not lacking:
                 return
             others = {self._copying[digest, node_id] for digest in lacking if (digest, node_id) in self._copying}
-            if others:  # what another call failed to copy is copied by this one
+            if others:  # this call then copies the items that the other calls failed to copy
                 await asyncio.wait(others, timeout=timeout_s)
                 continue
             task = asyncio.get_running_loop().create_task(self._copy(lacking, node_id, timeout_s=timeout_s))
@@ -282,7 +283,7 @@ class MediaNodes:
             await task
 
     def remove(self, digests: Iterable[str]) -> None:
-        """Begins to remove the files of items on all nodes."""
+        """Starts to remove the files of items on all nodes."""
         of_nodes: dict[str, list[str]] = {}
         for digest in digests:
             for node_id in self._places.pop(digest, ()):
@@ -291,7 +292,7 @@ class MediaNodes:
             self._files(node_id).remove(own)
 
     def _files(self, node_id: str) -> MediaFiles:
-        """Returns the files of a node, whose process is started by the first call."""
+        """Returns the files of a node; the first call starts the node's process."""
         if node_id not in self._nodes:
             folder = NodeFolder(node_id, self._folder)
             self._nodes[node_id] = folder, MediaFiles(folder)
@@ -299,20 +300,20 @@ class MediaNodes:
         return self._nodes[node_id][1]
 
     def _record(self, digests: Sequence[str], node_id: str) -> None:
-        """Records that a node has the files of items; those that nobody names any more are removed there."""
+        """Records that a node has the files of items, and removes the files of items without references."""
         for digest in digests:
             self._places.setdefault(digest, {})[node_id] = None
         self.remove([digest for digest in digests if digest not in self._named])
 
     async def _copy(self, digests: Sequence[str], node_id: str, *, timeout_s: float) -> None:
         try:
-            # A file here that is still to be removed stays, or is gone when this call returns.
+            # A file with a pending removal here either stays, or is gone when this call returns.
             absent = await self._files(node_id).missing(digests)
             self._record([digest for digest in digests if digest not in absent], node_id)
             of_sources: dict[str, list[str]] = {}
             for digest in absent:
                 if not (places := self._places.get(digest)):
-                    raise MediaGone(f"media {digest}: no node has it any more.")
+                    raise MediaGone(f"media {digest}: no node has it.")
                 of_sources.setdefault(next(iter(places)), []).append(digest)
             target = self._nodes[node_id][0]
             for source, own in of_sources.items():
@@ -320,17 +321,17 @@ class MediaNodes:
                 gone = await target.answer(copy, timeout_s)
                 self._record([digest for digest in own if digest not in gone], node_id)
                 if gone:
-                    raise MediaGone(f"media {gone[0]}: node {source} has it no more.")
+                    raise MediaGone(f"media {gone[0]}: node {source} no longer has it.")
         finally:
             for digest in digests:
                 del self._copying[digest, node_id]
 
 
 def _remove_at_end(folder: Path) -> Any:
-    """Returns a pipe: when its last writer, this process, has exited, a process of its own removes the folder."""
+    """Returns a pipe; a separate process removes the folder when the pipe's only writer, this process, exits."""
     command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(folder)]
     shell = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    shell.wait(timeout=START_S)  # its background process stays
+    shell.wait(timeout=START_S)  # the background process stays
     return shell.stdin

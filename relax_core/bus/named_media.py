@@ -1,7 +1,7 @@
-"""Records who names which media item, so that its tensors live exactly as long as somebody names it.
+"""Counts references to media items, so that an item's tensors are stored exactly as long as it has a reference.
 
-A rollout worker names the items that it holds, a complete group those of its tree, and a lease those of its groups: a
-group may end as stale while another task still computes with it.
+A reference is called a name. A rollout worker names the items that it holds, a complete group the items of its tree,
+and a lease the items of its groups: a group may end as stale while another task still computes with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Name = tuple[Kind, int | str]
 
 
 class NamedMedia:
-    """Holds the items that are named. It knows digests and sizes, and no tensors."""
+    """Holds the digests and sizes of the named items, and no tensors."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -22,7 +22,7 @@ class NamedMedia:
         self._items: dict[Name, dict[str, None]] = {}  # the reverse; a dict keeps the order of the items
         self._sizes: dict[str, int] = {}
         self._unnamed: dict[str, None] = {}
-        self._lost: dict[Name, set[str]] = {}  # the groups for which the items of an earlier worker stay
+        self._lost: dict[Name, set[str]] = {}  # lost worker → groups in flight until whose end its items stay
 
     def __len__(self) -> int:
         return len(self._names)
@@ -31,7 +31,7 @@ class NamedMedia:
         return digest in self._names
 
     def take_unnamed(self) -> list[str]:
-        """Returns the items that nobody names any more, each once; the caller removes their tensors."""
+        """Returns the items that lost their last name, each once; the caller removes their tensors."""
         if not self._unnamed:
             return []
         taken, self._unnamed = list(self._unnamed), {}
@@ -43,11 +43,11 @@ class NamedMedia:
         self._name(("worker", worker), items)
 
     def let_go(self, worker: int, digests: Iterable[str]) -> None:
-        """Ends the worker's names of these items."""
+        """Removes the worker's names from these items."""
         self._forget(("worker", worker), digests)
 
     def lose_worker(self, worker: int, *, until_ended: Iterable[str]) -> None:
-        """Ends all holds of a lost worker once none of these groups is in flight any more."""
+        """Removes all names of a lost worker, as soon as none of these groups is in flight any more."""
         held: Name = ("worker", worker)
         earlier: Name = ("earlier worker", worker)
         waits_for = set(until_ended)
@@ -60,12 +60,12 @@ class NamedMedia:
 
     # -- groups and leases ------------------------------------------------------------------------------------------
     def enter_group(self, uid: str, items: Mapping[str, int]) -> None:
-        """Names the items of a group that is complete now."""
+        """Names the items of a group that is now complete."""
         self._name(("group", uid), items)
         self._leave_flight(uid)
 
     def end_group(self, uid: str) -> None:
-        """Ends the names of a group."""
+        """Removes the names of a group."""
         self._forget_all(("group", uid))
         self._leave_flight(uid)
 
@@ -76,11 +76,11 @@ class NamedMedia:
             self._name(("lease", lease_id), {digest: self._sizes[digest] for digest in items})
 
     def end_lease(self, lease_id: int) -> None:
-        """Ends the names of a lease."""
+        """Removes the names of a lease."""
         self._forget_all(("lease", lease_id))
 
     def end_groups_and_leases(self) -> None:
-        """Ends the names of all groups and leases, and of earlier workers. Holds of workers stay."""
+        """Removes the names of all groups, leases and lost workers. Names of live workers stay."""
         self._lost.clear()
         for name in [name for name in self._items if name[0] != "worker"]:
             self._forget_all(name)

@@ -1,7 +1,7 @@
-"""`RayBus`: the client of the bus process for any process of the run. See `relax_core.contracts.bus.Bus`.
+"""The client of the bus process, `RayBus`, for every process of the run. It implements `relax_core.contracts.bus.Bus`.
 
-Messages are msgpack bodies, with large payloads beside them in blocks. A block is a list of uint8 arrays of one column.
-Ray transfers it out of band and reads it without a copy. Small payloads stay in the body.
+A message is a msgpack body plus blocks with the large payloads. A block is a list of uint8 arrays of one column. Ray
+transfers it out of band and reads it without a copy. Small payloads stay in the body.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased gro
 Block = list[np.ndarray]
 BlockLocation = tuple[int, int]  # (number of the block, position in it)
 BlockLocations = dict[str, BlockLocation]  # by column
-# Groups travel with their small payloads; beside each group are the locations of its large ones.
+# Each group is sent with its small payloads and the locations of its large payloads.
 PutMessage = list[tuple[Group, BlockLocations]]
 WriteMessage = dict[str, tuple[dict[str, bytes], BlockLocations]]  # by group_uid
 LeaseMessage = tuple[Lease, list[BlockLocations]]
 
-# The client raises these errors with the type that they have in the bus process.
+# The client raises these errors with the same type as in the bus process.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (BusTimeout, BusClosed, BusLost, LeaseLost, MediaGone, LedgerUnwritable, ValueError)
@@ -57,7 +57,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """Is the answer to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
+    """Holds the reply to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
 
     error: str
     text: str
@@ -73,7 +73,7 @@ class BlockPacker:
         self.blocks: list[Block] = []
 
     def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], BlockLocations]:
-        """Returns (payloads for the body, locations of the others in `blocks`)."""
+        """Returns (small payloads for the body, locations of the large payloads in `blocks`)."""
         small: dict[str, bytes] = {}
         large: BlockLocations = {}
         for column, payload in columns.items():
@@ -94,7 +94,7 @@ class BlockPacker:
 
 
 def join(columns: dict[str, bytes], large: BlockLocations, blocks: Iterable[Block]) -> dict[str, bytes]:
-    """Returns the columns of a leased group; large ones are read-only memoryviews of the object store, not copies."""
+    """Returns the columns of a leased group; large payloads are read-only memoryviews of the object store."""
     blocks = list(blocks)
     views = {column: cast(bytes, blocks[number][position].data) for column, (number, position) in large.items()}
     return columns | views
@@ -119,7 +119,7 @@ _lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
 
 
 class RayBus:
-    """Is a handle on the bus process. It can be pickled for Ray actors, and any thread may use it.
+    """A handle to the bus process, which can be pickled for Ray actors and used by any thread.
 
     `relax_core.contracts.bus.Bus` describes the methods. The bus process ends with the process that created it, or by
     `terminate`.
@@ -265,7 +265,7 @@ class RayBus:
         return describe(self._actor, timeout_s=timeout_s)[0]
 
     def terminate(self) -> None:
-        """Ends the bus process. Call `close` before, which brings the ledger to disk."""
+        """Ends the bus process. Call `close` first, which writes the ledger to disk."""
         ray.kill(self._actor)
 
     # -- transport ----------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class RayBus:
 
 
 async def _values(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Returns the values of object refs; errors are those of `get`."""
+    """Returns the values of object refs. Raises as `get` does."""
     try:
         async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
             return await asyncio.gather(*references)
@@ -310,7 +310,7 @@ def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
 def get(references: Any, *, timeout_s: float, what: str) -> Any:
     """Returns the values of object refs.
 
-    Raises `BusTimeout` if they do not come, `BusLost` if the bus process has exited.
+    Raises `BusTimeout` if they do not arrive in time, `BusLost` if the bus process has exited.
     """
     try:
         return ray.get(references, timeout=timeout_s + ANSWER_GRACE_S)
@@ -331,7 +331,7 @@ def _lost(what: str, error: Exception) -> BusLost:
 
 
 def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
-    """Returns (the value, the object refs of its blocks), or raises the error that the answer carries."""
+    """Returns (the value, the object refs of its blocks), or raises the error in the reply."""
     body, *refs = answer if isinstance(answer, tuple) else (answer,)
     reply = _reply_decoder.decode(body)
     if reply.error:
@@ -343,7 +343,7 @@ def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
 
 
-TRACED_CALLS = (  # a `wait_progress` is idle time and not a wait
+TRACED_CALLS = (  # `wait_progress` is idle time, not a wait
     *("admit", "put", "drop", "hold", "name_modalities"),
     *("lease", "read", "write", "ack", "release", "snapshot"),
 )
@@ -371,14 +371,14 @@ class _TracedBus:
         return call
 
 
-# -- Calls for threads without an event loop: the thread waits until it has the answer ---------------------------------
+# -- Calls for threads without an event loop: the thread blocks until the call returns ---------------------------------
 class _ThreadLoop:
-    """Holds the event loop of one thread; it is closed when the thread ends, and the main thread's with the process."""
+    """Holds the event loop of one thread; it closes when the thread ends, and the main thread's with the process."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         closing = weakref.finalize(self, self.runner.close)
-        # At the end of the process another thread may still be in a call, and no other thread may close its loop.
+        # When the process ends, other threads may still be in calls, and only a thread itself may close its loop.
         closing.atexit = threading.current_thread() is threading.main_thread()
 
 

@@ -1,4 +1,4 @@
-"""The replay buffer: the bus as a synchronous state machine without Ray, asyncio and waiting.
+"""The replay buffer: the state machine of the bus, synchronous and without Ray, asyncio and waiting.
 
 A method that cannot proceed yet returns an empty list or None. The backend calls it again after the next change. Each
 check of a call raises ValueError with the key, the value and the fix.
@@ -57,9 +57,9 @@ class BusCore:
 
     # -- calls of the rollout --------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
-        """Admits up to ``max_groups`` groups of a rollout worker; the list of admissions may be empty.
+        """Admits up to ``max_groups`` groups for a rollout worker; the list of admissions may be empty.
 
-        The staleness window limits the groups, and each of several workers has a limit of its own.
+        The staleness window limits the groups. If there are several workers, each has its own limit, too.
         """
         self._require_running()
         check_admit(max_groups)
@@ -83,7 +83,7 @@ class BusCore:
         return admission
 
     def name_modalities(self, modalities: Mapping[int, str]) -> None:
-        """Says which modality the prompts of these groups have, by index; a group keeps its first name."""
+        """Sets the modality of these groups' prompts, by group index; a group keeps the first modality that it gets."""
         for index, modality in modalities.items():
             check_issued(group_uid(index), index, issued=self._cursor.next_index)
             self.ledger.name_modality(index, modality)
@@ -93,7 +93,7 @@ class BusCore:
     def reclaim(self, *, worker: int = 0) -> list[Admission]:
         """Returns the worker's admissions whose groups are not complete, in order of issue.
 
-        Each has one attempt more.
+        The attempt of each is increased by 1.
         """
         self._require_running()
         reclaimed = []
@@ -110,7 +110,7 @@ class BusCore:
         return reclaimed
 
     def accepts(self, uid: str) -> bool:
-        """Returns whether `put` would enter this group: it was admitted, is not complete and has not ended."""
+        """Returns whether `put` would accept this group: it was admitted, is not complete and has not ended."""
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
@@ -126,7 +126,7 @@ class BusCore:
                     check_media(given, self.media)
 
     def put(self, groups: Sequence[Group]) -> None:
-        """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
+        """Adds complete groups: all, or none if one is refused. A group without kept samples ends at once."""
         self._require_open()
         self.check_groups(groups)
         for given in groups:
@@ -153,7 +153,7 @@ class BusCore:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
     def version_change(self, since_version: int, *, worker: int = 0) -> VersionChange | None:
-        """Returns the new version and the worker's groups that ended with it; None before the version changes."""
+        """Returns the new version and the worker's groups that ended with it; None if the version has not changed."""
         self._require_running()
         if self.version == since_version:
             return None
@@ -166,7 +166,7 @@ class BusCore:
         self.media.hold(worker, items)
 
     def let_go(self, digests: Sequence[str], *, worker: int = 0) -> None:
-        """Ends the hold of a rollout worker on media items."""
+        """Removes a rollout worker's names from media items."""
         self._require_open()
         self.media.let_go(worker, digests)
 
@@ -200,7 +200,7 @@ class BusCore:
         return Lease(lease_id=lease.lease_id, task=lease.task, rows=leased)
 
     def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:
-        """Returns these groups of a lease with these columns. The lease stays as it is."""
+        """Returns these groups of a lease with these columns. The lease stays valid."""
         self._require_running()
         self.expire()
         lease = self.leases.held(lease_id)
@@ -247,7 +247,7 @@ class BusCore:
                 self._drop_if_stale(group)
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Gives groups back unused. Skips leases that have ended already."""
+        """Returns groups to the buffer untrained. Skips leases that have ended already."""
         self._require_open()
         for lease_id in lease_ids:
             if lease_id in self.leases:
@@ -260,7 +260,7 @@ class BusCore:
             self._end_lease(lease, reason="revoked")
 
     def expire(self) -> None:
-        """Takes back the groups of every lease whose time is over. Does nothing on a closed bus."""
+        """Ends every expired lease and returns its groups to the buffer. Does nothing on a closed bus."""
         if self.closed_because is not None:
             return
         for lease in self.leases.overdue():
@@ -299,7 +299,7 @@ class BusCore:
         return msgspec.msgpack.encode(self._cursor.state(self))
 
     def restore(self, snapshot: bytes) -> None:
-        """Goes back to a snapshot. The snapshot's open groups are admitted again, before any new group."""
+        """Restores a snapshot. The snapshot's open groups are admitted again before any new group."""
         self._require_open()
         state = msgspec.msgpack.decode(snapshot, type=Snapshot)
         self.ledger.restore(state.ledger)
@@ -337,7 +337,7 @@ class BusCore:
         self._forget(group.admission.group_uid)
 
     def _drop_if_surplus(self, group: OpenGroup) -> bool:
-        """Ends a group that no train step needs any more, and returns whether it did."""
+        """Ends a group if no train step needs it any more, and returns whether it ended the group."""
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
         if group.complete is None:
@@ -348,7 +348,7 @@ class BusCore:
         return True
 
     def _drop_if_stale(self, group: OpenGroup) -> None:
-        """Ends a waiting group that left the window: it can never be trained, and its slot is free at once."""
+        """Ends a waiting group that has left the window: it can never be trained, and its slot becomes free."""
         if is_stale(group, self.settings, version=self.version):
             assert group.complete is not None
             self._end_as_dropped(group, dict.fromkeys(group.complete.uids, STALE) | group.complete.dropped)
@@ -405,13 +405,13 @@ def run_progress(core: BusCore, *, admitted: int, staleness: Mapping[int, int], 
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """Is an admitted group that has no end yet.
+    """Holds an admitted group that has not ended.
 
-    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
-    admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
-    ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts how often the actor leased it.
-    ``newest_version`` is the version of its newest token, if its columns contain the episodes. ``modality`` is that of
-    its prompt, empty in a run on text and before the prompt's data row is read.
+    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker that got the
+    admission. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
+    ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts the actor's leases of the group.
+    ``newest_version`` is the version of its newest token, if its columns contain the episodes. ``modality`` is the
+    prompt's modality, empty in a run on text and before the prompt's data row is read.
     """
 
     admission: Admission
@@ -428,16 +428,16 @@ class OpenGroup:
 
     @property
     def in_flight(self) -> bool:
-        """Is True until the rollout puts the complete group."""
+        """Returns whether the rollout has not put the complete group yet."""
         return self.complete is None
 
     def ready_from(self, version: int) -> int:
-        """Returns the weight version from which on the group can be trained; ``version`` is in force."""
+        """Returns the first weight version at which the group can be trained; ``version`` is in force."""
         return self.admission.min_version if self.in_flight else version
 
     @property
     def oldest_version(self) -> int:
-        """Returns the version of the oldest trained token; in flight, the oldest that it may have."""
+        """Returns the version of the oldest trained token; for a group in flight, the oldest allowed version."""
         return self.admission.min_version if self.complete is None else min(self.complete.versions)
 
     def has_columns(self, columns: Iterable[str]) -> bool:
@@ -459,19 +459,19 @@ class OpenGroup:
 
 
 class RetiredGroups:
-    """Holds the groups that ended in flight because no step needs them, until their rollout worker asks."""
+    """Holds the groups that ended in flight because no step needs them, until their rollout worker reads them."""
 
     def __init__(self) -> None:
-        self._retired: list[tuple[int, OpenGroup]] = []  # with the version whose begin ended the group
+        self._retired: list[tuple[int, OpenGroup]] = []  # (version that ended the group, group)
 
     def add(self, version: int, group: OpenGroup) -> None:
         """Adds a group that ended when ``version`` came into force."""
         self._retired.append((version, group))
 
     def since(self, version: int, *, worker: int) -> list[str]:
-        """Returns the uids of the worker's groups that ended after ``version``, and forgets the worker's older ones.
+        """Returns the uids of the worker's groups that ended after ``version``, and removes its older groups.
 
-        A worker that has exited gets no new groups, so what it leaves here stays small.
+        A worker that has exited gets no new groups, so few groups of such workers stay here.
         """
         self._retired = [one for one in self._retired if one[0] > version or one[1].worker != worker]
         return [group.admission.group_uid for _, group in self._retired if group.worker == worker]
@@ -483,7 +483,7 @@ class RetiredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """Is a lease that is held. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
+    """Holds an active lease. ``step`` is set only for the task "actor"; times are seconds of the core's clock."""
 
     lease_id: int
     task: str
@@ -494,9 +494,9 @@ class HeldLease:
 
 
 class LeaseTable:
-    """Holds all leases in the order in which they were given. A lease id is never used twice.
+    """Holds all active leases in order of issue. A lease id is never used twice.
 
-    The caller changes the groups of a lease itself.
+    The caller updates the groups of a lease.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -554,7 +554,7 @@ class LeaseTable:
         return [lease for lease in self._held.values() if lease.expires_at <= now]
 
     def next_expiry(self) -> float | None:
-        """Returns when the next lease runs out, in seconds of the core's clock; None if no lease is held."""
+        """Returns when the next lease expires, in seconds of the core's clock; None if no lease is held."""
         return min((lease.expires_at for lease in self._held.values()), default=None)
 
     def remove(self, lease_id: int) -> HeldLease:
@@ -569,27 +569,27 @@ class LeaseTable:
 def check_admit(max_groups: int) -> None:
     """Refuses a call for less than one group."""
     if max_groups < 1:
-        raise ValueError(f"bus: admit was asked for max_groups={max_groups}: ask for 1 or more")
+        raise ValueError(f"bus: admit got max_groups={max_groups}: request 1 or more")
 
 
 def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step: int) -> None:
-    """Refuses a request with impossible counts, or one of the actor for a step that is over."""
+    """Refuses a request with impossible counts, and a request of the actor for a finished step."""
     if not 1 <= request.min_groups <= request.max_groups or request.lease_s <= 0:
         raise ValueError(
-            f"bus: a lease wants 1 <= min_groups <= max_groups and lease_s > 0, not min_groups={request.min_groups}, "
+            f"bus: a lease needs 1 <= min_groups <= max_groups and lease_s > 0, not min_groups={request.min_groups}, "
             f"max_groups={request.max_groups}, lease_s={request.lease_s}"
         )
     if request.task != ACTOR:
         return
     if request.step is None or request.step < version:
         raise ValueError(
-            f"bus: the actor asked for groups of step {request.step}, version {version} is in force: "
+            f"bus: the actor requested groups of step {request.step}, version {version} is in force: "
             f"give step={version} or later"
         )
     if request.min_groups > groups_per_step:
         raise ValueError(
-            f"bus: the actor asked for min_groups={request.min_groups}, a step has groups_per_step={groups_per_step}: "
-            "ask for at most those"
+            f"bus: the actor requested min_groups={request.min_groups}, a step has groups_per_step={groups_per_step}: "
+            "request at most that many"
         )
 
 
@@ -598,12 +598,12 @@ def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str])
     unknown = sorted(set(group_uids).difference(held))
     if unknown:
         raise ValueError(
-            f"bus: lease {lease_id} does not hold {', '.join(unknown[:4])}: read the groups that the lease came with"
+            f"bus: lease {lease_id} does not hold {', '.join(unknown[:4])}: read only the groups of this lease"
         )
 
 
 def check_write(lease_id: int, group_uids: Iterable[str], *, task: str, held: Sequence[str]) -> None:
-    """Refuses a write to the actor's lease, or one whose groups are not exactly ``held``, the groups of the lease."""
+    """Refuses a write to the actor's lease, and a write whose groups are not exactly ``held``, the lease's groups."""
     if task == ACTOR:
         raise ValueError(f"bus: lease {lease_id} is the actor's: end it with ack or release, not write")
     if wrong := sorted(set(group_uids) ^ set(held)):
@@ -613,7 +613,7 @@ def check_write(lease_id: int, group_uids: Iterable[str], *, task: str, held: Se
 
 
 def check_ack_step(step: int, *, version: int) -> None:
-    """Refuses an acknowledgement of another step than the current one."""
+    """Refuses the ack of any step but the current step."""
     if step != version:
         raise ValueError(f"bus: ack of step {step}, but version {version} is in force: ack step {version}")
 
@@ -625,7 +625,7 @@ def check_dropped(dropped: Iterable[str], leased: Iterable[Sequence[str]]) -> No
 
 
 def check_issued(uid: str, index: int | None, *, issued: int) -> None:
-    """Refuses a group that is not among the first ``issued`` ones. If ``index`` is None, the uid gives it."""
+    """Refuses a group that is not among the first ``issued`` groups. If ``index`` is None, it is read from the uid."""
     if index is None:
         index = int(uid[1:]) if uid[1:].isdecimal() else -1
     if not (0 <= index < issued and uid == group_uid(index)):
@@ -670,7 +670,7 @@ def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str,
 
 
 def check_media(group: Group, named: Container[str]) -> None:
-    """Refuses a group that places a media item that is not ``named`` by anybody."""
+    """Refuses a group that places a media item which is not ``named``."""
     if lost := [digest for digest in group.media if digest not in named]:
         raise ValueError(
             f"bus: group {group.group_uid} places media item {lost[0]}, which nobody holds, so that its tensors may be "
@@ -679,6 +679,6 @@ def check_media(group: Group, named: Container[str]) -> None:
 
 
 def check_digests(digests: Iterable[str]) -> None:
-    """Refuses names that are no digests, because the name of a file is made from each."""
+    """Refuses names that are no digests, because they become file names."""
     if wrong := [digest for digest in digests if not is_digest(digest)]:
         raise ValueError(f"bus: {wrong[0]!r} is no digest of a media item: give 32 hexadecimal digits")

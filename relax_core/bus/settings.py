@@ -17,16 +17,16 @@ MAX_ROW_BYTES = 1 << 28
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a bus. Raises ValueError for a value that is too small or unknown.
+    """Settings of a bus. Raises ValueError for a value that is too small or not allowed.
 
     ``groups_per_step`` is the number of groups that one train step consumes. ``group_size`` is the number of samples in
     a group. ``total_steps`` is the number of train steps of the whole run. ``inline_bytes``: payloads up to this size
-    travel inside the message, larger ones beside it. ``max_row_bytes``: a group whose payloads have more bytes is
-    refused. ``spare_groups`` is the number of groups that over-sampling admits beyond what a step needs. ``surplus``
-    says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of workers that
-    share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without media. If
-    ``media_nodes`` is True, each node has a folder of its own beside it (`relax_core.bus.media_storage`). ``mix``
-    maps modalities to the shares of the groups that they have; it is empty without data.mix.
+    are sent in the message body, larger payloads in separate blocks. ``max_row_bytes``: a group whose payloads have
+    more bytes is refused. ``spare_groups`` is the number of groups that over-sampling admits in addition to those that
+    a step needs. ``surplus`` says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the
+    number of workers that share the groups. ``media_folder`` is the folder of the media items' files, empty in a run
+    without media. If ``media_nodes`` is True, each node has its own folder next to it (`relax_core.bus.media_storage`).
+    ``mix`` maps modalities to their shares of the groups; it is empty without data.mix.
     """
 
     groups_per_step: int
@@ -64,7 +64,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     def most_in_flight(self) -> int | None:
         """Returns how many groups one of several rollout workers may have in flight; None if there is one worker.
 
-        It is the worker's part of all groups that admission lets in, which reaches one step past the window.
+        This is the worker's share of all groups that can be admitted, up to one step past the window.
         """
         if self.rollout_workers == 1:
             return None
@@ -72,7 +72,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_groups(self) -> int:
-        """Returns the number of groups without an end that may have been started by the weights in force."""
+        """Returns how many unfinished groups may have been started with the weights in force (docs/design.md)."""
         steps = self.max_staleness + 1
         return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
 

@@ -1,15 +1,15 @@
-"""The staleness rule: which groups may enter the rollout, which a lease gets, and which have left the window.
+"""The staleness rule: decides which groups are admitted, which groups a lease gets, and which groups are too old.
 
 Train step t consumes weights t and makes t + 1. It may train an episode iff t minus the version of its oldest trained
-token is at most ``max_staleness``. These apply the rule, and all are here:
+token is at most ``max_staleness``. This module applies the rule in three places:
 
-- admission lets a group enter only if some step inside the window can consume it;
-- selection gives the actor first what leaves the window next;
-- what left the window, or is not needed after over-sampling, ends as ``stale`` or ``over_sampled``. The rollout ends an
-  episode of several turns early if it would (`TooOld`).
+- admission admits a group only if some step inside the window can consume it;
+- selection gives the actor the groups first that leave the window next;
+- a group that left the window ends as ``stale``, and a group that is not needed after over-sampling ends as
+  ``over_sampled``. The rollout ends an episode of several turns early if it would become stale (`TooOld`).
 
-With mode.on_stale=mask the actor leases such groups too, and `relax_core.train.micro_batches.decode_train_tree` masks
-their tokens that are too old.
+With mode.on_stale=mask the actor also leases stale groups, and `relax_core.train.micro_batches.decode_train_tree` masks
+the tokens that are too old.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Window(Protocol):
-    """Is what has the size of the window: the settings of a bus, or the section ``mode`` of a run's configuration."""
+    """Declares the size of the staleness window; `BusSettings` and the section ``mode`` of a configuration have it."""
 
     @property
     def max_staleness(self) -> int:
@@ -56,16 +56,16 @@ def plan_admissions(
 ) -> list[int]:
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``.
 
-    ``supply_versions`` names, for every group that is not leased for step ``version``, the weight version from which on
-    the group can be trained. A new group is meant for the first step c whose supply falls short, which means that fewer
-    groups can be trained by step c than there are slots up to step c. The group enters if c is at most one step past
-    the window and inside the run.
+    ``supply_versions`` has, for every group that is not leased for step ``version``, the first weight version at which
+    the group can be trained. A new group is meant for the first step c with too few groups: fewer groups can be trained
+    by step c than there are slots up to step c. The group enters if c is at most one step past the window and inside
+    the run.
 
-    If no group is lost, group k is meant for step k // groups_per_step. After a loss, a new group fills the missing
-    slot first, because groups that the engine holds back for a later version cannot fill it.
+    If no group is lost, group k is meant for step k // groups_per_step. After a loss, a new group fills the free slot
+    first, because groups that the engine holds for a later version cannot fill it.
 
-    ``settings.spare_groups`` are admitted beyond the slots: for each step anew if ``surplus`` is "drop", and once for
-    the whole run if it is "keep", because an unused group then counts for the next step.
+    ``settings.spare_groups`` are admitted in addition: for each step if ``surplus`` is "drop", and once for the whole
+    run if it is "keep", because an unused group then counts for the next step.
     """
     steps, each = window_steps(version, settings), settings.spare_groups
     spares = [each if settings.surplus == "keep" else each * (ahead + 1) for ahead in range(steps)]
@@ -74,7 +74,7 @@ def plan_admissions(
 
 
 def window_steps(version: int, settings: BusSettings) -> int:
-    """Returns how many steps, from step ``version`` on, groups may be admitted for."""
+    """Returns the number of steps, starting with step ``version``, for which groups may be admitted."""
     return max(0, min(version + settings.max_staleness + 1, settings.total_steps - 1) - version + 1)
 
 
@@ -82,7 +82,7 @@ def fill(
     wanted: Sequence[int], supply_versions: Iterable[int], window: Window, *, version: int, max_groups: int
 ) -> list[int]:
     """Returns the ``min_version`` of each new group, if ``wanted[k]`` groups are wanted up to step version + k."""
-    # supply[k] counts the groups that can be trained from step version + k on.
+    # supply[k] counts the groups whose first possible train step is version + k.
     supply = [0] * len(wanted)
     for ready_from in supply_versions:
         if ready_from - version < len(wanted):
@@ -105,7 +105,7 @@ def keeps_order(settings: BusSettings) -> bool:
 def choose(core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
     """Returns the groups that a lease gets now; the actor's request is for the step that is due.
 
-    If groups are over-sampled, there are more than the step needs, and no group waits for one that is not ready.
+    With over-sampling there are more groups than the step needs, so the step does not wait for groups in flight.
     """
     columns, most, settings = request.columns, request.max_groups, core.settings
     if request.task != ACTOR:
@@ -122,7 +122,7 @@ def choose(core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
 def choose_for_worker(
     groups: Iterable[OpenGroup], *, task: str, columns: tuple[str, ...], max_groups: int
 ) -> list[OpenGroup]:
-    """Returns the groups that the task has not worked on and does not hold, lowest index first."""
+    """Returns the ready groups that the task has not processed and does not hold, lowest index first."""
     chosen: list[OpenGroup] = []
     for group in groups:
         if len(chosen) == max_groups:
@@ -136,7 +136,7 @@ def choose_for_worker(
 def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, limit: int) -> list[OpenGroup]:
     """Returns groups strictly in order of issue.
 
-    A group that is not ready stops all groups behind it, unless it is admitted for a later step.
+    A group that is not ready blocks all later groups, unless it was admitted for a later step.
     """
     chosen: list[OpenGroup] = []
     for group in free:
@@ -153,10 +153,9 @@ def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, lim
 def oldest_window_first(
     free: list[OpenGroup], *, columns: tuple[str, ...], last_chance: int, max_groups: int, slots: int
 ) -> list[OpenGroup]:
-    """Returns groups lowest index first, and reserves slots for the groups that leave the window after this step.
+    """Returns ready groups, lowest index first, and reserves slots for groups that leave the window after this step.
 
-    These are the groups of version ``last_chance`` and older. Groups that could wait get only the slots that the others
-    do not need.
+    Slots are reserved for groups of version ``last_chance`` and older. Newer groups get only the remaining slots.
     """
     ready = [group for group in free if group.has_columns(columns)]
     reserved = sum(group.oldest_version <= last_chance for group in free)
@@ -174,18 +173,18 @@ def oldest_window_first(
 
 
 def is_stale(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
-    """Returns whether a complete group that no step holds has left the window of step ``version``, and must end."""
+    """Returns whether a complete group that no step holds has left the window of step ``version`` and must end."""
     if group.complete is None or group.actor_step is not None or settings.on_stale != "drop":
         return False
     return group.oldest_version < oldest_version(version, settings)
 
 
 def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
-    """Returns whether a group that no lease holds is not needed any more at the begin of step ``version``.
+    """Returns whether a group that no lease holds is not needed any more at the start of step ``version``.
 
-    With surplus=drop, a group in flight is not needed once the step that it was admitted for is over; with surplus=keep
-    it goes on. A complete group is not needed once none of its tokens is inside the window; on_stale=drop ends it
-    earlier.
+    With surplus=drop, a group in flight is not needed after the step that it was admitted for; with surplus=keep it
+    continues. A complete group is not needed once none of its tokens is inside the window; on_stale=drop ends it
+    earlier, with its oldest trained token.
     """
     if not settings.spare_groups:
         return False
@@ -208,9 +207,10 @@ def newest_version(columns: Mapping[str, bytes]) -> int | None:
 
 
 class TooOld:
-    """Knows the newest weight version that was seen, and which episodes no train step can take any more.
+    """Detects episodes that are too old to be trained, from the newest weight version among all responses.
 
-    Such an episode has a token that is more than ``most_lag`` weight versions older; None means that none is too old.
+    Such an episode has a token that is more than ``most_lag`` weight versions older than the newest version. If
+    ``most_lag`` is None, no episode is too old.
     """
 
     def __init__(self, most_lag: int | None) -> None:
@@ -219,11 +219,11 @@ class TooOld:
         self._told = False
 
     def sampled(self, version: int) -> None:
-        """Takes notice of the version of a response."""
+        """Records the weight version of a response."""
         self._newest = max(self._newest, version)
 
     def words(self, uid: str, versions: Sequence[int]) -> str:
-        """Returns why an episode is too old, empty if it is not; the log says once what to change.
+        """Returns why an episode is too old, or an empty text; the first time it also logs how to avoid this.
 
         ``versions`` has the version of the oldest token of each of its turns.
         """
@@ -233,7 +233,7 @@ class TooOld:
         if not self._told:
             self._told = True
             log.warning(
-                "episode %s ends after %d turns, because it is too old to be trained: %s. This is not said again. "
+                "episode %s ends after %d turns, because it is too old to be trained: %s. This warning appears once. "
                 "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
                 uid,
                 len(versions),

@@ -1,8 +1,9 @@
-"""The bus whose payloads TransferQueue stores: its client and its process. See `relax_core.contracts.bus.Bus`.
+"""The bus with payloads in TransferQueue (bus=transfer_queue): its client and its process.
 
-The client stores a group's payloads itself and reports their location to the bus process. A lease names the location
-from which the client reads them. Only the columns that the ledger persists travel to the bus process. The process
-frees the payloads of groups that have ended, and ends the run with `BusLost` when a server of the data plane exits.
+The client stores a group's payloads in the data plane and sends their location to the bus process. A lease has the
+location from which the client reads them. Only the columns that the ledger persists are sent to the bus process. The
+process frees the payloads of groups that have ended, and ends the run with `BusLost` when a server of the data plane
+exits. The client implements `relax_core.contracts.bus.Bus`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Columns = Mapping[str, bytes]
 
 
 class TransferQueueBus(RayBus):
-    """Is the client of the bus. ``owned`` is the data plane that ends with this bus; only its creator has it."""
+    """Connects a process to the bus. ``owned`` is the data plane that ends with this bus; only the creator has it."""
 
     def __init__(
         self, actor: Any, *, settings: BusSettings, location: PayloadLocation, owned: DataPlane | None = None
@@ -167,7 +168,7 @@ def _joined(group: Group, stored: Sequence[StoredColumns], payloads: Mapping[str
     return msgspec.structs.replace(group, columns=columns)
 
 
-SWEEP_S = 30.0  # interval of the search for samples whose writers died
+SWEEP_S = 30.0  # interval of the search for samples of dead writers
 TIDY_TIMEOUT_S = 60.0
 
 _groups_decoder = msgspec.msgpack.Decoder(PutMessage)
@@ -190,7 +191,7 @@ class _StoredPayload:
 
 
 class TransferQueueBusActor(BusActor):
-    """Is the bus process over a data plane.
+    """Runs the bus process over a data plane.
 
     ``location`` is a `PayloadLocation` as msgpack. ``hosts`` are the actors of the data plane, in the order of its
     servers.
@@ -215,7 +216,7 @@ class TransferQueueBusActor(BusActor):
 
     @answers
     async def put(self, body: bytes) -> None:
-        """Enters complete groups whose payloads are stored already."""
+        """Adds complete groups whose payloads are stored already."""
         given = _groups_decoder.decode(body)
         self._core.put(
             [
@@ -297,7 +298,7 @@ class TransferQueueBusActor(BusActor):
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Frees the samples of writers that died before they reported them to the bus."""
+        """Frees samples whose writers died before they reported them to the bus."""
         for key in abandoned(await self._tidy(self._hosts[0].keys), self._known, now=time.time()):
             self._free(key)
 

@@ -1,9 +1,9 @@
 """The data plane of bus=transfer_queue: TransferQueue's processes, their sockets, and the client of all processes.
 
-TransferQueue binds TCP ports at the node's address, authenticates no client, and unpickles what it reads. Unix sockets
-in a folder that only this user may enter prevent that. The library has no setting for it, so `use_unix_sockets`
-replaces the three helper functions that make its addresses: a server's "IP" becomes its folder, and its "ports" become
-names of sockets in that folder.
+TransferQueue binds TCP ports at the node's address, authenticates no client, and unpickles the data that it reads. Unix
+sockets in a folder that only this user may enter protect it. The library has no setting for them, so `use_unix_sockets`
+and `serve_below` replace the three helper functions that make its addresses: a server's "IP" becomes its folder, and
+its "ports" become names of sockets in that folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GRACE_S = 60.0  # a call may reach the bus this long after its deadline
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a server of TransferQueue. ``title`` is its name in errors; ``folder`` and ``ports`` locate its sockets."""
+    """Describes a TransferQueue server. ``title`` is its name in errors; ``folder`` and ``ports`` are its sockets."""
 
     title: str
     pid: int
@@ -46,9 +46,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the address of a data plane.
+    """Holds the address of a data plane.
 
-    All processes must use the same order of ``units``, which says which unit has a sample.
+    All processes must use the same order of ``units``, because it determines which unit stores a sample.
     """
 
     controller: Server
@@ -61,7 +61,7 @@ class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PayloadLocation(msgspec.Struct, frozen=True):
-    """Is the location of a bus's payloads: a partition of a data plane."""
+    """Holds the location of a bus's payloads: a partition of a data plane."""
 
     plane: PlaneAddress
     partition: str
@@ -70,8 +70,8 @@ class PayloadLocation(msgspec.Struct, frozen=True):
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     """Holds one sample of TransferQueue: the columns that one call wrote for one group.
 
-    ``key`` identifies the sample for good. ``index`` is its index in the partition; a later sample gets the index once
-    this one was cleared. ``sizes`` maps each column to its bytes.
+    ``key`` is unique. ``index`` is the sample's index in the partition; it is reused after the sample was cleared.
+    ``sizes`` maps each column to its bytes.
     """
 
     key: str
@@ -79,7 +79,7 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[str, int]
 
 
-# Groups travel with the payloads that the ledger persists or that are small; beside each group are its samples.
+# Each group is sent with the payloads that the ledger persists, and with the location of its stored samples.
 PutMessage = list[tuple[Group, list[StoredColumns]]]
 WriteMessage = dict[str, tuple[dict[str, bytes], list[StoredColumns]]]  # by group_uid
 LeaseMessage = tuple[Lease, list[list[StoredColumns]]]
@@ -88,14 +88,14 @@ LeaseMessage = tuple[Lease, list[list[StoredColumns]]]
 def new_key(group_uid: str, *, timeout_s: float) -> str:
     """Returns a key that no other sample has.
 
-    It contains the time after which its writer has surely given up. If the bus does not know the sample by then, it
-    never will.
+    It contains the time after which its writer cannot report the sample any more. If the bus does not know the sample
+    by then, it is abandoned.
     """
     return f"{group_uid}:{secrets.token_hex(4)}:{time.time() + timeout_s + GRACE_S:.0f}"
 
 
 def abandoned(keys: Iterable[str], known: Mapping[str, object], *, now: float) -> list[str]:
-    """Returns the keys whose writers never reported them to the bus and no longer can."""
+    """Returns the keys that were never reported to the bus and are past their deadline."""
     return [key for key in keys if key not in known and float(key.rpartition(":")[2]) < now]
 
 
@@ -112,7 +112,7 @@ def use_unix_sockets() -> None:
 
 
 def serve_below(folder: Path) -> None:
-    """Makes the server that this process starts next listen in ``folder``. Each server needs a folder of its own."""
+    """Makes the server that this process starts next listen in ``folder``. Each server needs its own folder."""
     use_unix_sockets()
     from transfer_queue import controller
     from transfer_queue.storage import simple_storage
@@ -128,14 +128,14 @@ def _unix_address(ip: str, port: int) -> str:
 
 
 CHECK_S = 1.0  # a waiting call checks at this interval whether the servers still run
-KEY = "relax_key"  # the field that holds each sample's key, beside the columns
+KEY = "relax_key"  # the field that holds each sample's key, in addition to the columns
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
-    """Holds the columns that one call writes for one group, without those that travel to the bus process."""
+    """Holds the columns that one call writes for one group, without the columns that are sent to the bus process."""
 
     key: str
     columns: dict[str, bytes]
@@ -148,10 +148,10 @@ class NewSample:
 
 
 class PlaneClient:
-    """Is the client of a data plane, one for each process and plane; any thread may use it.
+    """Connects a process to a data plane. Each process has one client per plane, and any thread may use it.
 
-    Its requests run on a thread of their own, and the coroutines below run on that thread only: pass them to
-    `call`. Payloads larger than ``inline_bytes`` travel as separate frames, without a copy.
+    Requests run in the client's thread: pass the coroutines below to `call`. Payloads larger than ``inline_bytes`` are
+    sent as separate frames, without a copy.
     """
 
     def __init__(self, address: PlaneAddress, *, inline_bytes: int = 0) -> None:
@@ -207,7 +207,7 @@ class PlaneClient:
 
     # -- requests -----------------------------------------------------------------------------------------------
     async def put(self, partition: str, samples: Sequence[NewSample]) -> list[list[StoredColumns]]:
-        """Stores samples and returns where each is, as a list: empty for a sample without columns."""
+        """Stores samples and returns the location of each as a list, which is empty for a sample without columns."""
         stored: list[list[StoredColumns]] = [[] for _ in samples]
         for columns, positions in _positions_by_columns(tuple(sample.columns) for sample in samples).items():
             if not columns:
@@ -251,7 +251,7 @@ class PlaneClient:
         from transfer_queue.storage import StorageKeyNotFoundError
 
         indexes = [sample.index for sample in samples]
-        # The bus decides which task gets which sample: the request names indexes and uses no sampler of the library.
+        # The bus assigns samples to tasks, so the request names indexes and uses no sampler of the library.
         metadata = BatchMeta(indexes, [partition] * len(indexes), {field: {} for field in (KEY, *columns)})
         try:
             answer = await self._storage.get_data(metadata)
@@ -265,7 +265,7 @@ class PlaneClient:
         ]
 
     async def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """Frees samples by key. A key that was cleared before cannot free the later sample at the same index."""
+        """Frees samples by key. A key that was cleared before cannot free a later sample at the same index."""
         metadata = await self._client.async_kv_retrieve_meta(list(keys), partition, create=False)
         if metadata.size:
             await self._client.async_clear_samples(metadata)
@@ -284,7 +284,7 @@ class PlaneClient:
 
 
 def _positions_by_columns(kinds: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
-    """Returns columns → positions of the samples with these columns: all samples of a request have the same ones."""
+    """Returns columns → positions of the samples with these columns: one request needs samples with equal columns."""
     positions: dict[tuple[str, ...], list[int]] = {}
     for position, kind in enumerate(kinds):
         positions.setdefault(kind, []).append(position)
@@ -331,12 +331,12 @@ class _Host:
         return msgspec.msgpack.encode(server)
 
     async def stay(self) -> None:
-        """Never returns. The call fails as soon as this process dies, so a caller learns of it."""
+        """Never returns. The call fails as soon as this process dies, so that the caller detects it."""
         await asyncio.Event().wait()
 
 
 class StorageHost(_Host):
-    """Is one storage unit. It holds payloads in memory without a limit, because admission bounds the groups."""
+    """Runs one storage unit. It holds payloads in memory without a limit, because admission bounds the groups."""
 
     def __init__(self, folder: str, number: int) -> None:
         serve_below(Path(folder))
@@ -347,14 +347,14 @@ class StorageHost(_Host):
 
 
 class ControllerHost(_Host):
-    """Is TransferQueue's controller, with a client that frees samples for the bus process, which imports no torch."""
+    """Runs TransferQueue's controller and a client that frees samples for the bus process, which imports no torch."""
 
     def __init__(self, folder: str) -> None:
         serve_below(Path(folder))
         from transfer_queue.controller import TransferQueueController
 
         self._title = "the controller of TransferQueue"
-        # Without polling_mode, one request for samples that are not there yet blocks every other request.
+        # Without polling_mode, a request for samples that do not exist yet blocks every other request.
         self._server = _plain(TransferQueueController)(polling_mode=True)
         self._client: PlaneClient | None = None
 
@@ -375,7 +375,7 @@ class ControllerHost(_Host):
 
 
 def _plain(actor_class: Any) -> Any:
-    """Returns the class below Ray's decorator, so that our actors can hold its object with their own options."""
+    """Returns the class inside Ray's decorator, so that our actors can hold an instance and use their own options."""
     return actor_class.__ray_metadata__.modified_class
 
 
@@ -384,10 +384,10 @@ END_TIMEOUT_S = 2.0
 
 
 class DataPlane:
-    """Is transferQueue's controller and its storage, as Ray actors that end with their creator or by `close`.
+    """Starts TransferQueue's controller and storage as Ray actors, which end with their creator or by `close`.
 
-    Several buses may share one data plane; each has a partition of its own. All processes run on one host, and their
-    sockets lie in a new folder below ``folder``. Raises ValueError on a cluster of several nodes.
+    Several buses may share one data plane; each has its own partition. All processes run on one host, with sockets in a
+    new folder below ``folder``. Raises ValueError on a cluster of several nodes.
     """
 
     def __init__(self, *, folder: Path) -> None:
@@ -426,7 +426,7 @@ class DataPlane:
         self._remove_folder()
 
     def _left_after(self, timeout_s: float) -> list[int]:
-        """Returns the ids of processes that still exist after ``timeout_s`` seconds; returns at once when none does."""
+        """Waits at most ``timeout_s`` seconds for all processes to exit, and returns the ids of the remaining ones."""
         deadline = time.monotonic() + timeout_s
         while left := [server.pid for server in self.address.servers if psutil.pid_exists(server.pid)]:
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Holds the commands of `relax` beside the run itself: list, doctor, explain, eval, engines.
+"""The commands of `relax` other than runs: dashboard, doctor, engines, eval, explain, list, notify, stall and trace.
 
-Each command stands in a module of its own; start reading in ``listing.py``, the shortest.
+Each command has its own module; start reading in ``listing.py``. Commands on model files are in relax_core/tools/.
 """

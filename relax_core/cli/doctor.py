@@ -1,4 +1,4 @@
-"""`relax doctor` checks whether a run can work on this machine, and finds what killed runs have left on it."""
+"""`relax doctor` checks whether runs can work on this machine, and finds files and processes that killed runs left."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _NLTK_DATA = {
     "punkt_tab": "tokenizers",
     "stopwords": "corpora",
     "averaged_perceptron_tagger_eng": "taggers",
-}  # data that some instructions of IFEval and IFBench read → its folder
+}  # nltk data that some instructions of IFEval and IFBench need → its folder
 _MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow", "soundfile": "soundfile", "soxr": "soxr"}
 
 
 class Verdict(Enum):
-    """Says how serious a finding is: `bad` keeps a run from working, `note` does not."""
+    """Rates a finding: `bad` prevents runs, `note` does not."""
 
     good = "ok"
     note = "note"
@@ -55,7 +55,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Holds one finding; ``words`` says what was found and, if it is not good, what to do."""
+    """Holds one finding; ``words`` describes it and, if it is not good, the fix."""
 
     topic: str
     verdict: Verdict
@@ -63,16 +63,16 @@ class Finding:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs `relax doctor [--clean]`; returns the exit code. Argparse ends the process for other words."""
+    """Runs `relax doctor [--clean]`; returns the exit code. Argparse ends the process for unknown arguments."""
     parser = argparse.ArgumentParser(prog="relax doctor", description=__doc__)
-    parser.add_argument("--clean", action="store_true", help="first remove what killed runs have left")
+    parser.add_argument("--clean", action="store_true", help="first remove the remains of killed runs")
     return doctor_command(clean=parser.parse_args(words).clean)
 
 
 def doctor_command(*, clean: bool = False) -> int:
-    """Prints every finding; returns 1 if a run could not work, else 0.
+    """Prints every finding; returns 1 if runs cannot work, else 0.
 
-    With ``clean``, it first removes what killed runs have left, and prints what it removes.
+    With ``clean``, it first removes the remaining files and processes of killed runs, and prints them.
     """
     for stale_run in remove_stale_runs() if clean else ():
         print(stale_run.removal())
@@ -193,7 +193,7 @@ def _media() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    """Says which optional packages of rewards and environments are there, and which data."""
+    """Yields the installed and missing optional packages and data of rewards and environments."""
     found = []
     for package, (what, extra) in _OPTIONAL.items():
         if _is_installed(package):

@@ -1,14 +1,14 @@
-"""Shows the engines of a run that has a gateway, and adds engines to it and takes them out: ``relax engines RUN``.
+"""Shows, adds and removes the engines of a run that has a gateway: ``relax engines RUN``.
 
-  relax engines RUN                        the engines that the run has or had
-  relax engines RUN add 2                  two more engines; --dry-run says what they would take, and orders nothing
-  relax engines RUN add http://HOST:PORT   a server that somebody else started joins, in a run with engine.urls
-  relax engines RUN remove 1               the newest engine goes
-  relax engines RUN remove engine-3        this one goes; a server that joined may be named by its address, too
-  relax engines RUN cancel REQUEST_ID      takes an order back that has not ended
-  relax engines RUN watch                  shows the engines once a second
+  relax engines RUN                        lists the present and former engines of the run
+  relax engines RUN add 2                  adds two engines; --dry-run only prints the resources that they would take
+  relax engines RUN add http://HOST:PORT   adds an external server, in a run with engine.urls
+  relax engines RUN remove 1               removes the newest engine
+  relax engines RUN remove engine-3        removes this engine; an external server can be named by its address, too
+  relax engines RUN cancel REQUEST_ID      cancels an order that has not ended
+  relax engines RUN watch                  lists the engines once a second
 
-An order is followed until it has ended. The exit code is 1 if it failed or was cancelled, and 2 if it was refused.
+The command waits until an order has ended. The exit code is 1 if it failed or was cancelled, and 2 if it was refused.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ GIB = 1 << 30
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command and returns its exit code. Argparse ends the process for words that are none of its own."""
+    """Runs the command and returns its exit code. Argparse ends the process for unknown arguments."""
     parser = argparse.ArgumentParser(
         prog="relax engines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that goes on")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a live run")
     parser.add_argument("action", nargs="?", choices=["add", "remove", "cancel", "watch"])
-    parser.add_argument("what", nargs="*", help="how many, which engines, or which order")
-    parser.add_argument("--force", action="store_true", help="remove: move samples under way to other engines at once")
+    parser.add_argument("what", nargs="*", help="number of engines, engine names, or order id")
+    parser.add_argument("--force", action="store_true", help="remove: move running samples to other engines at once")
     parser.add_argument("--keep-partial", action="store_true", help="add: keep the others if one engine fails")
-    parser.add_argument("--no-wait", action="store_true", help="do not follow the order")
-    parser.add_argument("--dry-run", action="store_true", help="add, remove: say what would happen")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for the end of the order")
+    parser.add_argument("--dry-run", action="store_true", help="add, remove: only print what would happen")
     given = parser.parse_args(words)
     try:
         return _act(GatewayClient(given.run), given)
@@ -105,7 +105,7 @@ def _order(client: GatewayClient, way: str, body: dict[str, Any], given: argpars
 
 
 def _dry_run(told: dict[str, Any]) -> Iterator[str]:
-    """Yields what an order would do, what the engines that come would take, and what speaks against it."""
+    """Yields the effect of an order, the resources of new engines, and warnings."""
     gone = f"; {', '.join(told['engine_ids'])} would leave" if told["engine_ids"] else ""
     yield f"{told['engines_now']} engines would become {told['engines_then']}{gone}"
     if told["memory_bytes"] is not None:
@@ -117,7 +117,7 @@ def _dry_run(told: dict[str, Any]) -> Iterator[str]:
 
 def _cancel(client: GatewayClient, given: argparse.Namespace) -> int:
     if len(given.what) != 1 or not given.what[0].isalnum():
-        raise ValueError("cancel: name one order, as in cancel 0f7e…; relax engines RUN names those that are open")
+        raise ValueError("cancel: name one order, as in cancel 0f7e…; relax engines RUN lists the open orders")
     for way in ("scale_out", "scale_in"):
         try:
             order = client.ask("POST", f"/rollout/{way}/{given.what[0]}/cancel")
@@ -130,7 +130,7 @@ def _cancel(client: GatewayClient, given: argparse.Namespace) -> int:
 
 
 def _follow(client: GatewayClient, way: str, order: dict[str, Any]) -> str:
-    """Prints each state of an order with its time and returns the last one; deadlines of the run end every order."""
+    """Prints each state of an order with its time and returns the last state; the run's deadlines end every order."""
     shown = 0
     while True:
         for change in order["history"][shown:]:
@@ -152,7 +152,7 @@ def _count(value: float | None) -> str:
 
 
 def _table(client: GatewayClient) -> Iterator[str]:
-    """Yields the engines as lines of a table, those that are gone last, and the orders that are open."""
+    """Yields a table of the engines, with former engines last, and the open orders."""
     run = client.ask("GET", "/run")
     rows = client.ask("GET", "/rollout/engines")["engines"]
     yield f"step {run['step']} of {run['steps']}" + (", stopping" if run["stopping"] else "")

@@ -1,4 +1,4 @@
-"""Runs `relax eval MODEL|CHECKPOINT|RUN [key=value …]`: evaluates what the words name, on engines of its own."""
+"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]` evaluates a model without training, on its own engines."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ _BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
 def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settle) -> int:
-    """Evaluates the model, checkpoint or run that the first word names; returns the exit code of `evaluate`.
+    """Evaluates the model, checkpoint or run in the first argument; returns the exit code of `evaluate`.
 
-    The word is a Hugging Face folder, an option of conf/model, a checkpoint, or a run, of which the newest checkpoint
-    is taken. A checkpoint and a run have their own settings, which ``key=value`` changes. ``checks`` are further checks
-    of the configuration that an evaluation needs; ``settle`` derives the values that are not set.
+    The argument is a Hugging Face folder, an option of conf/model, a checkpoint, or a run, whose newest checkpoint is
+    used. A checkpoint and a run have their own settings, which ``key=value`` changes. ``checks`` are additional checks
+    of the configuration for an evaluation; ``settle`` derives the values that are not set.
     """
     if "--help" in words or "-h" in words:
         print(f"{USAGE}: {COMMANDS['eval'][1]}")
@@ -93,7 +93,7 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
 
 
 def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
-    """Returns what is evaluated, and the command line of its configuration. Raises ValueError."""
+    """Returns the target to evaluate, and the command line of its configuration. Raises ValueError."""
     folder = Path(word).expanduser().absolute()
     if (folder / META).is_file():
         return _checkpoint(folder, folder.parent.parent, overrides)
@@ -126,7 +126,7 @@ def _checkpoint(checkpoint: Path, run_folder: Path, overrides: Sequence[str]) ->
     step = CheckpointStore.read_meta(checkpoint).step
     own = [_in_folder(str(run_folder / "evaluations" / f"step_{step}"))]
     if not any(override.startswith("launcher=") for override in overrides):
-        own.append("launcher=local")  # the run's own launcher does not matter
+        own.append("launcher=local")  # instead of the run's own launcher
     line = rerun_line([str(checkpoint), *own, *overrides])
     return Target(checkpoint=checkpoint, step=step), line
 
@@ -136,9 +136,9 @@ def _in_folder(folder: str) -> str:
 
 
 def _option_for(folder: Path, *, also: str | None) -> str:
-    """Returns the option of conf/model that takes a folder of this model's family.
+    """Returns the option of conf/model for a folder of this model's family.
 
-    ``also`` is a further family's name or file. Raises ValueError if there is no option.
+    ``also`` is the name or file of an additional family. Raises ValueError if there is no option.
     """
     family = read_hf_config(folder).get("model_type")
     for option in yaml_options("model"):
@@ -152,7 +152,7 @@ def _option_for(folder: Path, *, also: str | None) -> str:
 
 RESULT_FILE = "evaluation.json"
 ANSWERS_FILE = "answers.jsonl"
-HELD_OUT = "held-out rows"  # the name of a set without one
+HELD_OUT = "held-out rows"  # shown for a set without a name
 INTERVALS = (
     "95 %. Shares: Wilson (1927), with the effective number of cases from the spread between prompts (Kish 1965; Korn "
     "and Graubard 1998), at least one a prompt. Reward: normal, over the prompts' means. pass@k: Chen et al. (2021), "
@@ -190,7 +190,7 @@ def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAns
 
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
-    """Prints a table of all figures with their intervals, and below it further facts about each set."""
+    """Prints a table of all metrics with their intervals, and remarks about each set below it."""
     table = Table(show_edge=False)
     for heading in ("set", "figure", "value", "from", "to"):
         table.add_column(heading, justify="left" if heading in ("set", "figure") else "right")
@@ -206,7 +206,7 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def _remarks(one: Mapping[str, Any]) -> list[str]:
-    """Returns facts about a set that its figures do not show."""
+    """Returns facts about a set that its metrics do not show."""
     words = [f"{one['truncated']:.1%} of {one['answers']} answers reached the token limit"]
     if one["bad_rows"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in one["bad_rows"].items())
@@ -249,7 +249,7 @@ def _as_dict(estimate: Estimate) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMedia:
-    """Holds what gives an evaluation its media, the folder of their files in shared memory, and the towers' work."""
+    """Holds an evaluation's cache of media items, their folder in shared memory, and the towers' work per item."""
 
     items: ItemCache
     folder: Path
@@ -258,7 +258,7 @@ class EvalMedia:
 
 @contextmanager
 def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Iterator[EvalMedia | None]:
-    """Starts the worker processes that encode, and yields None for an evaluation of text.
+    """Starts the worker processes that encode media; yields None for a text-only evaluation.
 
     The workers end and the files are removed after the block. Raises ValueError if the model's folder lacks a processor
     file.
@@ -276,7 +276,7 @@ def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Ite
 
 
 class ItemFiles:
-    """Takes the place of the bus: the cache alone says how long the files of its items exist."""
+    """Replaces the bus for the item cache, which alone determines how long the files of its items exist."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -319,10 +319,10 @@ class EvalEngine:
 def eval_engines(
     config: RelaxConfig, model_folder: Path, *, log_dir: Path, media_folder: Path | None = None
 ) -> Iterator[list[EvalEngine]]:
-    """Starts ``engine.count`` engines at the same time and stops them after the block.
+    """Starts ``engine.count`` engines in parallel and stops them after the block.
 
-    ``media_folder`` holds the images and videos of prompts, None if there are none. Raises EngineError if one of the
-    engines does not start.
+    ``media_folder`` holds the media items of prompts, None if there are none. Raises EngineError if an engine does not
+    start.
     """
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="rlx-eval-")))
@@ -374,18 +374,18 @@ PRINT_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Names the weights to evaluate: those of ``checkpoint`` after ``step`` train steps, else the model's own."""
+    """Holds the weights to evaluate: ``checkpoint`` and its number of train steps, or None for the model's weights."""
 
     checkpoint: Path | None = None
     step: int | None = None
 
 
 def evaluate(config: RelaxConfig, target: Target) -> int:
-    """Starts engines with the target's weights, asks every set, and writes the result into ``run.dir``.
+    """Starts engines with the target's weights, evaluates all sets, and writes the result to ``run.dir``.
 
-    A ``run.dir`` that has files stays as it is: the result is in the next free folder, such as ``DIR-2``. Returns the
-    exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be used. Errors
-    are printed to stderr.
+    A ``run.dir`` with files is not changed: the result is written to the next free folder, such as ``DIR-2``. Returns
+    the exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be used.
+    Errors are printed to stderr.
     """
     started, wanted = time.monotonic(), Path(config.run.dir)
     config.data.template_date = config.data.template_date or utc_date()
@@ -397,7 +397,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
         with (
             _weights(config, target, folder) as model,
             eval_media(config, model, log_dir=folder / "logs") as media,
-            asyncio.Runner() as runner,  # one event loop, in which an encoding may outlive the call that began it
+            asyncio.Runner() as runner,  # one event loop, because an encoding may outlive the call that started it
         ):
             prompts = prompt_maker(config, model, media)
             sets = runner.run(prepared(config, prompts))
@@ -430,7 +430,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
 
 
 def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> PromptMaker:
-    """Returns what makes the prompts."""
+    """Returns the maker of the prompts."""
     return PromptMaker(
         env=find_env(config.env.name),
         env_config=config.env,
@@ -458,7 +458,7 @@ async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSe
 def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path]:
     """Yields a Hugging Face folder with the weights.
 
-    A checkpoint's weights are written beside the result, and removed after the block.
+    A checkpoint's weights are written next to the result, and removed after the block.
     """
     if target.checkpoint is None:
         yield _model_folder(config)

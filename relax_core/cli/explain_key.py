@@ -1,4 +1,4 @@
-"""`relax explain KEY` prints a key's value, type and range, where it is set and declared, or all keys of a section."""
+"""`relax explain KEY` prints a key's meaning, value, type, range, origin and class, or all keys of a section."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
-    """Returns the documented keys of the chosen options; an option that overrides another comes after it."""
+    """Returns the documented keys of the chosen options; an option comes after the options that it overrides."""
     found = keys_of_root()
     for group in sorted(choices, key=lambda group: group == "experiment"):
         file = conf_folder() / group / f"{choices[group]}.yaml"
@@ -121,7 +121,7 @@ def _as_typed(value: Any) -> str:
 
 
 def _holder(config: RelaxConfig, key: str) -> tuple[Any, str]:
-    """Returns the object that has the key, or the mapping that does, and the key's name in it."""
+    """Returns the object or mapping that has the key, and the key's name in it."""
     section, _, leaf = key.rpartition(".")
     holder: Any = config
     for part in filter(None, section.split(".")):
@@ -130,7 +130,7 @@ def _holder(config: RelaxConfig, key: str) -> tuple[Any, str]:
 
 
 def _declared_in(holder: Any, leaf: str) -> str:
-    """Returns the settings class that declares a key, with its file; the code that reads the key takes that class."""
+    """Returns the settings class that declares a key, and its file; code that reads the key uses that class."""
     if not dataclasses.is_dataclass(holder):
         return "a mapping of the user"
     declared = next(one for one in inspect.getmro(type(holder)) if leaf in inspect.get_annotations(one))

@@ -1,4 +1,4 @@
-"""`relax list` prints plug-ins of every kind, presets, parsers and models, one line each."""
+"""`relax list` prints all plug-ins, presets, parsers, models and experiments, one line each."""
 
 from __future__ import annotations
 
@@ -29,25 +29,22 @@ _CANNOT = 2
 
 
 def list_command(files: Sequence[str]) -> int:
-    """Prints what can be chosen; ``files`` are the user's plug-in files, which are listed with their kind.
+    """Prints all available options; ``files`` are the user's plug-in files, which are listed with their kind.
 
-    Returns 0, or 2 if a plug-in is broken. A broken plug-in is named with its file and line after the list of the
-    others.
+    Returns 0, or 2 if a plug-in is broken. Errors of broken plug-ins follow the list, with file and line.
     """
     if {"-h", "--help"} & set(files):
         print(f"relax {COMMANDS['list'][0]}: {COMMANDS['list'][1]}")
         return 0
     if wrong := [file for file in files if not is_file_plugin(file)]:
-        print(
-            f"relax list: {wrong[0]}: relax list takes files FILE.py alone; without one it lists all.", file=sys.stderr
-        )
+        print(f"relax list: {wrong[0]}: relax list takes only FILE.py; without a file it lists all.", file=sys.stderr)
         return _CANNOT
     broken: list[str] = []
     for kind in ALL_KINDS:
         print(f"{title_of(kind)} ({_how(kind)})")
         for name in names(kind):
             print(_plugin_line(kind, name, broken))
-        if kind in GROUP_KINDS and kind not in KINDS:  # whose options are not all plug-ins
+        if kind in GROUP_KINDS and kind not in KINDS:  # some options of these groups are not plug-ins
             for option in yaml_options(kind):
                 if option not in names(kind):
                     print(_line(option, first_comment(kind, option)))
@@ -63,7 +60,7 @@ def list_command(files: Sequence[str]) -> int:
 
 
 def _parser_lines() -> Iterator[str]:
-    """Yields the presets of rewards, which are options that are no plug-ins, and what reads tool calls and verdicts."""
+    """Yields the presets of rewards (options that are not plug-ins), and the parsers of tool calls and verdicts."""
     yield "Presets of rewards (reward=NAME)"
     for option in yaml_options("reward"):
         if option not in names("reward"):
@@ -80,7 +77,7 @@ def _parser_lines() -> Iterator[str]:
 
 
 def _how(kind: Kind) -> str:
-    """How a plug-in of this kind is chosen."""
+    """Returns the syntax to choose a plug-in of this kind."""
     key, group, file = key_of(kind), key_of(kind).removesuffix(".name"), f"/path/my_{kind}.py"
     return f"{key}=[NAME, {file}]" if kind == "sink" else f"{group}=NAME, or {key}={file}"
 
@@ -102,12 +99,12 @@ def _summary(kind: Kind, name: str) -> str:
 
 
 def _tools_words(env: EnvSpec) -> str:
-    """Returns the names of the tools with the settings' defaults; each row may have tools of its own."""
+    """Returns the names of the tools with default settings; each data row may have its own tools."""
     if env.tools is None:
         return ""
     try:
         described: Any = env.tools({"prompt": "", "answer": ""}, env.config(name=env.name))
-    except Exception:  # plug-in code: its tools need settings or a data row
+    except Exception:  # plug-in code may need settings or a real data row
         return " (tools: by settings and row)"
     return f" (tools: {', '.join(one['function']['name'] for one in described)})"
 
@@ -119,7 +116,7 @@ def _file_line(file: str, broken: list[str]) -> str:
             return _line(f"{key_of(kind)}={file}", _summary(kind, file))
         except PluginError as error:
             problems.append(str(error))
-    broken.append(problems[0].removeprefix(f"{key_of(ALL_KINDS[0])}="))  # what kind it was meant to be is not known
+    broken.append(problems[0].removeprefix(f"{key_of(ALL_KINDS[0])}="))  # the intended kind is unknown
     return _line(file, "broken, see below")
 
 

@@ -1,6 +1,6 @@
-"""Sends a message to each address of a file, as a run with ``notify.urls_file`` would: ``relax notify test FILE``.
+"""Sends a test notification to each address of a file of ``notify.urls_file``: ``relax notify test FILE``.
 
-The exit code is 1 if an address did not take it, and 2 if the file cannot be used.
+The exit code is 1 if an address did not accept it, and 2 if the file cannot be used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _NOT_TAKEN, _UNUSABLE = 1, 2
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command and returns its exit code. Argparse ends the process for words that are none of its own."""
+    """Runs the command and returns its exit code. Argparse ends the process for unknown arguments."""
     parser = argparse.ArgumentParser(
         prog="relax notify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["test"])
-    parser.add_argument("urls_file", type=Path, metavar="FILE", help="what notify.urls_file of a run would be")
+    parser.add_argument("urls_file", type=Path, metavar="FILE", help="a file as in a run's notify.urls_file")
     given = parser.parse_args(words)
     try:
         receivers = read_receivers(given.urls_file)
@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
         return _UNUSABLE
     not_taken = 0
     for name, notify in receivers:
-        lines = tell([(name, notify)], title="Relax: a test", text="A run would tell you like this.")
+        lines = tell([(name, notify)], title="Relax: a test", text="A run would send its notifications like this.")
         not_taken += bool(lines)
-        print(lines[0] if lines else f"{name} took the message")
+        print(lines[0] if lines else f"{name} accepted the message")
     return _NOT_TAKEN if not_taken else 0

@@ -1,8 +1,8 @@
-"""Prints what a run that goes on waits for: ``relax stall RUN``.
+"""Prints what a live run waits for, as the watchdog reports it: ``relax stall RUN``.
 
-The report is the watchdog's: what each worker does and which worker waits for which, the workers at the end of the
-chain that begins at the trainer, and their stacks. No train step waits for it. The exit code is 1 if the run has ended
-or gives no report in time, and 2 if there is no such run.
+The report lists the activity of each worker, which worker waits for which, and the workers at the end of the wait chain
+from the trainer, with their stacks. The report does not delay train steps. The exit code is 1 if the run has ended or
+sends no report in time, and 2 if there is no such run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NO_REPORT, _NO_RUN = 1, 2
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command and returns its exit code. Argparse ends the process for words that are none of its own."""
+    """Runs the command and returns its exit code. Argparse ends the process for unknown arguments."""
     parser = argparse.ArgumentParser(
         prog="relax stall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that goes on")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a live run")
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"seconds to wait for the report; {TIMEOUT_S:g}"
     )
@@ -39,13 +39,13 @@ def main(words: Sequence[str]) -> int:
         report = ask_for_report(given.run, timeout_s=given.timeout, goes_on=lambda: run_state(given.run) == LIVE)
     except NoAnswer as error:
         print(
-            f"relax stall: there is no report: {error}. While the services of a run start, and for a moment when they "
-            f"start again, nobody answers; {given.run / 'logs'} has the logs of all processes",
+            f"relax stall: there is no report: {error}. A run sends no report while its services start or restart; "
+            f"{given.run / 'logs'} has the logs of all processes",
             file=sys.stderr,
         )
         return _NO_REPORT
     except OSError as error:
-        print(f"relax stall: {given.run} cannot be asked: {error}", file=sys.stderr)
+        print(f"relax stall: {given.run} cannot be queried: {error}", file=sys.stderr)
         return _NO_REPORT
     print(report, end="")
     return 0

@@ -1,9 +1,9 @@
-"""`relax trace RUN [--steps A:B] [--format F] [--out FILE]` writes what a run did over time as a trace.
+"""`relax trace RUN [--steps A:B] [--format F] [--out FILE]` writes a run's timeline as a trace file.
 
-The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, the pushes
-of weights, the evaluations, restarts and recoveries after a fault, and orders for engines. They are made of the files
-that a run leaves, so they cost it nothing. ui.perfetto.dev and chrome://tracing open the format chrome,
-and a collector of OpenTelemetry takes otlp as the body of POST /v1/traces.
+The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, weight
+updates, evaluations, restarts and recoveries after a fault, and orders for engines. They are computed from the run's
+files, so the run has no extra cost. ui.perfetto.dev and chrome://tracing open the format chrome, and an OpenTelemetry
+collector accepts otlp as the body of POST /v1/traces.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="relax trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--steps", default=":", help="train steps A:B, B not included; either may be left out")
-    parser.add_argument("--format", choices=WRITERS, default="chrome", help="chrome, if it is not given")
+    parser.add_argument("--steps", default=":", help="train steps A:B, B not included; both are optional")
+    parser.add_argument("--format", choices=WRITERS, default="chrome", help="default: chrome")
     names = ", ".join(name for name, _ in WRITERS.values())
     parser.add_argument(
-        "--out", type=Path, help=f"a new file, by default {names} in the working folder; - writes to the output"
+        "--out", type=Path, help=f"a new file, by default {names} in the working folder; - writes to stdout"
     )
     given = parser.parse_args(arguments)
     to_output = str(given.out) == "-"
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def steps_of(words: str) -> tuple[int, float]:
-    """Returns the first step of "A:B", and the step behind the last one. Raises ValueError for anything else."""
+    """Returns A and B of "A:B", the first step and the end (exclusive). Raises ValueError for other texts."""
     first, colon, behind = words.partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (first, behind)):
         raise ValueError(f"--steps={words}: give A:B with whole numbers, such as 100:120, 100: or :20.")

@@ -1,44 +1,44 @@
-"""Defines the keys of the configuration that have a few named values."""
+"""Defines the enums of configuration keys that have a few named values."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-SEEDS = "seeds"  # data.task: rows for envs that need no data; each has a number of its own, in the order of the rows
+SEEDS = "seeds"  # data.task: rows for envs without data; each row has its own number, in order
 NUMBER_GUESS, CALCULATOR = "number_guess", "calculator"  # envs whose games are a builtin model's warm start
 
 
 class ModeName(Enum):
-    """Names the ways in which rollout and trainer share time."""
+    """Names the schedules of rollout and trainer: they take turns, or run at the same time."""
 
     colocate = "colocate"
     asynchronous = "async"
 
 
 class OnStale(Enum):
-    """Says what happens to a group outside of the staleness window."""
+    """Lists the actions for groups outside of the staleness window."""
 
     drop = "drop"
     mask = "mask"
 
 
 class Surplus(Enum):
-    """Says what happens to over-sampled groups that a step does not need."""
+    """Lists the actions for over-sampled groups that a step does not need."""
 
     drop = "drop"
     keep = "keep"
 
 
 class Partial(Enum):
-    """Says what happens to unfinished samples when the weights change."""
+    """Lists the actions for unfinished samples at a weight update."""
 
     in_place = "in_place"
     abort = "abort"
 
 
-TEXT = "text"  # the option of `modality` that reads no images, videos or sounds
+TEXT = "text"  # the option of `modality` that reads no images, videos or audio
 
-# The parts of a model that `model.freeze` names. The projector maps what the towers give to the language model.
+# The parts of a model for `model.freeze`. The projector maps the towers' outputs to the language model.
 VISION, AUDIO, PROJECTOR, LANGUAGE, ROUTER = MODEL_PARTS = ("vision", "audio", "projector", "language", "router")
 
 
@@ -50,12 +50,12 @@ class Schedule(Enum):
     linear = "linear"
 
 
-# Says what happens to the assistant's message with which a prompt ends; None refuses the prompt.
+# Action for a prompt that ends with an assistant message; None rejects the prompt.
 LastAssistant = Enum("LastAssistant", ["drop", "continue"])
 
 
 class Overlong(Enum):
-    """Says what happens to a prompt that is too long."""
+    """Lists the actions for prompts that are too long."""
 
     drop = "drop"
     truncate_left = "truncate_left"
@@ -64,13 +64,13 @@ class Overlong(Enum):
 
 
 class MediaPlace(Enum):
-    """Says where the media of a row stand whose prompt has no place for them."""
+    """Lists the places for media of prompts without a placeholder."""
 
     first = "first"
 
 
 class Recompute(Enum):
-    """Says which activations the backward pass computes again."""
+    """Lists the amounts of activations that the backward pass recomputes."""
 
     none = "none"
     selective = "selective"
@@ -78,7 +78,7 @@ class Recompute(Enum):
 
 
 class WeightTransportName(Enum):
-    """Names the ways in which a weight version reaches an engine."""
+    """Names the transports of weights from the trainer to an engine."""
 
     auto = "auto"
     shared_memory = "shared_memory"

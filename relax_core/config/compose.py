@@ -1,4 +1,4 @@
-"""Turns the words of a command line into a typed, validated `RelaxConfig`. Only this module uses Hydra."""
+"""Composes the configuration: turns the words of a command line into a typed, validated `RelaxConfig` with Hydra."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
-        # The mapping stays open until the plug-in's own type is applied: no YAML knows the settings of a plug-in file.
+        # The mapping stays open until the plug-in's type is applied: YAML files do not know the settings of plug-ins.
         root[kind] = DictConfig({}, flags={"struct": False})
     for kind in GROUP_KINDS:
         for name in plugin_options(kind):
@@ -61,12 +61,12 @@ def register_schema() -> None:
 
 
 def _plain(values: Any) -> dict[str, Any]:
-    """The same as a dict, with ??? where a value is missing."""
+    """Returns the values as a dict, with ??? for missing values."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(values)))
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Returns the merged configuration, which is not typed yet. Raises `ConfigError`."""
+    """Returns the merged, untyped configuration. Raises `ConfigError`."""
     return _compose(overrides, with_hydra=False)
 
 
@@ -93,7 +93,7 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
 
 
 def _refuse_both_lengths(cfg: DictConfig, words: Sequence[str]) -> None:
-    """Raises `ConfigError` if the words set run.steps, which run.epochs of any place replaces."""
+    """Raises `ConfigError` if the words set run.steps although run.epochs is set anywhere."""
     epochs = cfg.run.get("epochs")
     typed = [word for word in words if word.lstrip("+").startswith("run.steps=")]
     if epochs is not None and typed:
@@ -109,7 +109,7 @@ def load_config(
 
 
 def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
-    """Reads what `relax_core.config.saved.to_whole_yaml` wrote, and validates it again. Raises `ConfigError`."""
+    """Reads the YAML of `relax_core.config.saved.to_whole_yaml`, and validates it again. Raises `ConfigError`."""
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
         root[kind] = DictConfig({}, flags={"struct": False})
@@ -128,7 +128,7 @@ def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Sett
     """Returns typed objects for a composed configuration, with absolute paths, after validating everything.
 
     Raises:
-        ConfigError: for unknown keys, missing values and wrong types; if all types fit, for what `validate` finds.
+        ConfigError: for unknown keys, missing values and wrong types; if all types fit, for problems of `validate`.
     """
     config, found = settled(typed_config(cfg), checks=checks, settle=settle)
     if found:
@@ -139,7 +139,7 @@ def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Sett
 def settled(
     config: RelaxConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None
 ) -> tuple[RelaxConfig, list[str]]:
-    """Returns the configuration with its derived values, and every problem of it."""
+    """Returns the configuration with its derived values, and all of its problems."""
     found: list[str] = []
     if settle is not None:
         config, found = settle(config)
@@ -147,7 +147,7 @@ def settled(
 
 
 def typed_config(cfg: DictConfig) -> RelaxConfig:
-    """Does the work of `to_run_config` that comes before the validation."""
+    """Returns the typed configuration with absolute paths, before the validation. Raises `ConfigError`."""
     problems = _unknown_keys(cfg)
     by_time = "${now:" in str(cfg.run._get_node("dir"))
     by_variable = references(OmegaConf.to_container(cfg))
@@ -172,14 +172,14 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)
-    config.model.freeze = sorted(set(config.model.freeze))  # A resumed run compares it, and its order means nothing.
+    config.model.freeze = sorted(set(config.model.freeze))  # a resumed run compares it, and its order does not matter
     return config
 
 
 def _resolve(node: Any, values: Any) -> None:
-    """Sets each interpolation of a configuration to its value in ``values``, which are the same, resolved.
+    """Replaces each interpolation of a configuration by its value in ``values``, the resolved configuration.
 
-    What a variable holds is a value, and is not resolved again, whatever its text is.
+    The values of variables are not resolved again.
     """
     for key in range(len(values)) if isinstance(values, list) else list(values):
         child = node._get_node(key)
@@ -203,8 +203,8 @@ def run(
 ) -> int:
     """Runs ``job`` for the configuration of the command line, and returns the exit code.
 
-    ``show_plan`` is called instead of ``job`` with plan=true and gets the problems that the checks found. ``sweep``
-    gets the runs of a sweep (-m) and starts them once all are known.
+    With plan=true, ``show_plan`` is called instead of ``job``, with the problems that the checks found. ``sweep``
+    receives the runs of a sweep (-m) and starts them once all are known.
 
     The exit code is that of the job (for a sweep, the first that is not 0), or 2 for a user's mistake, which is
     reported on stderr without a traceback.
@@ -238,7 +238,7 @@ def run(
 
 
 class _Jobs:
-    """Takes each composed configuration of one command line. ``codes`` are the exit codes of the finished jobs."""
+    """Receives the composed configurations of one command line. ``codes`` are the exit codes of the finished jobs."""
 
     def __init__(
         self,
@@ -256,9 +256,9 @@ class _Jobs:
         self._kept: list[Callable[[], int]] = []
 
     def take(self, cfg: DictConfig) -> object:
-        """Passes a run of a sweep to the sweep, and keeps a plan or a single run for `end`.
+        """Passes a run of a sweep to the sweep, and stores a plan or a single run for `end`.
 
-        Hydra would report an exception that is raised here in its own format.
+        Nothing runs here, because Hydra would report an exception in its own format.
         """
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
@@ -286,14 +286,14 @@ class _Jobs:
         return typed_config(cfg)
 
     def end(self) -> None:
-        """Executes what was kept, and starts the runs of the sweep."""
+        """Executes the stored plans and runs, and starts the runs of the sweep."""
         for one in self._kept:
             self.codes.append(one())
         if self._sweep is not None:
             self.codes.append(self._sweep.finish())
 
     def _start(self, cfg: DictConfig) -> int:
-        """Raises `ConfigError`."""
+        """Settles the configuration, then shows its plan or runs its job. Raises `ConfigError`."""
         config, problems = settled(self._typed(cfg), checks=self._checks, settle=self._settle)
         if self._is_plan(config):
             return self._plan(config, problems)
@@ -314,7 +314,7 @@ class _Jobs:
 
 @contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Makes Hydra raise its errors; without this variable it prints them itself."""
+    """Makes Hydra raise its errors instead of printing them."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -328,7 +328,7 @@ def _hydra_raises() -> Iterator[None]:
 
 @contextmanager
 def _argv(arguments: Sequence[str]) -> Iterator[None]:
-    """Sets sys.argv, from which Hydra reads, and restores it for the summary, which shows what the user typed."""
+    """Sets sys.argv, which Hydra reads, and restores it for the summary, which shows the words of the user."""
     before = sys.argv
     sys.argv = ["relax", *arguments]
     try:
@@ -338,7 +338,7 @@ def _argv(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _unknown_keys(cfg: DictConfig) -> list[str]:
-    """Returns the unknown keys that were added with +key=value. Hydra has refused all other unknown keys."""
+    """Returns messages for unknown keys that were added with +key=value. Hydra refuses all other unknown keys."""
     roots = {field.name for field in dataclasses.fields(RelaxConfig)}
     unknown = (dotted for key in map(str, cfg) if key not in roots for dotted in _dotted(key, cfg._get_node(key)))
     problems = [unknown_key(key) for key in unknown]
@@ -348,7 +348,7 @@ def _unknown_keys(cfg: DictConfig) -> list[str]:
 
 
 def _dotted(key: str, node: Any) -> Iterator[str]:
-    """Returns the dotted leaf keys of a mapping that was added as one value."""
+    """Yields the dotted leaf keys of a mapping that was added as one value."""
     if not isinstance(node, DictConfig):
         yield key
         return
@@ -367,13 +367,13 @@ def _unknown_below(section: str, values: DictConfig) -> list[str]:
 
 
 def _missing_values(cfg: DictConfig) -> list[str]:
-    """Returns the keys whose value is still ???. Those of plug-ins are found when plug-ins are typed."""
+    """Returns messages for keys whose value is still ???. Keys of plug-ins are checked when plug-ins are typed."""
     missing = sorted(key for key in OmegaConf.missing_keys(cfg) if key.split(".", 1)[0] not in KINDS)
     return [f"{key} has no value: add {key}=..." for key in missing]
 
 
 def _absolute(config: RelaxConfig) -> RelaxConfig:
-    """Makes every path absolute, because services have working folders of their own."""
+    """Makes every path absolute, because services have other working folders."""
     for section, key in (dotted.split(".") for dotted in PATHS):
         holder: Any = getattr(config, section)
         if (path := getattr(holder, key, None)) is not None:  # only one launcher has token_file
@@ -394,9 +394,9 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
 
 
 def _path(key: str, text: Any) -> Any:
-    """Returns the absolute path; a value that is no text is left to the checks.
+    """Returns the absolute path; a value that is not text is returned unchanged for the checks.
 
-    Raises `ConfigError` if no file can have the name, or if this user may not access it.
+    Raises `ConfigError` for an empty or invalid path, an address, or a path without access for this user.
     """
     if not isinstance(text, str):
         return text
@@ -404,7 +404,7 @@ def _path(key: str, text: Any) -> Any:
         raise ConfigError([f"{key} is empty. Give a path, or leave it out."])
     shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
     if _ADDRESS.match(text):
-        raise ConfigError([f"{key}={shown}: an address is no path of this machine. {_copy_words(text)}"])
+        raise ConfigError([f"{key}={shown}: this is an address, not a local path. {_copy_words(text)}"])
     try:
         path = Path(text).expanduser().absolute()
         with suppress(FileNotFoundError, NotADirectoryError):  # another check reports a file that must exist
@@ -417,7 +417,7 @@ def _path(key: str, text: Any) -> Any:
 
 
 def _copy_words(address: str) -> str:
-    """Returns how to get what an address names onto this machine."""
+    """Returns how to copy the content of an address to this machine."""
     if address.startswith("hf://"):
         return "Download it with hf download, and give the path of the copy."
     if address.startswith(("http://", "https://")):
@@ -444,8 +444,8 @@ def _absolute_each(paths: Any, *, key: str) -> Any:
 class SweepRuns(Protocol):
     """Receives the runs of a sweep one by one.
 
-    ``overrides`` are those of one run, as its user would type them. ``swept`` are those of them in which the runs
-    differ. ``folder`` is that of the sweep.
+    ``overrides`` are the overrides of one run, as a user would type them. ``swept`` are those in which the runs differ.
+    ``folder`` is the folder of the sweep.
     """
 
     def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object:
@@ -459,4 +459,4 @@ class SweepRuns(Protocol):
 
 
 class SweepFailed(RuntimeError):
-    """A run failed, and the sweeper needs its value."""
+    """Raised if a run failed and the sweeper needs its value."""

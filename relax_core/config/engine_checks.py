@@ -1,4 +1,4 @@
-"""Checks the keys of engines: their kind, servers that somebody else started, and what SGLang cannot do."""
+"""Checks the keys of engines: their kind, external servers, and settings that SGLang does not support."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNSET: dict[str, object] = {
 
 
 def engine_name_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence where there is no such kind of engine, or its file cannot be loaded."""
+    """Yields a problem if the kind of engine does not exist or its file cannot be loaded."""
     name = config.engine.name
     if not is_file_plugin(name) and name not in names("engine"):
         yield missing_name("engine.name", name, names("engine"))
@@ -40,7 +40,7 @@ def engine_name_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for each problem that needs no look at a file."""
+    """Yields the problems of engine keys that can be found without reading a file."""
     engine = config.engine
     spec = find_engine(engine.name)
     for key, unset in _UNSET.items():
@@ -50,8 +50,8 @@ def engine_problems(config: RelaxConfig) -> Iterator[str]:
             yield f"engine.{key}={shown} is a key of {kinds} only. Drop it, or choose {kinds}."
     for name in filter(is_secret_name, engine.flags):
         yield (
-            f"engine.flags.{name}: `ps` shows an engine's command line to every user of the machine. Drop it: the run "
-            "gives a key of its own to engines that it starts, and engine.token_file names the key of others."
+            f"engine.flags.{name}: `ps` shows an engine's command line to every user of the machine. Drop it: engines "
+            "that the run starts get a generated key, and engine.token_file is for the key of external engines."
         )
     if not spec.on_gpus and engine.tp != 1:
         yield (
@@ -61,21 +61,21 @@ def engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_file_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for each file that the engine needs and that is not as it should be."""
+    """Yields a problem for each missing or invalid file that the engine needs."""
     yield from find_engine(config.engine.name).file_problems(config)
 
 
 def _with_key(key: str) -> list[str]:
-    """Returns the names of Relax's own kinds of engine that read the key."""
+    """Returns the built-in kinds of engine that read the key."""
     return [name for name in names("engine") if is_builtin("engine", name) and key in find_engine(name).keys]
 
 
-# Key of servers that the run starts → its default.
+# Keys that apply only to servers that the run starts → their defaults.
 _OF_OUR_SERVERS: dict[str, object] = {"python": None, "mem_fraction": None, "flags": {}}
 
 
 def attached_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for each problem of engine.urls and engine.token_file that needs no look at a file."""
+    """Yields the problems of engine.urls and engine.token_file that can be found without reading a file."""
     engine = config.engine
     if not engine.urls:
         if engine.token_file is not None and config.gateway.name == "none":
@@ -92,14 +92,14 @@ def attached_problems(config: RelaxConfig) -> Iterator[str]:
             yield f"engine.urls: {url} is no address of a server. Write http://host:port."
     for key, unset in _OF_OUR_SERVERS.items():
         if (value := getattr(engine, key)) != unset:
-            yield f"engine.{key}={value} with engine.urls: those servers were started by somebody else. Drop it."
+            yield f"engine.{key}={value} with engine.urls: the run does not start those servers. Drop it."
     teacher = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teacher is not None and teacher.served_by == "engine":
         yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
 
 
 def unseen_media(config: RelaxConfig) -> list[MediaKind]:
-    """Returns the kinds of media that prompts may have and that servers which somebody else started do not get."""
+    """Returns the kinds of media that prompts may have but that external servers do not get."""
     kinds, gets = media_kinds(config), find_engine(config.engine.name).attached_media
     if not gets:
         return list(kinds)
@@ -109,16 +109,16 @@ def unseen_media(config: RelaxConfig) -> list[MediaKind]:
 
 
 def no_media_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence if prompts have media and the servers of engine.urls see no folder of the run's items."""
+    """Yields a problem if prompts have media and the servers of engine.urls cannot read the run's media folder."""
     if config.engine.urls and (unseen_media(config) or config.data.task in MEDIA_TASKS):
         yield (
             f"engine.urls with media in prompts: a server of engine={config.engine.name} that the run did not start "
-            "does not see them. Drop engine.urls, or use engine=sglang, whose servers get images."
+            "does not get them. Drop engine.urls, or use engine=sglang, whose servers get images."
         )
 
 
 def token_file_problems(engine: EngineConfig) -> Iterator[str]:
-    """Yields what is wrong with the file of the servers' key."""
+    """Yields the problems of the file with the servers' API key."""
     if engine.token_file is not None:
         file = Path(engine.token_file)
         if not file.is_file():
@@ -129,7 +129,7 @@ def token_file_problems(engine: EngineConfig) -> Iterator[str]:
 
 MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens, unless engine.flags sets it
 
-# Maps each server flag that engine.flags may not set to the key of Relax that sets it.
+# Server flags that engine.flags may not set → the key of Relax that sets them.
 OWN_FLAGS = {
     "model-path": "model.path",
     "model": "model.path",
@@ -161,13 +161,13 @@ OWN_FLAGS = {
 
 
 def sglang_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for each problem that can be seen without reading a file."""
+    """Yields the problems of engine=sglang that can be found without reading a file."""
     engine = config.engine
     if engine.mem_fraction is not None and not 0 < engine.mem_fraction < 1:
         yield f"engine.mem_fraction={engine.mem_fraction}: must be more than 0 and less than 1."
     for name in engine.flags:
         if (flag := _own_flag(name)) is not None:
-            yield f"engine.flags.{name}: Relax sets --{flag} itself. What sets it is {OWN_FLAGS[flag]}."
+            yield f"engine.flags.{name}: Relax sets --{flag} itself. Set by: {OWN_FLAGS[flag]}."
     yield from _truncation_problems(config)
     yield from attached_problems(config)
     yield from _media_problems(config)
@@ -178,13 +178,13 @@ def _flag(name: str) -> str:
 
 
 def _own_flag(name: str) -> str | None:
-    """Returns the flag of Relax that the server would read for ``name``, because it accepts every prefix of a flag."""
+    """Returns the flag of `OWN_FLAGS` that the server would read for ``name``; it accepts every prefix of a flag."""
     flag = _flag(name)
     return flag if flag in OWN_FLAGS else next((own for own in OWN_FLAGS if own.startswith(flag)), None)
 
 
 def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns settings with which SGLang cannot report kept sets, or scores another distribution."""
+    """Yields settings for which SGLang cannot report kept sets, or scores another distribution."""
     engine, rollout = config.engine, config.rollout
     flags = {_flag(name): (name, value) for name, value in engine.flags.items()}
     written, most = flags.get("sampling-mask-max-tokens", ("", MASK_TOKENS))
@@ -194,7 +194,7 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
         if value != off and rollout.top_k == -1:
             yield (
-                f"rollout.{key}={value:g} with engine=sglang: it tells which tokens were left only with a top_k. Add "
+                f"rollout.{key}={value:g} with engine=sglang: it reports the kept tokens only with a top_k. Add "
                 f"rollout.top_k={most // 2}, or use rollout.{key}={off:g}."
             )
     if rollout.min_p > 0.0 and engine.deterministic:
@@ -223,7 +223,7 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _media_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what SGLang cannot hear, and what attached servers cannot see."""
+    """Yields media settings that SGLang does not support, and media that external servers do not get."""
     kinds = media_kinds(config)
     if config.modality.audio_in_video and "video" in kinds:
         yield (
@@ -252,7 +252,7 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what is wrong with the interpreter and the token file."""
+    """Yields the problems of the interpreter and the token file."""
     engine = config.engine
     if engine.python is not None and not os.access(engine.python, os.X_OK):
         yield (

@@ -1,4 +1,4 @@
-"""Turns each error of Hydra and OmegaConf into one sentence with key, value and fix."""
+"""Translates errors of Hydra and OmegaConf into one sentence with key, value and fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SCALAR_WORDS = {int: _TYPE_WORDS["Integer"], float: _TYPE_WORDS["Float"], bool:
 
 def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
     """Returns Hydra's error as a `ConfigError` in Relax's form."""
-    # Imported here, because the roles' processes import this module without Hydra.
+    # Imported here because the processes of roles import this module without Hydra.
     from hydra.errors import MissingConfigException, OverrideParseException
 
     if isinstance(error, MarkedYAMLError):
@@ -79,7 +79,7 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
 
 
 def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
-    """Returns the message for a value of the wrong type, or one that is not among the choices."""
+    """Returns the message for a value of the wrong type or outside of the choices."""
     text = _first_line(error)
     section = key.split(".", 1)[0]
     chooser = ""
@@ -132,10 +132,7 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
 
 
 def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
-    """Returns the message for a missing option.
-
-    ``also`` are the options of the user's own folder, which Hydra found.
-    """
+    """Returns the message for a missing option. ``also`` are the options that Hydra found in the user's folder."""
     group, _, choice = config_file.partition("/")
     if options := sorted({*group_options(group), *also}):
         return missing_name(group, choice, options)
@@ -143,7 +140,7 @@ def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
 
 
 def _unknown_key(error: Exception, key: str) -> str:
-    """Returns the whole key from Hydra's own text, because OmegaConf's cause has only its first part."""
+    """Returns the message for an unknown key. The key comes from Hydra's text: OmegaConf has only its first part."""
     file = _in_file(error)
     if file and key == file.split("/")[0].removeprefix("in "):
         return f"{file}{_NO_PACKAGE}"
@@ -153,7 +150,7 @@ def _unknown_key(error: Exception, key: str) -> str:
 
 
 def _in_file(error: Exception) -> str:
-    """Returns the YAML file that Hydra was reading, as a prefix of the message."""
+    """Returns a message prefix with the YAML file that Hydra was reading, or ""."""
     place = re.match(r"In '([^']+)': \w+ raised while composing config", str(error))
     if place is None:
         return ""
@@ -161,7 +158,7 @@ def _in_file(error: Exception) -> str:
 
 
 def _bad_syntax(override: str) -> str:
-    override = override.removeprefix("++")  # Relax adds it where the keys are the user's own
+    override = override.removeprefix("++")  # Relax adds it to keys of open mappings
     told = f"{override!r} is not key=value."
     if override.endswith((".yaml", ".yml")) and "=" not in override:
         return f"{told} {of_file(override)}."
@@ -187,12 +184,12 @@ def _bad_syntax(override: str) -> str:
 
 
 def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ] { } or a quote in it") -> str:
-    """Returns how a value that Hydra cannot read is typed, by the type of its key."""
+    """Returns the fix for a value that Hydra cannot parse, by the type of its key."""
     key, _, value = override.partition("=")
     kinds = [without_null(kind) for kind in types_of(key.lstrip("+~"))]
     if kinds and kinds[0] in (int, float, bool):
         if value.endswith(","):
-            several = f"with -m no blank stands behind a comma: {key}={value}VALUE"
+            several = f"with -m there is no blank after a comma: {key}={value}VALUE"
             return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={value[:-1]}; {several}"
         if re.fullmatch(r"\d+(,\d+)+", value):
             return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
@@ -207,14 +204,11 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
             "YAML file of your own (--config-dir)"
         )
     written = f"{key}={quoted(value, mark=DOUBLE)}"
-    return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside of the shell's
+    return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside the shell's
 
 
 def as_list(key: str, value: str) -> str:
-    """Returns the override of a list of texts, or of whole numbers, as it is typed in a shell.
-
-    Hydra's quotes stand inside of the shell's.
-    """
+    """Returns the override for a list of texts or integers, as typed in a shell: Hydra's quotes inside the shell's."""
     inner = value.removeprefix("[").removesuffix("]")
     texts = inner.split(",") if inner else []
     if texts and any("int" in str(kind) for kind in types_of(key)) and all(text.strip().isdigit() for text in texts):
@@ -231,7 +225,7 @@ def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | No
 
 
 def _resolver_error(error: BaseException | None) -> ValueError | OSError | None:
-    """Returns the error of a resolver, whose message is for users; None for an error of OmegaConf itself."""
+    """Returns the resolver's error, which has a message for users; None for an error of OmegaConf itself."""
     while isinstance(error, OmegaConfBaseException):
         error = error.__cause__ or error.__context__
     return error if isinstance(error, ValueError | OSError) else None

@@ -1,4 +1,4 @@
-"""Defines a user's mistake in the configuration, and how it is shown."""
+"""Defines the error for mistakes in the configuration and its report to the user."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u2028-\u202e\u
 
 
 class NotYet(str):
-    """Is a problem that is no mistake: something that is not built yet, or a value that is not given yet.
+    """Marks a problem that is no mistake: a feature that is not built yet, or a value that is not given yet.
 
-    A start is refused as with any other problem. A plan is made and shows the problem at its top.
+    A start is refused, as for any other problem. A plan is still made and shows the problem at its top.
     """
 
     __slots__ = ()
 
 
 class ConfigError(ValueError):
-    """Holds everything that is wrong with a configuration. Each problem names the key, the value and the fix.
+    """Holds all problems of a configuration. Each problem names the key, the value and the fix.
 
-    Secrets of the command line are taken out of the problems, and control characters are shown by code.
+    Secrets of the command line are redacted, and control characters are shown by their codes.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class ConfigError(ValueError):
         self.problems = shown_problems
 
     def report(self) -> str:
-        """Returns what the user sees: one line for one problem, a list for several."""
+        """Returns the text for the user: one line for one problem, a list for several."""
         if len(self.problems) == 1:
             return f"relax: {self.problems[0]}"
         lines = [f"relax: {len(self.problems)} problems in the configuration"]
@@ -41,20 +41,20 @@ class ConfigError(ValueError):
 
 
 def _printable(text: str) -> str:
-    """Returns a text that a terminal shows as it is: control and direction characters become their codes."""
+    """Returns the text with control and direction characters replaced by their codes."""
     return _ODD.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def either(choices: Sequence[object]) -> str:
-    """Returns choices in words, such as "1, 2 or 4"."""
+    """Returns the choices as text, such as "1, 2 or 4"."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """Returns the choices that resemble ``word`` most, ignoring case, best first, or none if no choice resembles it.
+    """Returns up to ``count`` choices similar to ``word``, ignoring case, best first.
 
-    A choice of the same letters in another order is the best.
+    A choice with the same letters in another order comes first.
     """
     by_lower = {choice.lower(): choice for choice in choices}
     swapped = [choice for choice in by_lower if sorted(choice) == sorted(word.lower())]

@@ -1,4 +1,4 @@
-"""Builds the text of `relax --help`; options, keys and what stands beside them come from conf/."""
+"""Builds the text of `relax --help`; options, keys and their comments come from conf/."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _NO_KEYS = ("defaults", "hydra")  # keys of Hydra itself
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentedKey:
-    """Is a key of conf/ with its comment.
-
-    ``line`` counts from 1. ``comment`` is empty if the value has none.
-    """
+    """Holds a key of conf/ with its comment, which may be empty. ``line`` counts from 1."""
 
     key: str
     value: str
@@ -40,7 +37,7 @@ class DocumentedKey:
     line: int
 
     def place(self) -> str:
-        """Returns file and line; a file in conf/ is named by its path below conf/."""
+        """Returns the file and line; the path of a file in conf/ begins with conf/."""
         folder = conf_folder()
         inside = self.file.is_relative_to(folder)
         return f"{Path('conf') / self.file.relative_to(folder) if inside else self.file}, line {self.line}"
@@ -83,7 +80,7 @@ def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
 
 
 def _keys_in(file: Path, *, prefix: str) -> Iterator[DocumentedKey]:
-    """Yields the keys of a file. conf/ writes mappings in block style, so the indentation tells the section."""
+    """Yields the keys of a file. Files of conf/ use block style, so the indentation gives the section."""
     sections: list[tuple[int, str]] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         match = _LINE.fullmatch(line)
@@ -130,51 +127,51 @@ Groups: each is a set of keys that belong together; group=option chooses a file 
 
 _GROUPS = {
     "algo": "how samples become a gradient",
-    "bus": "what carries samples between the roles",
+    "bus": "how samples get from role to role",
     "data": "where prompts come from",
-    "engine": "what generates",
-    "env": "what a sample does between prompt and reward",
-    "experiment": "settings of several groups under one name; what you type beside it wins",
-    "gateway": "whether programs and people give the run orders over HTTP",
+    "engine": "the inference engine that generates responses",
+    "env": "the environment of an episode, between prompt and reward",
+    "experiment": "settings of several groups under one name; keys on the command line override them",
+    "gateway": "the HTTP server for the page and for orders",
     "launcher": "where the run is started",
-    "modality": "what goes into the model beside text",
-    "mode": "whether rollout and trainer take turns, and how old a trained token may be",
-    "model": "what learns",
-    "parallel": "how the trainer is cut into ranks and micro-batches",
-    "placement": "which role is on which GPU",
+    "modality": "inputs of the model in addition to text",
+    "mode": "whether rollout and trainer take turns, and the maximum staleness",
+    "model": "the model that is trained",
+    "parallel": "layout of the trainer: ranks and micro-batches",
+    "placement": "GPUs of each role",
     "reward": "how an answer is scored",
     "tracker": "where metrics go",
 }
 
 _KEYS = """
-Keys that everyone types
-  seed                     of data order, sampling and trainer
+Common keys
+  seed                     seed of data order, sampling and trainer
   run.steps                train steps
   run.dir                  the run's folder
   resume                   auto, or a checkpoint's folder
   plan                     true: print what would run and stop | json: the same for a program
   optimizer.lr             learning rate
-  algo.group_size          samples a prompt
-  rollout.prompts_per_step prompts a train step
-  rollout.max_new_tokens   response tokens at most
-  rollout.temperature      of sampling
+  algo.group_size          samples per prompt
+  rollout.prompts_per_step prompts per train step
+  rollout.max_new_tokens   maximum response tokens
+  rollout.temperature      sampling temperature
   mode.max_staleness       weight versions that a trained token may lag behind
-  parallel.dp, .tp, .pp …  how many trainer ranks, and what each holds; or a layout by name: parallel=tp2
+  parallel.dp, .tp, .pp …  layout of the trainer ranks; or a layout by name: parallel=tp2
   model.path, data.path    a Hugging Face folder; a .jsonl or .parquet file
   eval.every               train steps between greedy evaluations
 
 Flags
   --cfg job                print the whole configuration and stop
-  --config-dir FOLDER      options of your own beside those of conf/: FOLDER/experiment/mine.yaml is experiment=mine
+  --config-dir FOLDER      your own options in addition to conf/: FOLDER/experiment/mine.yaml is experiment=mine
   --version                Relax's version
-  algo=ppo --help          the keys of what is chosen, here of PPO
+  algo=ppo --help          the keys of an option, here PPO
   -m, --multirun           run every combination of comma-separated values, one after another
   --hydra-help             Hydra's own flags
 
 Completion with the tab key: put this line into ~/.bashrc (for other shells: install=zsh, install=fish)
   eval "$(relax -sc install=bash)"
 
-Every key is explained beside its value in conf/, and by relax explain KEY. A plug-in of your own:
+Comments in conf/ and relax explain KEY document every key. Your own plug-in:
 algo.name=/path/my_algo.py (docs/plugins/README.md).
 """
 
@@ -191,7 +188,7 @@ def help_text(chosen: Sequence[str] = ()) -> str:
 
 
 def _option_help(key: str, choice: str) -> str:
-    """Returns the help of one option. ``key`` is a group, or the name of its plug-in, such as algo.name."""
+    """Returns the help of one option. ``key`` is a group, or the key of a plug-in's name, such as algo.name."""
     group = key.removesuffix(".name")
     if key == group and not choice:
         options = ", ".join(group_options(group))

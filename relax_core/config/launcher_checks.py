@@ -1,4 +1,4 @@
-"""Checks combinations of a launcher's keys. Single numbers are checked in ranges.py."""
+"""Checks the keys of launchers and their combinations. Ranges of numbers are checked in ranges.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from relax_core.config.schema import (
     SlurmLauncherConfig,
 )
 
-VOLUME_PATH = "/data"  # of a KubeRay manifest: where launcher.volume_claim is mounted
+VOLUME_PATH = "/data"  # mount point of launcher.volume_claim in a KubeRay manifest
 _NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
 _NO_RUN = ("wrap", "input", "test-only", "parsable", "wait", "quiet", "help", "usage", "version", "batch")
-_WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # neither an option, nor quotes, nor patterns of file names
+_WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # excludes options, quotes and file-name patterns
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^'\"\\#`$]*)?")
 _PATTERNS = re.compile(r"[%'\"\\`$#]")
-_KEYS_OF_OURS = {  # options that have a key of their own
+_KEYS_OF_OURS = {  # option of sbatch → key of Relax
     "gpus-per-node": "gpus_per_node",
     "cpus-per-task": "cpus_per_node",
     "mem": "memory_gb",
@@ -43,10 +43,7 @@ def environment(words: list[str]) -> dict[str, str]:
 
 
 def launcher_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for each impossible combination.
-
-    The type is checked first, because the other checks read the launcher's own keys.
-    """
+    """Yields the problems of the launcher. The type is checked first: the other checks read the launcher's own keys."""
     launcher = config.launcher
     if type(launcher) is not LAUNCHERS[launcher.name.value]:
         yield f"launcher.name={launcher.name.value}: choose it with launcher={launcher.name.value}."
@@ -79,21 +76,21 @@ def _local(launcher: LauncherConfig) -> Iterator[str]:
 
 
 def script_path_problem(key: str, path: str) -> str | None:
-    """Returns why Slurm would not use a path as it is: its options replace patterns such as %j. None if it does."""
+    """Returns a problem if Slurm would replace patterns in a path, such as %j; otherwise None."""
     if (found := _PATTERNS.search(path)) is None:
         return None
     return f"{key}={path} has the character {found[0]!r}, which Slurm or the shell replaces. Choose another folder."
 
 
 def python_problems(python: str | None) -> Iterator[str]:
-    """Yields what is wrong with launcher.python, whose words become words of a shell command."""
+    """Yields the problems of launcher.python, whose words become part of a shell command."""
     try:
         words = shlex.split(python or "python")
     except ValueError as error:
         yield f"launcher.python={python}: {error}. Close the quote, or escape it."
         return
     if not words or words[0].startswith("-"):
-        yield f"launcher.python={python!r}: give a program, and its arguments behind it."
+        yield f"launcher.python={python!r}: give a program, and its arguments after it."
 
 
 def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterator[str]:
@@ -127,7 +124,7 @@ def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterato
 
 def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[str]:
     for number, word in enumerate(launcher.env):
-        if not re.match(r"[A-Za-z_]\w*=", word) or "\0" in word:  # a message shows no value, which may be secret
+        if not re.match(r"[A-Za-z_]\w*=", word) or "\0" in word:  # the message omits the value, which may be secret
             yield f"launcher.env[{number}] is not NAME=value. Write it so, with letters, digits and _ in the name."
     yield from python_problems(launcher.python)
     if not launcher.address.startswith(("http://", "https://")):
@@ -139,10 +136,10 @@ def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[st
     if launcher.volume_claim is None and launcher.nodes > 1:
         yield (
             f"launcher.dry_run=true with launcher.nodes={launcher.nodes} needs launcher.volume_claim=...: weights and "
-            "checkpoints travel by a folder that all pods see."
+            "checkpoints need a folder that all pods share."
         )
     if launcher.volume_claim is not None and not PurePosixPath(config.run.dir).is_relative_to(VOLUME_PATH):
         yield (
-            f"run.dir={config.run.dir} is not below {VOLUME_PATH}, where all pods see "
-            f"it. Use run.dir={VOLUME_PATH}/runs/{config.name}."
+            f"run.dir={config.run.dir} is not below {VOLUME_PATH}, the folder that all pods "
+            f"share. Use run.dir={VOLUME_PATH}/runs/{config.name}."
         )

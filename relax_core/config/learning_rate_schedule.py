@@ -1,4 +1,4 @@
-"""Computes the learning rate of each step, and says where it jumps at a resume."""
+"""Computes the learning rate of each step, and reports a jump at a resume."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from relax_core.config.choices import Schedule
 from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig
 
-_SAME = 0.02  # relative change of a learning rate that is no jump: a step of a schedule changes it about as much
+_SAME = 0.02  # largest relative change that is no jump; one step of a schedule changes the rate about as much
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
     """Returns the learning rate of train step ``step``.
 
-    It rises linearly as (step + 1) / warmup_steps of lr. After the warm-up it is constant, or falls to
+    During the warm-up it is lr * (step + 1) / warmup_steps. After that it is constant, or falls to
     lr * min_lr_ratio at ``total_steps`` along a half cosine or a straight line.
     """
     warmup = min(DEFAULT_WARMUP_STEPS, total_steps) if config.warmup_steps is None else config.warmup_steps
@@ -29,10 +29,10 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
 
 
 def jump_words(before: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> str | None:
-    """Returns one sentence if the learning rate jumps at ``step``, because another run.steps stretches its schedule.
+    """Returns a sentence if the learning rate jumps at ``step`` because a changed run.steps stretches its schedule.
 
     Both configurations have the form of `relax_core.config.saved.plain`. Changed keys of `optimizer` are reported
-    themselves.
+    elsewhere.
     """
     was, steps = int(before["run"]["steps"]), int(now["run"]["steps"])
     if was == steps:

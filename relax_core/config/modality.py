@@ -1,4 +1,4 @@
-"""Checks the keys of `modality` and of the data's media, and computes the shares of modalities (data.mix)."""
+"""Checks the keys of `modality` and media columns, and orders prompts by the fractions of modalities (data.mix)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind
 from relax_core.registry import find_engine
 
 LEAST_SHARE = 0.001
-LONGEST_BLOCK = 1000  # prompts, so that shares are exact to a thousandth
+LONGEST_BLOCK = 1000  # prompts; the shares are exact to a thousandth
 
 
 def modality_of(kinds: Iterable[MediaKind]) -> str:
     """Returns the modality of a prompt that has media of these kinds, such as "text", "video" or "image_audio".
 
-    The name of several kinds consists of their names in the order of `MEDIA_KINDS`.
+    Several kinds are joined in the order of `MEDIA_KINDS`.
     """
     there = set(kinds)
     return "_".join(kind for kind in MEDIA_KINDS if kind in there) or TEXT
@@ -39,10 +39,7 @@ def kinds_of(modality: str) -> tuple[MediaKind, ...]:
 
 
 def modality_of_row(row: DataRow | BadRow) -> str:
-    """Returns the modality of a data row that was read.
-
-    A row that cannot be used counts with the kind of its bad item, or else as text.
-    """
+    """Returns the modality of a data row; that of a bad row is the kind of its bad item, or text."""
     if isinstance(row, BadRow):
         return row.kind if isinstance(row, MediaError) else TEXT
     prompt = row["prompt"]
@@ -52,13 +49,13 @@ def modality_of_row(row: DataRow | BadRow) -> str:
 
 
 def mix_problem(mix: Any) -> str | None:
-    """Returns what is wrong with a value of data.mix, as a sentence with key, value and fix, or None."""
+    """Returns the problem of a value of data.mix, with key, value and fix, or None."""
     told, example = f"data.mix={mix}", "Give shares such as data.mix={video: 0.25, text: 0.75}, or null."
     if not isinstance(mix, dict) or not mix or any(type(share) not in (int, float) for share in mix.values()):
-        return f"{told} is no mapping from modalities to numbers. {example}"
+        return f"{told} is not a mapping from modalities to numbers. {example}"
     for name in mix:
         if name not in MODALITIES:
-            return f"{told}: {name} is no modality. Use some of: {', '.join(MODALITIES)}."
+            return f"{told}: {name} is not a modality. Use some of: {', '.join(MODALITIES)}."
     if not min(mix.values()) >= LEAST_SHARE or not abs(sum(mix.values()) - 1.0) <= 1e-9:
         total = sum(mix.values())
         return f"{told}: the shares sum to {total:g}. They are at least {LEAST_SHARE:g} each and sum to 1. {example}"
@@ -66,11 +63,11 @@ def mix_problem(mix: Any) -> str | None:
 
 
 class MixOrder:
-    """Deals an endless row of numbered places to modalities in fixed ``shares``, which sum to 1.
+    """Assigns modalities to the indices of an endless prompt sequence in fixed ``shares``, which sum to 1.
 
-    The places form blocks of the same length, at most `LONGEST_BLOCK`. In a block each place goes to the modality that
-    is furthest below its share, so every stretch of places has the shares but for less than one place a modality, in
-    most cases. All is computed from the shares alone, so any process finds the same modality at a place.
+    The sequence has blocks of equal length, at most `LONGEST_BLOCK`. In a block each index goes to the modality that is
+    furthest below its share. In most cases any range of indices deviates from the shares by less than one prompt per
+    modality. The order depends only on the shares, so all processes compute the same modality for an index.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
@@ -78,7 +75,7 @@ class MixOrder:
         exact = {name: Fraction(str(shares[name])) for name in self.names}
         self._length = min(LONGEST_BLOCK, math.lcm(*(share.denominator for share in exact.values())))
         self._owners: list[str] = []
-        self._before: dict[str, list[int]] = {name: [0] for name in self.names}  # places before each place of a block
+        self._before: dict[str, list[int]] = {name: [0] for name in self.names}  # places before each index of a block
         self._places: dict[str, list[int]] = {name: [] for name in self.names}
         for place in range(self._length):
             owner = max(self.names, key=lambda name: exact[name] * (place + 1) - len(self._places[name]))
@@ -88,18 +85,18 @@ class MixOrder:
                 self._before[name].append(len(self._places[name]))
 
     def at(self, index: int) -> tuple[str, int]:
-        """Returns the modality of the place with this index, and how many earlier places it has."""
+        """Returns the modality at this index, and the number of its earlier indices."""
         block, place = divmod(index, self._length)
         owner = self._owners[place]
         return owner, block * len(self._places[owner]) + self._before[owner][place]
 
     def index(self, modality: str, number: int) -> int:
-        """Returns the index of a modality's place, given how many earlier places it has."""
+        """Returns the index of a modality's prompt ``number``, counted from 0."""
         block, own = divmod(number, len(self._places[modality]))
         return block * self._length + self._places[modality][own]
 
     def count(self, modality: str, places: int) -> int:
-        """Returns how many of the first ``places`` places the modality has."""
+        """Returns how many of the first ``places`` indices belong to the modality."""
         block, place = divmod(places, self._length)
         return block * len(self._places[modality]) + self._before[modality][place]
 
@@ -116,14 +113,14 @@ _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio":
 def media_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
     """Returns the kinds of media that prompts of this run may have; none for a run on text.
 
-    A family that cannot be found has none; the checks of the model report it.
+    An unknown family has none; the checks of the model report it.
     """
     family = None if config.modality.name == TEXT else family_of_run(config)
     return () if family is None else family.media_kinds
 
 
 def modality_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for everything about media that cannot work."""
+    """Yields the problems of media settings."""
     yield from _limits(config)
     kinds, task = media_kinds(config), config.data.task
     reads = _listed(kinds) or "text only"
@@ -158,9 +155,9 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _warm_start_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns that a builtin model's warm start lacks the answers of the data's task, as far as one of them is known.
+    """Yields a problem if the warm start of a builtin model is known to lack the answers of the data's task.
 
-    Only the warm start for the question whether a tone goes with a picture has the answers to it, and it has no others.
+    Only the warm start for `TONE_OF_PICTURE` has the answers of that task (yes or no), and it has no others.
     """
     made, task = config.model.task, config.data.task
     if config.model.builtin is None or made is None or task is None:
@@ -178,7 +175,7 @@ def _warm_start_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> Iterator[str]:
-    """Returns what is wrong with data.mix, as far as it is known without the data."""
+    """Yields the problems of data.mix that can be found without the data."""
     if config.data.mix is None:
         return
     told = f"data.mix={config.data.mix}"
@@ -198,7 +195,7 @@ def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> 
 
 
 def _engine_problems(config: RelaxConfig, kinds: Sequence[MediaKind]) -> Iterator[str]:
-    """Returns kinds of media that the data has and the model reads, but that the engine does not take."""
+    """Yields a problem for each kind of media that data and model have but the engine does not take."""
     taken = find_engine(config.engine.name).media
     task = MEDIA_TASKS.get(config.data.task or "")
     asked = {kind: f"data.media_keys.{kind}={column}" for kind, column in config.data.media_keys.columns.items()}
@@ -228,7 +225,7 @@ def _limits(config: RelaxConfig) -> Iterator[str]:
         if len(value) != 2 or not 1 <= value[0] <= value[1]:
             yield f"modality.{key}={value}: give the least and the most, e.g. modality.{key}=[4,64]."
         elif key == "image_tokens" and context is not None and value[0] >= context:
-            yield (  # the check of the data tells of rows whose own images are too large
+            yield (  # the check of the data reports rows with too large images
                 f"modality.image_tokens={value} with engine.context_length={context}: no image fits into the context. "
                 f"Use a least number far below {context}, e.g. modality.image_tokens=[4,{max(4, context // 2)}], or "
                 "raise engine.context_length."

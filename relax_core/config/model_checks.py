@@ -1,6 +1,6 @@
-"""Checks what a model folder must contain before anything starts, finds its media tokens, and checks `model.freeze`.
+"""Checks a model folder before the start, finds its banned tokens, settles its dtype and checks `model.freeze`.
 
-The module reads JSON and file names, and no weights.
+The module reads JSON and file names, but no weights.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
-    """Maps each text to its id, or has the texts in the order of their ids."""
+    """Holds the vocabulary: a mapping from texts to ids, or a list of texts in the order of their ids."""
 
     vocab: dict[str, int] | list[Any] = {}
 
 
 class _TokenizerFile(msgspec.Struct):
-    """Skips everything else in tokenizer.json, which may have 10 MB."""
+    """Holds the parts of tokenizer.json that are read; the file may have 10 MB."""
 
     added_tokens: list[_AddedToken] = []
     model: _Vocabulary = _Vocabulary()
 
 
 def media_token_ids(folder: Path) -> list[int]:
-    """Returns the sorted placeholder ids for images, audio and video, which a text response must never contain.
+    """Returns the sorted placeholder ids for images, audio and video, which no response may contain.
 
     Raises ValueError for a file with unexpected content, and OSError for a file that cannot be read.
     """
@@ -65,7 +65,7 @@ def media_token_ids(folder: Path) -> list[int]:
 
 
 def unsampled_token_ids(folder: Path) -> list[int]:
-    """Returns the sorted ids that no response may contain by default: of media, and those without a text.
+    """Returns the sorted ids that no response may contain by default: media placeholders, and ids without a text.
 
     Raises as `media_token_ids` does.
     """
@@ -74,9 +74,9 @@ def unsampled_token_ids(folder: Path) -> list[int]:
 
 
 def textless_token_ids(folder: Path) -> set[int]:
-    """Returns the ids without a text: rows of the embedding, by vocab_size in config.json, that are no token.
+    """Returns the ids without a text: embedding rows (vocab_size in config.json) without a token.
 
-    The ids of media are none of them. Raises as `media_token_ids` does.
+    Media placeholders are excluded. Raises as `media_token_ids` does.
     """
     tokenizer = _tokenizer_file(folder)
     return _textless_ids(folder, tokenizer).difference(_media_ids(folder, tokenizer))
@@ -96,7 +96,7 @@ def _tokenizer_file(folder: Path) -> _TokenizerFile:
     try:
         return decode_json(read_regular(file, most_bytes=MOST_TOKENIZER_BYTES), _TokenizerFile)
     except ValueError as error:
-        raise ValueError(f"{file} is no tokenizer: {error}.") from error
+        raise ValueError(f"{file} is not a valid tokenizer file: {error}.") from error
 
 
 def _media_ids(folder: Path, tokenizer: _TokenizerFile) -> list[int]:
@@ -105,7 +105,7 @@ def _media_ids(folder: Path, tokenizer: _TokenizerFile) -> list[int]:
 
 
 def _media_ids_of(hf_config: HfConfig) -> set[int]:
-    """Returns the ids that a config.json names, which an Omni model has in its part for the language model."""
+    """Returns the media ids in a config.json; an Omni model has them in its section for the thinker."""
     parts = [hf_config, hf_config.get(_OMNI_KEY) or {}]
     return {
         value for part in parts for key, value in part.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None
@@ -113,9 +113,9 @@ def _media_ids_of(hf_config: HfConfig) -> set[int]:
 
 
 def family_of_run(config: RelaxConfig) -> Family | None:
-    """Returns the family of the run's model, or None if it cannot be found, which the checks of the model report.
+    """Returns the family of the run's model, or None if it is unknown, which the checks of the model report.
 
-    Without model.family, the folder's model_type names one of the families that are known by name.
+    Without model.family it comes from the folder's model_type.
     """
     key, path = config.model.family, config.model.path
     try:
@@ -127,9 +127,9 @@ def family_of_run(config: RelaxConfig) -> Family | None:
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:
-    """Sets the banned tokens of the model's folder (`unsampled_token_ids`) if the user named none.
+    """Sets rollout.banned_token_ids to `unsampled_token_ids` of the model's folder, unless the user set it.
 
-    The value stays null for a folder that cannot be read, or that only another machine has.
+    The value stays null if the folder cannot be read here.
     """
     model, rollout = config.model, config.rollout
     if rollout.banned_token_ids is not None:
@@ -138,14 +138,14 @@ def set_banned_tokens(config: RelaxConfig) -> None:
         known = model.builtin in MODEL_NAMES
         rollout.banned_token_ids = sorted(_media_ids_of(tiny_config(str(model.builtin)))) if known else []
     else:
-        with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
+        with suppress(ValueError, OSError):  # the checks of the folder report its problems
             rollout.banned_token_ids = unsampled_token_ids(Path(model.path))
 
 
 def settle_dtype(config: RelaxConfig) -> RelaxConfig:
-    """Returns the configuration with the type that ``model.dtype=auto`` means for its machines.
+    """Returns the configuration with the dtype that ``model.dtype=auto`` means on the run's machines.
 
-    For a job on the processors of another cluster this happens there.
+    For a job on the CPUs of another cluster this happens there.
     """
     gpus = config.placement.gpus_per_node > 0
     if config.model.dtype != AUTO or (config.launcher.name is LauncherKind.ray_job and not gpus):
@@ -155,7 +155,7 @@ def settle_dtype(config: RelaxConfig) -> RelaxConfig:
 
 
 def fast_dtype(*, gpus: bool, cpuinfo: str) -> str:
-    """Returns "bfloat16" for GPUs and for processors with instructions that multiply it, else "float32".
+    """Returns "bfloat16" for GPUs and for CPUs with instructions for it, else "float32".
 
     ``cpuinfo`` is the text of /proc/cpuinfo. Without such instructions bfloat16 is slower than float32.
     """
@@ -165,7 +165,7 @@ def fast_dtype(*, gpus: bool, cpuinfo: str) -> str:
 
 
 def model_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for everything about the model that cannot work."""
+    """Yields the problems of the model settings."""
     model = config.model
     if model.dtype not in (*DTYPES, AUTO):
         yield f"model.dtype={model.dtype}: expected one of {', '.join((*DTYPES, AUTO))}."
@@ -181,13 +181,13 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
         data = config.data
         rows = " data=file needs data.path=FILE too." if data.name == "file" and not (data.path or data.paths) else ""
         yield (
-            f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic. "
-            f"A model of yours: model=qwen3 model.path=FOLDER.{rows}"
+            f"model.task is not set: model={model.name} needs the task of its warm start, e.g. model.task=arithmetic. "
+            f"Your own model: model=qwen3 model.path=FOLDER.{rows}"
         )
 
 
 def _option(folder: Path) -> str:
-    """Returns the option of the group ``model`` that fits a folder, or all options that take one."""
+    """Returns the option of the group ``model`` that fits a folder, or all options that take a folder."""
     try:
         family = read_hf_config(folder).get("model_type")
     except ValueError:
@@ -197,7 +197,7 @@ def _option(folder: Path) -> str:
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
-    """Returns what a Hugging Face folder lacks for a run. ``key`` is the key of the configuration that names it."""
+    """Yields the problems of a Hugging Face folder for a run. ``key`` is the configuration key with its path."""
     problems = list(file_problems(folder, key=key))
     yield from problems
     longest = None if problems else language_values(read_hf_config(folder)).get("max_position_embeddings")
@@ -210,7 +210,7 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
 
 
 def file_problems(folder: Path, *, key: str) -> Iterator[str]:
-    """Returns which files a Hugging Face folder lacks. ``key`` is the key of the configuration that names it."""
+    """Yields missing or unsuitable files of a Hugging Face folder. ``key`` is the configuration key with its path."""
     key = f"{key}={folder}"
     if not folder.exists():
         typed = os.path.relpath(folder)
@@ -248,9 +248,9 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
 
 
 def frozen_parts(config: RelaxConfig) -> tuple[str, ...]:
-    """Returns the parts of the model that do not train, in the order of `MODEL_PARTS`.
+    """Returns the frozen parts of the model, in the order of `MODEL_PARTS`.
 
-    A run on text does not train the towers of a model, because no prompt reaches it.
+    A run on text also freezes the towers and the projector, because no prompt reaches them.
     """
     parts = _model_parts(config)
     frozen = set(config.model.freeze)
@@ -260,7 +260,7 @@ def frozen_parts(config: RelaxConfig) -> tuple[str, ...]:
 
 
 def freeze_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for everything about frozen parts and the towers' learning rate that cannot work."""
+    """Yields the problems of model.freeze and optimizer.tower_lr."""
     asked, parts, name = config.model.freeze, _model_parts(config), config.model.name
     written = f"model.freeze=[{','.join(asked)}]"
     for part in dict.fromkeys(asked):
@@ -286,7 +286,7 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _model_parts(config: RelaxConfig) -> tuple[str, ...]:
-    """Returns the parts that the family has; none if it cannot be found, which the checks of the model report."""
+    """Returns the parts of the family; none for an unknown family, which the checks of the model report."""
     family = family_of_run(config)
     if family is None:
         return ()

@@ -1,4 +1,4 @@
-"""Reads the rules of `notify.rules`, such as "actor/reward < 0.1 for 20 steps", and knows those that have a name."""
+"""Parses the alert rules of `notify.rules`, such as "actor/reward < 0.1 for 20 steps", and defines the named rules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PRESETS = {
     "nan": ("actor/loss is nan for 1 step", "actor/grad_norm is nan for 1 step", "actor/reward is nan for 1 step"),
     "reward_collapse": ("actor/reward < 0.5 of its best for 20 steps",),
     "gap": ("actor/logprob_gap_mean > 0.05 for 5 steps",),  # bfloat16 shows 0.003 on a CPU
-    "hack": ("actor/hack_onset >= 0 for 1 step",),  # the reward's shadow denies more than in the first steps
+    "hack": ("actor/hack_onset >= 0 for 1 step",),  # the shadow reward denies more answers than in the first steps
     "truncation": ("actor/truncated > 0.5 for 20 steps",),
 }
-# The names that a record of a source can have (docs/metrics.md). Those of a group such as reward/ have any name behind.
+# Source → its metrics (docs/metrics.md). `_OPEN` matches metrics with a free last part, such as reward/NAME.
 _NAMES = {
     "actor": (
         "reward reward/std reward/min reward/max exact groups_without_signal response_tokens "
@@ -41,8 +41,8 @@ _NAMES = {
 }
 _OPEN = re.compile(
     r"actor/(reward_|modality/|train/|algorithm/).+|rollout/(reward|judge|ended|env|agent|tokens|bad_media|modality|"
-    r"engine|reward_worker)/.+|eval/((ended|skeleton)/.+|(pass|maj)@\d+(/low|/high)?|.+/.+)|ledger/(dropped|modality)/.+|"
-    r"(engine|rank|straggler|process)/.+/.+"
+    r"engine|reward_worker)/.+|eval/((ended|skeleton)/.+|(pass|maj)@\d+(/low|/high)?|.+/.+)|"
+    r"ledger/(dropped|modality)/.+|(engine|rank|straggler|process)/.+/.+"
 )
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RULE = re.compile(
@@ -53,10 +53,10 @@ _RULE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Is true while a number of the run was beyond a bound for so many of its records in a row.
+    """Holds an alert rule, which fires if a metric is out of range for ``steps`` consecutive records.
 
-    ``number`` is the source of a record and the name in it, such as "actor/reward". With ``of_best`` the mean of the
-    newest ``steps`` values is compared with ``bound`` times the best such mean so far. The sign "nan" has no bound.
+    ``number`` is the metric with its source, such as "actor/reward". With ``of_best`` the mean of the newest ``steps``
+    values is compared with ``bound`` times the best such mean so far. The sign "nan" has no bound.
     """
 
     words: str
@@ -68,17 +68,17 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """Returns the source of the records that have the number."""
+        """Returns the source of the metric."""
         return self.number.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Returns the name of the number in its records."""
+        """Returns the name of the metric without its source."""
         return self.number.partition("/")[2]
 
 
 def read_rule(words: str) -> Rule:
-    """Returns the rule that a text says. Raises ValueError for a text that is none."""
+    """Parses a rule. Raises ValueError for an invalid text."""
     found = _RULE.fullmatch(" ".join(words.split()))
     if found is None:
         raise ValueError(
@@ -99,7 +99,7 @@ def read_rule(words: str) -> Rule:
 
 
 def number_problem(number: str) -> str | None:
-    """Returns why no record of a run has the number, such as "actor/rewrad"; None for a number that may exist."""
+    """Returns the problem of a metric that cannot exist, such as "actor/rewrad"; None for a metric that may exist."""
     source, _, name = number.partition("/")
     if source not in _NAMES:
         return f"no record has the source {source}; the sources are {', '.join(_NAMES)}"
@@ -112,6 +112,6 @@ def number_problem(number: str) -> str | None:
 
 
 def read_rules(texts: Iterable[str]) -> list[Rule]:
-    """Returns the rules of names of `PRESETS` and of texts, each once. Raises ValueError with the first mistake."""
+    """Returns the rules of texts and of names in `PRESETS`, each once. Raises ValueError for the first mistake."""
     words = [one for text in texts for one in PRESETS.get(text.strip(), (text,))]
     return [read_rule(one) for one in dict.fromkeys(words)]

@@ -1,4 +1,4 @@
-"""Finds conf/ and the options that it offers."""
+"""Finds conf/, its groups and options, and lists the commands of `relax`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def conf_folder() -> Path:
 
 
 def shipped(folder: str) -> Path:
-    """Returns a folder that the wheel has inside the package and a checkout has beside it: conf or examples."""
+    """Returns the folder conf or examples: inside the installed package, or next to the package in a checkout."""
     inside = _PACKAGE / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
@@ -45,15 +45,15 @@ def plugin_options(group: str) -> list[str]:
 
 
 def group_options(group: str) -> list[str]:
-    """Returns all options of a group, or none for a name that is no group."""
+    """Returns all options of a group, or none for an unknown group."""
     if not group or not (conf_folder() / group).is_dir():
         return []
     return sorted([*yaml_options(group), *plugin_options(group)])
 
 
-# Each command `relax WORD` beside the run itself: how it is typed, and what it does.
+# Command of `relax` → its usage and its description.
 COMMANDS = {
-    "train": ("train [key=value ...]", "a run; the word may be left out"),
+    "train": ("train [key=value ...]", "a run; the word train is optional"),
     "demo": ("demo [key=value ...]", "a tiny model learns to reverse digits, in a minute; the same as train alone"),
     "rerun": ("rerun RUN [--trust] [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
     "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
@@ -66,7 +66,7 @@ COMMANDS = {
     "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),
     "explain": ("explain KEY", "a key's value, type, range, where it is set, its class"),
     "compare": ("compare FOLDER ...", "runs or sweeps side by side: a table, and curves in one picture"),
-    "lineage": ("lineage RUN [uid=...]", "what became of each sample of a run"),
+    "lineage": ("lineage RUN [uid=...]", "the history of each sample of a run"),
     "dashboard": (
         "dashboard [FOLDER ...]",
         "a page in the browser: curves, samples, logs of any runs (docs/dashboard.md)",
@@ -74,7 +74,7 @@ COMMANDS = {
     "trace": ("trace RUN [--steps A:B]", "what a run did over time, for ui.perfetto.dev"),
     "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
     "import-gguf": ("import-gguf FILE OUT", "a GGUF file as a Hugging Face folder"),
-    "check-reward": ("check-reward [key=value ...]", "wrong answers that a run's reward awards (docs/rewards.md)"),
+    "check-reward": ("check-reward [key=value ...]", "wrong answers that a run's reward accepts (docs/rewards.md)"),
     "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
     "doctor": ("doctor [--clean]", "whether a run could work here; what killed runs left (removes it)"),
 }

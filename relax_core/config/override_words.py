@@ -1,6 +1,6 @@
-"""Prepares the words of the command line for Hydra: refuses traps, quotes paths, adds plug-in groups.
+"""Prepares the command line for Hydra: rejects invalid words, quotes texts and paths, adds plug-in groups.
 
-Secrets are taken out of the words before anything else reads them, and out of `ps`.
+Secrets are removed from the words before other code reads them, and from the output of `ps`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from relax_core.registry import (
     names,
 )
 
-# Keys whose value is one path. Relax makes them absolute, because services have working folders of their own.
+# Keys with a path. Relax makes the paths absolute, because services have other working folders.
 PATHS = (
     "model.path",
     "data.path",
@@ -50,12 +50,12 @@ PATHS = (
 )
 _QUOTED = (*PATHS, "resume", "agent.command", "hydra.sweep.dir")
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
-_OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # whose keys are the user's own
+_OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # mappings with free keys
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
-# Hydra reads such a text as it is, with or without quotes. Its grammar is ASCII.
+# Hydra reads such a text unchanged, with or without quotes. Its grammar is ASCII.
 PLAIN = re.compile(r"(?!(?i:true|false|null|inf|nan)$)[A-Za-z_/.][\w/.-]*", re.ASCII)
-_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # what is the same as text and as a value
+_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # values that are the same with and without quotes
 _DICT_KEY = re.compile(r"""(['"]?)([\w/.@|*?%+-]+)\1""", re.ASCII)
 _LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 
@@ -88,8 +88,8 @@ _REFUSED_HYDRA = {
 class CommandLine:
     """Holds the words of one command line.
 
-    ``typed`` are the user's own words. ``hydra`` are those that Hydra reads. ``command`` is what `as_typed` puts before
-    the overrides of a run, such as ``rerun RUN``.
+    ``typed`` are the user's words, ``hydra`` those for Hydra. ``command`` is the prefix that `as_typed` puts before the
+    overrides of a run, such as ``rerun RUN``.
     """
 
     typed: tuple[str, ...]
@@ -98,16 +98,16 @@ class CommandLine:
 
     @classmethod
     def of(cls, words: Sequence[str], *, typed: Sequence[str] | None = None) -> CommandLine:
-        """Makes a command line of words without a command; ``typed`` are the words with their command, if there is one.
+        """Makes a command line from words without their command. ``typed`` are the words with the command.
 
         Raises `ConfigError` as `hydra_words` does.
         """
         return cls(typed=tuple(words if typed is None else typed), hydra=tuple(hydra_words(words)))
 
     def as_typed(self, overrides: Sequence[str]) -> list[str]:
-        """Returns the overrides of one run, which Hydra reports, in the user's words.
+        """Returns the overrides of one run, as Hydra reports them, in the user's words.
 
-        A word that Relax quoted is returned as it was, and a word that Relax added is left out.
+        Words that Relax quoted are returned without these quotes; words that Relax added are left out.
         """
         several = _is_sweep(self.typed)
         single = [one for word in self.typed for one in (_one_by_one(word) if several else [word])]
@@ -116,7 +116,7 @@ class CommandLine:
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
     def given_again(self) -> dict[str, str]:
-        """Returns the last value of each key or group that the user typed with two values."""
+        """Returns the last value of each key or group that the user set more than once, with different values."""
         pairs = [one.partition("=")[::2] for one in self.typed if "=" in one and not one.startswith(("-", "~"))]
         last = dict(pairs)
         return {key: last[key] for key, value in pairs if value != last[key]}
@@ -133,7 +133,7 @@ class CommandLine:
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
-    """Returns the words for Hydra. Raises `ConfigError` for words that Hydra would interpret as something else."""
+    """Returns the words for Hydra. Raises `ConfigError` for words that Hydra would misinterpret."""
     if problems := [*_wrong_flags(words), *(problem for word in words for problem in _wrong_override(word))]:
         raise ConfigError(problems)
     flags, overrides = _flags_and_overrides(words)
@@ -143,7 +143,7 @@ def hydra_words(words: Sequence[str]) -> list[str]:
 
 
 def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Puts flags first, because Hydra takes all overrides in one sequence."""
+    """Returns the flags and the overrides separately, because Hydra needs all overrides in one sequence."""
     flags: list[str] = []
     overrides: list[str] = []
     for place, word in enumerate(words):
@@ -158,9 +158,9 @@ def _is_sweep(words: Sequence[str]) -> bool:
 
 
 def groups_of_files(overrides: Sequence[str]) -> list[str]:
-    """Returns ``data=file``, and ``reward=math``, if the words name files of rows but neither data nor an experiment.
+    """Returns ``data=file``, and ``reward=math``, if the words name data files but neither data nor an experiment.
 
-    The defaults are a generated task and its reward, which nobody means who names files.
+    The defaults are a generated task and its reward, which do not fit files.
     """
     given = {word.partition("=")[0].lstrip("+") for word in overrides if not word.endswith("=null")}
     if not given & {"data.path", "data.paths"} or given & {"data", "data.name", "experiment"}:
@@ -169,10 +169,9 @@ def groups_of_files(overrides: Sequence[str]) -> list[str]:
 
 
 def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
-    """Adds the group of a plug-in that is only named, such as ``algo=x`` for ``algo.name=x``.
+    """Adds the group of a plug-in that is given by name only, such as ``algo=x`` for ``algo.name=x``.
 
-    If there is no such option, ``algo.name=x`` means ``algo=plugin algo.name=x``: another plug-in must not inherit the
-    values of grpo.yaml.
+    If there is no such option, ``algo=plugin`` is added, so that the plug-in does not inherit values of grpo.yaml.
     """
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     named = [(kind, given[f"{kind}.name"]) for kind in GROUP_KINDS if f"{kind}.name" in given and kind not in given]
@@ -181,7 +180,7 @@ def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
 
 
 def _is_plugin(kind: Kind, name: str) -> bool:
-    """Returns whether the name is that of a file or of an installed package; other names only tell options apart."""
+    """Returns whether the name is that of a plug-in file or an installed plug-in."""
     return is_file_plugin(name.strip(SINGLE + DOUBLE)) or (name in names(kind) and not is_builtin(kind, name))
 
 
@@ -215,7 +214,7 @@ def _wrong_config_dir(folder: str) -> Iterator[str]:
 
 
 def _unknown_flag(flag: str, value: str) -> str:
-    """Returns the message for a flag; other trainers have flags where Relax has keys."""
+    """Returns the message for an unknown flag; other trainers have flags where Relax has keys."""
     name = flag.lstrip("-").replace("-", "_")
     told = f"{flag} is not a flag of relax"
     if value.endswith((".yaml", ".yml")):
@@ -238,7 +237,7 @@ def _unknown_flag(flag: str, value: str) -> str:
 
 
 def of_file(file: str) -> str:
-    """Returns how a YAML file is given that the user typed as it is."""
+    """Returns the correct form for a YAML file that the user typed as a word."""
     path = Path(file).expanduser()
     if path.name == "config.yaml" and path.is_file():
         return f"To repeat the run of that file: relax rerun {path.parent}"
@@ -294,34 +293,34 @@ def _option_by_path(group: str, value: str) -> str:
 
 
 def of_model(text: str) -> str:
-    """Returns the words that choose a model's folder, or a name of the Hugging Face hub, which is not downloaded."""
+    """Returns the overrides for a model folder, or the download command for a name of the Hugging Face hub."""
     if Path(text).expanduser().exists() or not is_hub_name(text):
         return f"model=folder model.path={text}"
     return of_hub(text, then="model=folder model.path=")
 
 
 def of_hub(name: str, *, then: str) -> str:
-    """Returns how a model of the Hugging Face hub is used: the download, and ``then`` with the folder behind it."""
+    """Returns how to use a model of the Hugging Face hub: the download command, and ``then`` followed by the folder."""
     folder = name.rpartition("/")[2]
     return f"hf download {name} --local-dir {folder}, since Relax downloads nothing; then {then}{folder}"
 
 
 def is_hub_name(text: str) -> bool:
-    """Is True for OWNER/NAME, as the models of the Hugging Face hub are named."""
+    """Returns whether the text has the form OWNER/NAME of a model on the Hugging Face hub."""
     return re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w", text, re.ASCII) is not None and text[0] not in ".~/"
 
 
 def _for_hydra(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
-    """Returns ``word`` for Hydra: quoted, and with two pluses before a key that may or may not exist."""
+    """Returns ``word`` for Hydra: quoted, and with ++ before a key of an open mapping."""
     opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
     return "++" * opens + quoted_word(word, several=several, words=words)
 
 
 def quoted_word(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
-    """Returns ``word`` with quotes around each text that Hydra would read as something else, or not at all.
+    """Returns ``word`` with quotes around each text that Hydra would misread or reject.
 
-    These are texts of keys whose type is text, such as ``name=1e5``, and texts beyond ASCII of any key. With
-    ``several``, commas separate the values of a sweep. ``words`` name the plug-ins whose settings have types.
+    These are values of text keys, such as ``name=1e5``, and non-ASCII values of any key. With ``several``, commas
+    separate the values of a sweep. ``words`` are the whole command line, which names the plug-ins with typed settings.
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
@@ -345,7 +344,7 @@ def _one_by_one(word: str) -> list[str]:
 
 
 def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
-    """Returns the type of a key, or None if it is unknown or makes no difference for the value."""
+    """Returns the type of a key, or None if it is unknown or does not matter for the value."""
     if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in has the types of data.config
         return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
     kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
@@ -376,9 +375,9 @@ def _chooses(kind: Kind, word: str) -> bool:
 
 
 def _quoted_value(value: str, kind: Any, *, of_list: bool = False) -> str:
-    """Returns a value for Hydra: quotes stand around its texts, also those within a list or a mapping.
+    """Returns a value for Hydra with quotes around its texts, including those inside a list or a mapping.
 
-    ``of_list``: it is an element of a list, which is text even if it is null or begins with a bracket.
+    ``of_list``: the value is an element of a list, and is text even if it is null or begins with a bracket.
     """
     text, inner = value.strip(), value.strip()[1:-1]
     if kind is not str and text[:1] + text[-1:] in ("[]", "{}") and (parts := split(inner)) is not None:
@@ -400,7 +399,7 @@ def _quoted_value(value: str, kind: Any, *, of_list: bool = False) -> str:
 
 
 def _quoted_pair(pair: str, kind: Any) -> str:
-    """Returns a pair of a mapping for Hydra, which reads no quotes around its key."""
+    """Returns a pair of a mapping for Hydra, which accepts no quotes around the key."""
     name, colon, value = pair.partition(":")
     if (key := _DICT_KEY.fullmatch(name.strip())) is None or not colon:
         return pair
@@ -408,7 +407,7 @@ def _quoted_pair(pair: str, kind: Any) -> str:
 
 
 def split(text: str) -> list[str] | None:
-    """Splits a text at its commas outside of quotes and brackets; None if quotes or brackets do not match."""
+    """Splits a text at commas outside quotes and brackets; returns None if quotes or brackets do not match."""
     parts, open_brackets, mark = [""], [], ""
     for place, sign in enumerate(text):
         if mark:
@@ -427,16 +426,16 @@ def split(text: str) -> list[str] | None:
 
 
 def quoted(text: str, *, mark: str = SINGLE) -> str:
-    r"""Returns ``text`` in Hydra's quotes: a mark inside is escaped, and backslashes before a mark are doubled."""
+    r"""Returns ``text`` in Hydra's quotes: marks inside are escaped, and backslashes before a mark are doubled."""
     escaped = re.sub(rf"(\\*){mark}", rf"\1\1\\{mark}", text)
     return mark + re.sub(r"(\\+)$", r"\1\1", escaped) + mark
 
 
-IsText = Callable[[str, str], bool]  # whether a key is of text, for a value of it
+IsText = Callable[[str, str], bool]  # (key, value) → whether the key has type text
 
 
 def own_file_problems(folder: Path, words: Sequence[str], is_text: IsText) -> Iterator[str]:
-    """Yields the problems of the chosen files below a folder of --config-dir; Hydra reports a file that is no YAML."""
+    """Yields the problems of the chosen files in a --config-dir folder; Hydra itself reports invalid YAML."""
     for group, _, option in (word.partition("=") for word in words):
         file = folder / group / f"{option}.yaml"
         if not file.is_file():
@@ -462,7 +461,7 @@ def own_file_problems(folder: Path, words: Sequence[str], is_text: IsText) -> It
 
 
 def _scalars(node: Any, key: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
-    """Yields each scalar of a file with its dotted key; the items of a list have the key of the list with ``.0``."""
+    """Yields each scalar of a file with its dotted key; list items have the key of the list plus ``.0``."""
     if isinstance(node, yaml.MappingNode):
         for name, below in node.value:
             yield from _scalars(below, f"{key}.{name.value}" if key else str(name.value))
@@ -473,18 +472,17 @@ def _scalars(node: Any, key: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
         yield node, key
 
 
-_NAMES = re.compile(r"[.\[\]@:/]+")  # what separates the names of a key
+_NAMES = re.compile(r"[.\[\]@:/]+")  # separators between the names of a key
 _MAY_HOLD = re.compile(r"env|header|cookie|token|secret|passw|passphrase|credential|auth|key", re.IGNORECASE)
-_ROOT_NAME = re.compile(r"\$\{([A-Za-z_]\w*)[.\[}]")  # of a key that a text names
+_ROOT_NAME = re.compile(r"\$\{([A-Za-z_]\w*)[.\[}]")  # root key in an interpolation
 _FIX = "Give it in quotes, or by an environment variable: {key}='${{oc.env:NAME}}', where NAME is the variable's name"
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Returns the words with a reference in place of each secret, which this process keeps (`withhold`).
+    """Returns the words with each secret replaced by a reference; this process keeps the secret (`withhold`).
 
-    So neither Hydra, nor a file of the run, nor an error message gets the secret of a word. A value by reference, such
-    as ``agent.env.TOKEN=${oc.env:TOKEN}``, stays, and so do the references of an earlier call. Raises `ConfigError` for
-    a secret that cannot be read.
+    Hydra, files of the run and error messages then never contain the secret. Values that are already references, such
+    as ``agent.env.TOKEN=${oc.env:TOKEN}``, are unchanged. Raises `ConfigError` for a secret that cannot be parsed.
     """
     return [_without_secrets(word, words) for word in words]
 
@@ -495,19 +493,19 @@ def _without_secrets(word: str, words: Sequence[str]) -> str:
         return word
     path = tuple(name for name in _NAMES.split(key.lstrip("+~")) if name)
     values = _parsed(word, words)
-    if values is None:  # Hydra refuses the word, or it is a sweep over numbers
+    if values is None:  # Hydra rejects the word, or it is a sweep over numbers
         if is_secret_place(path) or redacted(value, path) != value or ("{" in value and _MAY_HOLD.search(value)):
             name = f" One variable: {key}.NAME=VALUE." if key in ("agent.env", "launcher.env") else ""
             raise ConfigError([f"{key}={REDACTED} cannot be read. {_FIX.format(key=key)}.{name}"])
         return word
     if is_secret_place(path) and len(values) == 1 and isinstance(values[0], bool | int | float):
-        values = [value]  # a variable is text: 1e5 stays as it was typed
+        values = [value]  # a variable is text: 1e5 stays as typed
     written = ",".join(_written(one, path) for one in values)
     return f"{key}={written}" if has_withheld(written) else word
 
 
 def _parsed(word: str, words: Sequence[str]) -> list[Any] | None:
-    """Returns the values of an override, several for a sweep; None if Hydra cannot read it as such."""
+    """Returns the values of an override, several for a sweep; None if Hydra cannot parse it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep
     from hydra.errors import HydraException
@@ -523,7 +521,7 @@ def _parsed(word: str, words: Sequence[str]) -> list[Any] | None:
 
 
 def _written(value: Any, path: tuple[str, ...]) -> str:
-    """Returns a value in Hydra's grammar, with a reference in place of each secret."""
+    """Returns a value in Hydra's grammar, with each secret replaced by a reference."""
     if isinstance(value, Mapping):
         items = (f"{_text(str(name))}:{_written(one, (*path, str(name)))}" for name, one in value.items())
         return "{" + ",".join(items) + "}"
@@ -541,10 +539,10 @@ def _written(value: Any, path: tuple[str, ...]) -> str:
 
 
 def _withheld(value: Any) -> str:
-    """Returns the reference to a secret, whose variables (``${oc.env:NAME,default}`` in a text) are resolved first.
+    """Returns the reference to a secret. Variables in its text (``${oc.env:NAME,default}``) are resolved first.
 
-    A text that names a key of the configuration stays, because only the whole configuration can resolve it. Any other
-    ``${…}`` is a part of the secret.
+    A text with an interpolation of a configuration key is unchanged, because only the whole configuration can resolve
+    it. Any other ``${…}`` is a part of the secret.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError
@@ -565,10 +563,10 @@ def _text(text: str) -> str:
 
 
 def hide_arguments(words: Sequence[str], shown_words: Sequence[str]) -> None:
-    """Overwrites this process's own arguments in `ps` where ``shown_words`` have no secret and ``words`` have.
+    """Overwrites the arguments of this process in `ps` where ``shown_words`` differ from ``words``.
 
-    Linux shows the memory in which the arguments came, to every user. A user can still see them in the moment before,
-    so a secret is better given by an environment variable.
+    Linux shows the memory of the arguments to every user. The secrets are visible until this call, so an environment
+    variable is safer.
     """
     if list(words) == list(shown_words):
         return

@@ -1,4 +1,4 @@
-"""Types the sections of plug-ins by their own settings dataclass, and lists of plug-ins that a key names."""
+"""Types the settings of plug-ins by their own dataclasses, and reads keys that list plug-ins."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def typed_plugin(kind: Kind, node: DictConfig) -> Any:
     name = node["name"]
     if not isinstance(name, str):
         raise ConfigError([f"{kind}.name={name!r}: expected text."])
-    if is_file_plugin(name):  # services may have working folders of their own
+    if is_file_plugin(name):  # services may have other working folders
         name = node["name"] = str(Path(name).expanduser().absolute())
     return plugin_config(kind, name, node, section=kind)
 
@@ -41,8 +41,7 @@ def typed_plugin(kind: Kind, node: DictConfig) -> Any:
 def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: str) -> Any:
     """Returns an instance of the settings of the plug-in ``name`` with ``values``.
 
-    The keys of ``values`` stand below ``section`` in the configuration. The setting ``name`` is the plug-in's name or
-    its path.
+    ``section`` is the configuration key of ``values``. The setting ``name`` is the plug-in's name or its path.
 
     Raises:
         ConfigError: for an unknown plug-in, an unknown key, a wrong type or a missing value; all of them at once.
@@ -65,7 +64,7 @@ def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: 
 
 
 def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, of: str) -> list[str]:
-    """Sets the settings of the dataclass ``config`` in its ``schema``; returns the problems of keys and values."""
+    """Sets ``values`` in ``schema``, the structured form of ``config``; returns the problems of keys and values."""
     OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
     problems = []
     fields = [field.name for field in dataclasses.fields(config)]
@@ -84,7 +83,7 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
             problems.append(f"{section}.{key} is not a setting of {of}. {hint}")
         elif not OmegaConf.is_missing(values, key):
             try:
-                value = values[key]  # a text is resolved already; the texts of a section are escaped
+                value = values[key]  # a single text is already resolved; the texts of a section are escaped
                 value = escaped(value) if isinstance(value, str) else value
                 schema[key], wrong = _nested(schema, key, value, section=f"{section}.{key}")
                 problems += wrong
@@ -94,7 +93,7 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
 
 
 def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[Any, list[str]]:
-    """Returns the value of a setting that may be a dataclass or a mapping from names to one, and its problems."""
+    """Returns the value of a setting and its problems; dataclasses and mappings to dataclasses are typed."""
     old = schema._get_node(key)
     if not isinstance(old, DictConfig) or not isinstance(value, DictConfig):
         return value, []
@@ -114,10 +113,10 @@ def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[
 
 
 def give_task_to_source(config: RelaxConfig) -> None:
-    """Makes data.task a setting of Relax's own data sources that have tasks; elsewhere it names a generated task.
+    """Moves data.task to data.config.task for built-in data source plug-ins; otherwise it names a generated task.
 
-    A builtin model whose warm start would be that task gets another one: for rows that are only seeds that of the env,
-    if there is one. Raises `ConfigError` for two tasks.
+    A builtin model with this task as its warm start gets another warm start: for rows of seeds that of the env, if the
+    env has one. Raises `ConfigError` for two different tasks.
     """
     data = config.data
     if data.task == SEEDS and config.model.task == SEEDS:
@@ -133,9 +132,9 @@ def give_task_to_source(config: RelaxConfig) -> None:
 
 
 def plugins_of(given: Any, *, key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns name or path, and configuration, of each plug-in that ``given`` names; None names none.
+    """Returns the name or path and the configuration of each plug-in in ``given``, which may be None.
 
-    Raises ValueError (key, value, fix) for what is neither a list of names nor a mapping.
+    Raises ValueError (key, value, fix) for a value that is neither a list of names nor a mapping.
     """
     if given is None:
         return []
@@ -153,7 +152,7 @@ def plugins_of(given: Any, *, key: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def with_absolute_paths(given: Any) -> Any:
-    """Returns the same list or mapping with the paths of files absolute: services have working folders of their own."""
+    """Returns the list or mapping with absolute file paths, because services have other working folders."""
     if isinstance(given, list):
         return [_absolute(name) for name in given]
     return {_absolute(name): values for name, values in given.items()} if isinstance(given, Mapping) else given

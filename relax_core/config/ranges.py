@@ -1,4 +1,4 @@
-"""Defines the range of every number in the schema."""
+"""Defines the valid and the usual range of every number in the schema, and checks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERAT
 
 @dataclass(frozen=True)
 class Range:
-    """Is a closed interval from ``low`` to ``high``; ``above`` excludes ``low``, and ``below`` excludes ``high``."""
+    """Holds the interval from ``low`` to ``high``; ``above`` excludes ``low``, and ``below`` excludes ``high``."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -24,7 +24,7 @@ class Range:
     why: str = ""
 
     def holds(self, value: float) -> bool:
-        """Is True if the value is finite and within the range."""
+        """Returns whether the value is finite and within the range."""
         over = value > self.low if self.above else value >= self.low
         under = value < self.high if self.below else value <= self.high
         return math.isfinite(value) and over and under
@@ -97,7 +97,7 @@ RANGES: dict[str, Range] = {
     "rollout.reward_workers": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
     "rollout.quorum": Range(0, 1, above=True),
-    "agent.workers": Range(0, why="0: a process an episode"),
+    "agent.workers": Range(0, why="0: one process per episode"),
     "agent.timeout_s": _POSITIVE,
     "endpoint.port": Range(0, 65535, why="0 takes any free port"),
     "run.steps": Range(1, why="relax eval evaluates without training"),
@@ -125,8 +125,8 @@ OPTIONAL: dict[str, Range] = {
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 
-# Beyond these bounds no published run trains, so a value there is most often a slip: a wrong unit or a lost point. The
-# user confirms one that is meant by naming its key in run.confirm. ``why`` is the reason of the bound.
+# No published run uses values outside these ranges, so such a value is mostly a mistake, e.g. a wrong unit or a lost
+# decimal point. Users confirm an intended value with its key in run.confirm. ``why`` is the reason for the bound.
 USUAL: dict[str, Range] = {
     "optimizer.lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
     "optimizer.critic_lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
@@ -143,15 +143,15 @@ USUAL: dict[str, Range] = {
     "mode.max_staleness": Range(high=64, why="weight versions; 0 to 8 are usual"),
     "rollout.temperature": Range(0.1, 5, why="1 is usual"),
     "eval.temperature": Range(high=5, why="0 to 1 are usual"),
-    "rollout.top_p": Range(0.1, 1, why="with less nearly one token is left each time"),
-    "rollout.min_p": Range(high=0.5, why="with more nearly one token is left each time"),
+    "rollout.top_p": Range(0.1, 1, why="below it nearly one token is kept each time"),
+    "rollout.min_p": Range(high=0.5, why="above it nearly one token is kept each time"),
     "rollout.prompts_per_step": Range(high=65536, why="prompts, each with algo.group_size samples"),
     "rollout.max_new_tokens": Range(high=1 << 20, why="no model answers with more"),
     "run.steps": Range(high=10_000_000, why="train steps"),
     "run.epochs": Range(high=10_000, why="passes over all training rows"),
 }
 REAL_LR = Range(high=1e-4, why="full training of a published model uses 1e-7 to 1e-5; 8e-4 is the demo's")
-REAL_BYTES = 20_000_000  # of weights; the tiny models of Relax and of tests have less
+REAL_BYTES = 20_000_000  # size of weights; the tiny models of Relax and of tests are smaller
 
 _NULL = ("launcher.memory_gb", "engine.context_length")  # null is a valid value of these keys
 
@@ -180,7 +180,7 @@ def value_of(config: RelaxConfig, key: str) -> object:
 
 
 def usual_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for every value that no usual run has and that the user has not confirmed."""
+    """Yields a problem for every unusual value that the user has not confirmed, and for useless confirmations."""
     confirmed = config.run.confirm
     for key in confirmed:
         if key not in USUAL:
@@ -203,16 +203,16 @@ def usual_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _weight_bytes(config: RelaxConfig) -> int:
-    """Returns the size of the weights in the model's folder; a run that is only planned by a shape has a real model."""
+    """Returns the bytes of weights in the model's folder; a plan with a shape instead of a folder counts as real."""
     if config.model.path is None:
         return 0 if config.model.shape is None else REAL_BYTES + 1
     return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors") if file.is_file())
 
 
 def finite_problems(value: object, key: str = "") -> Iterator[str]:
-    """Returns one sentence for every number of a configuration that is not finite.
+    """Yields a problem for every number of a configuration that is not finite.
 
-    Within a list or a mapping .inf may be a bound, so only NaN is refused there.
+    Inside a list or a mapping .inf may be a bound, so only NaN is refused there.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -231,7 +231,7 @@ def finite_problems(value: object, key: str = "") -> Iterator[str]:
 
 
 def range_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for every number that is not finite or out of its range."""
+    """Yields a problem for every number that is not finite or out of range."""
     yield from finite_problems(config)
     for key, allowed in (RANGES | OF_LAUNCHER[config.launcher.name.value]).items():
         value = value_of(config, key)

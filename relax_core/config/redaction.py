@@ -1,8 +1,8 @@
-"""Finds the secrets of a configuration by their place in it, and takes them out of everything that is shown or kept.
+"""Redacts secrets: finds them by their key in the configuration, and removes them from output and files.
 
-A value is secret if it stands in a mapping or a list of environment variables or headers, whatever its name is there,
-or if its own key says so, such as ``api_key``. In addresses, passwords and parameters such as ``?token=`` are secret.
-The module imports nothing of Relax, because errors and the process of the metrics use it.
+All values in a mapping or list of environment variables or headers are secret, and all values of keys such as
+``api_key``. In addresses, passwords and parameters such as ``?token=`` are secret. The module imports nothing of Relax,
+because errors and the tracker process use it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SECRET_KEY = re.compile(
 _COUNTED = re.compile(r"token$", re.IGNORECASE)  # a number below such a key is an id or a count
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*=)")
 _OF_VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
-_SHORTEST = 6  # characters of a secret that is also taken out of sentences, where a short text may be a common word
+_SHORTEST = 6  # minimum characters of a secret that is also removed from sentences; shorter texts may be common words
 
 
 class FromVariable(str):
-    """Is the value of an environment variable that the configuration names, as ``${oc.env:NAME}``.
+    """Holds the value of an environment variable that the configuration gives as ``${oc.env:NAME}``.
 
-    Files of the run keep the name in place of the value, so that a secret can be given without being kept.
+    Files of the run contain the variable's name instead of the value, so no file stores the secret.
     """
 
     variable: str = ""
@@ -61,10 +61,10 @@ def variable_of(text: Any) -> str | None:
 
 
 def is_secret_place(path: Path, *, holds: bool = False) -> bool:
-    """Returns whether all values at a place are secret, whatever they are.
+    """Returns whether all values at a configuration path are secret.
 
-    ``path`` are the names from the root on; its first name is a section, such as ``env``. ``holds``: the value there is
-    a mapping or a list.
+    ``path`` are the names from the root; the first name is a section, such as ``env``. ``holds``: the value is a
+    mapping or a list.
     """
     inside = [name for place, name in enumerate(path) if place or name not in ("env", "environment")]
     if any(_HOLDS_SECRETS.fullmatch(name) for name in inside):
@@ -74,7 +74,7 @@ def is_secret_place(path: Path, *, holds: bool = False) -> bool:
 
 
 def redacted(value: Any, path: Path = ()) -> Any:
-    """Returns a value of the configuration with `REDACTED` in place of its secrets; names of variables stay.
+    """Returns a value of the configuration with `REDACTED` in place of its secrets. The names of variables are kept.
 
     A `FromVariable` becomes its reference.
     """
@@ -93,7 +93,7 @@ def redacted(value: Any, path: Path = ()) -> Any:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether the name of a key says that its value is secret."""
+    """Returns whether the name of a key marks its value as secret."""
     return _SECRET_KEY.search(name) is not None
 
 
@@ -116,16 +116,16 @@ def _assigned(word: str) -> str:
 
 
 # -- secrets of the command line --------------------------------------------------------------------------------------
-# What the user typed as a secret is kept here alone, and the words of the command line have a reference to it. So no
-# library that reads the words, and no message that quotes them, has the secret.
+# Secrets of the command line are kept only here, and the words contain references to them. So libraries that read the
+# words, and messages that quote them, never have the secret.
 _RESOLVER = "redacted"
 _withheld: list[Any] = []
 _REFERENCE = re.compile(rf"\$\{{{_RESOLVER}:\d+\}}")
 
 
 def withhold(value: Any) -> str:
-    """Keeps a secret in this process, and returns the interpolation that stands for it."""
-    from omegaconf import OmegaConf  # the process of the metrics does without it
+    """Stores a secret in this process, and returns the interpolation that refers to it."""
+    from omegaconf import OmegaConf  # not imported by the tracker process
 
     if not OmegaConf.has_resolver(_RESOLVER):
         OmegaConf.register_new_resolver(_RESOLVER, lambda number: _withheld[int(number)])
@@ -134,7 +134,7 @@ def withhold(value: Any) -> str:
 
 
 def has_withheld(text: str) -> bool:
-    """Returns whether a text has a reference to a secret of the command line."""
+    """Returns whether a text contains a reference to a secret of the command line."""
     return _REFERENCE.search(text) is not None
 
 
@@ -144,21 +144,21 @@ def is_reference(value: Any) -> bool:
 
 
 def shown(text: str) -> str:
-    """Returns a text as it is shown or kept: `REDACTED` stands for each secret of the command line."""
+    """Returns the text for output and files, with `REDACTED` in place of each secret of the command line."""
     return without_values(_REFERENCE.sub(REDACTED, text), [one for one in _withheld if isinstance(one, str)])
 
 
 def without_values(text: str, secrets: Iterable[str]) -> str:
-    """Returns a text without the secrets that are long enough not to be common words."""
+    """Returns a text without the secrets of at least `_SHORTEST` characters; shorter secrets may be common words."""
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, REDACTED)
     return text
 
 
-# -- references that stay references ----------------------------------------------------------------------------------
+# -- references that are not resolved ---------------------------------------------------------------------------------
 def references(values: Any, path: Path = ()) -> dict[Path, str]:
-    """Returns the variable of each secret place whose value is ``${oc.env:NAME}``; ``values`` are not resolved yet."""
+    """Returns path → variable for each secret value ``${oc.env:NAME}``; ``values`` are not resolved yet."""
     if isinstance(values, Mapping):
         items = [(str(name), one) for name, one in values.items()]
     elif isinstance(values, list):
@@ -192,9 +192,9 @@ def with_variable(value: Any, path: Path, variable: str) -> Any:
 
 # -- plain values of files --------------------------------------------------------------------------------------------
 def as_text(values: Any, path: Path = ()) -> Any:
-    """Returns values of a file in which no text is an interpolation, but for the references of secret places.
+    """Returns the values of a run's file with escaped texts, except for references at secret places.
 
-    A file of a run holds plain values, so ``${`` in a text is a part of that text.
+    A file of a run contains plain values, so ``${`` in a text is no interpolation.
     """
     if isinstance(values, Mapping):
         return {name: as_text(one, (*path, str(name))) for name, one in values.items()}
@@ -204,7 +204,7 @@ def as_text(values: Any, path: Path = ()) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Returns a value for OmegaConf that does not resolve its texts: ``${`` in them is a part of the text."""
+    """Returns a value with ``${`` escaped in its texts, so that OmegaConf does not resolve them."""
     if isinstance(value, Mapping):
         return {name: escaped(one) for name, one in value.items()}
     if isinstance(value, list):

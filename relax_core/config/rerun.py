@@ -1,8 +1,8 @@
-"""Runs that are saved: which are this user's own, and `relax rerun RUN [key=value …]`, which starts another like it.
+"""Reruns a saved run (`relax rerun RUN [key=value …]`), and checks whether the saved configuration is trusted.
 
-Own runs carry a mark, and in others is found what runs a program or contacts a server.
-A mark is a keyed hash of the file under a key of this user (`key_file`, mode 0600), so a copy of an own run keeps
-it, and a folder of somebody else does not get it by being unpacked here.
+Configurations of this user's runs have a mark: a keyed hash of the file with a key of this user (`key_file`, mode
+0600). A copy of such a run keeps the mark; an unpacked run of another user has no valid mark. Unmarked configurations
+are searched for values that run programs or contact servers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from relax_core.registry import KINDS, short_name
 _MARK = "# relax: a run of this user: "
 _UNMARKED = "# relax: not marked as a run of this user, because the key cannot be kept: "
 _KEY_BYTES = 32
-# Keys whose values start a program, name a file with a secret, or open a port.
+# Keys with values that start a program, name a file with a secret, or contact a server.
 _POWERFUL = re.compile(
     r"command|python|setup|sbatch|srun|flags|image|address|urls?|uri|endpoint|.*_file|token_env|.*_python"
 )
@@ -50,8 +50,7 @@ def key_file() -> Path:
 def marked(text: str) -> str:
     """Returns the text of a configuration file with this user's mark as its first line.
 
-    Where the user's cache folder cannot be written, the line says so, and `relax rerun` takes the run for a foreign
-    one.
+    If the user's cache folder is not writable, the line says so, and `relax rerun` treats the run as not trusted.
     """
     try:
         return f"{_MARK}{_digest(text, _key(make=True))}\n{text}"
@@ -60,7 +59,7 @@ def marked(text: str) -> str:
 
 
 def is_own(text: str) -> bool:
-    """Returns whether the text has a mark of this user, and was not changed since."""
+    """Returns whether the text has a valid mark of this user."""
     first, _, rest = text.partition("\n")
     if not first.startswith(_MARK):
         return False
@@ -72,10 +71,10 @@ def is_own(text: str) -> bool:
 
 
 def powers(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yields each key of a saved configuration, with its value, that runs a program, reads a secret or asks a server.
+    """Yields key and value of each setting that runs a program, reads a secret or contacts a server.
 
-    These are plug-in files, commands, files of keys, environment variables, addresses beyond this machine, and code of
-    a model without a sandbox.
+    These are plug-in files, commands, key files, environment variables, addresses of other machines, and model code
+    without a sandbox.
     """
     if isinstance(values, Mapping):
         for name, one in values.items():
@@ -99,7 +98,7 @@ def powers(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]
 
 
 def _is_elsewhere(text: str) -> bool:
-    """Returns whether a text is an address that is not on this machine."""
+    """Returns whether a text is an address of another machine."""
     if "://" not in text:
         return False
     try:
@@ -113,14 +112,14 @@ def _digest(text: str, key: bytes) -> str:
 
 
 def _key(*, make: bool) -> bytes:
-    """Returns this user's key. Raises OSError if there is none, or if others may read or write it."""
+    """Returns this user's key. Raises OSError if there is none, or if other users can read or write it."""
     file = key_file()
     if make and not file.exists():
         private_folder(file.parent, key="XDG_CACHE_HOME")
         partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # another run has just made it
+        with suppress(FileExistsError):  # another run has just created it
             os.link(partial, file)
         partial.unlink()
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
@@ -144,9 +143,8 @@ _OF_ITS_START = ("resume", "plan")  # and run.dir, because the next start sets i
 def rerun_line(words: Sequence[str]) -> CommandLine:
     """Returns the command line for Hydra. ``words`` are the run's folder, then overrides and flags.
 
-    A newly chosen group takes nothing from the saved run. Raises `ConfigError` for a folder that is no run's, for a
-    secret that its config.yaml does not contain, and without ``--trust`` for a run of somebody else that would run a
-    program or contact a server.
+    A group that the overrides choose anew takes nothing from the saved run. Raises `ConfigError` for a folder without a
+    run, for a redacted secret, and without ``--trust`` for an unmarked run that would run programs or contact servers.
     """
     if not words or words[0].startswith("-") or "=" in words[0].split("/")[0]:
         raise ConfigError([USAGE + "."])
@@ -165,7 +163,7 @@ def rerun_line(words: Sequence[str]) -> CommandLine:
         check_powers(values, folder / CONFIG_FILE, but=typed)
     _drop_secrets(values, typed)
     _store(as_text(values))
-    # A plug-in's values must not be merged with those of the default one; a launcher has its own type.
+    # A plug-in's values must not be merged with those of the default option; a launcher has its own type.
     own = [f"{kind}=plugin" for kind in KINDS if kind in values]
     own += [f"launcher={values['launcher']['name']}"] if "launcher" in values else []
     return CommandLine(
@@ -176,7 +174,7 @@ def rerun_line(words: Sequence[str]) -> CommandLine:
 
 
 def check_powers(values: Mapping[str, Any], file: Path, *, but: Iterable[str] = ()) -> None:
-    """Raises `ConfigError` if the saved values run a program or contact a server, but for keys that the user typed."""
+    """Raises `ConfigError` if saved values run a program or contact a server, except keys that the user typed."""
     found = [f"{key}={value}" for key, value in powers(values) if not _is_typed(key, but)]
     if found:
         raise ConfigError(
@@ -188,12 +186,12 @@ def check_powers(values: Mapping[str, Any], file: Path, *, but: Iterable[str] = 
 
 
 def _is_typed(key: str, typed: Iterable[str]) -> bool:
-    """Returns whether the user gave the key, or a mapping that holds it."""
+    """Returns whether the user typed the key, or a mapping that contains it."""
     return any(key == one or key.startswith(f"{one}.") for one in typed)
 
 
 def _drop_secrets(values: Mapping[str, Any], typed: Iterable[str]) -> None:
-    """Removes secrets below a mapping that the user gave anew, because Hydra would keep those that it does not name."""
+    """Removes redacted secrets in mappings that the user typed anew; Hydra would otherwise merge them."""
     for key in secret_leaves(values):
         if key not in typed:
             *holders, last = key.split(".")
@@ -222,14 +220,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _chosen(overrides: Sequence[str]) -> dict[str, str]:
-    """Maps each newly chosen group to its option; naming a plug-in counts as choosing."""
+    """Maps each group that the overrides choose to its option; a plug-in's name counts as a choice."""
     pairs = [word.partition("=") for word in overrides if not word.startswith("-")]
     chosen = {key: value for key, _, value in pairs if key in groups()}
     return chosen | {key.removesuffix(".name"): value for key, _, value in pairs if key in {f"{k}.name" for k in KINDS}}
 
 
 def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> None:
-    """Takes out what the new run says itself. The name goes where it was made from the model and the data."""
+    """Removes values that the new run sets itself, and a name that was derived from the model and the data."""
     if values.get("name") == f"{values['model']['name']}-{short_name(values['data']['name'])}":
         del values["name"]
     for key in (*_OF_ITS_START, *chosen):
@@ -238,7 +236,7 @@ def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> Non
 
 
 def _drop_removed(values: dict[str, Any]) -> None:
-    """Takes out keys that Relax had when the run was saved, so that its checkpoints can be evaluated and exported."""
+    """Removes keys that Relax no longer has, so that checkpoints of old runs can be evaluated and exported."""
     for key in REMOVED:
         *holders, last = key.split(".")
         holder: Any = values

@@ -1,4 +1,4 @@
-"""Chooses which rewards score the answers to a data row: the run's own, the row's by its column, or parts of a sum."""
+"""Chooses the rewards that score a data row: the run's reward, the reward in a column of the row, or parts of a sum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Outcome = tuple[RewardOutput, Exception | None]  # the output and what the rewar
 
 @dataclass(frozen=True, eq=False)
 class ChosenReward:
-    """Is a reward with its settings, under the name that metrics and messages have for it."""
+    """Holds a reward with its settings; ``label`` is its name in metrics and messages."""
 
     label: str
     spec: RewardSpec
@@ -36,13 +36,14 @@ class ChosenReward:
 
 
 class RewardChoice:
-    """Knows which rewards score a data row, for the reward of a run and its settings; ``judged`` is what asks judges.
+    """Selects the rewards of data rows, for the reward of a run and its settings.
 
-    ``shadow`` is the independent reward that scores the same answers and is never trained, None for none.
+    ``judged`` is the reward that asks judges, or None. ``shadow`` is the independent reward that scores the same
+    answers but is never trained, or None.
 
-    Raises ValueError (key, value, fix) for entries of ``reward.parts`` that make no sense, an unknown reward or setting
-    in one, settings that a part's own check refuses, two rewards that ask judges, a shadow that is the reward itself,
-    that asks judges or that scores turns, and a reward that needs a sandbox where there is none.
+    Raises ValueError (key, value, fix) for invalid entries of ``reward.parts``, an unknown reward or setting in an
+    entry, settings that a part's own check refuses, two rewards that ask judges, a shadow that is the reward itself,
+    asks judges or scores turns, and a reward that needs a missing sandbox.
     """
 
     def __init__(self, spec: RewardSpec, config: RewardConfig) -> None:
@@ -83,15 +84,15 @@ class RewardChoice:
         asking = [one for one in self.known() if one.spec.judges is not None]
         if len(asking) > 1:
             raise ValueError(
-                f"reward.parts: {' and '.join(one.label for one in asking)} ask judges, and one reward of a run may. "
+                f"reward.parts: {' and '.join(one.label for one in asking)} ask judges, but only one reward may. "
                 "Name all judges in one of them, and choose among them with its route."
             )
         self.judged = asking[0] if asking else None
 
     def known(self) -> list[ChosenReward]:
-        """Returns the rewards that are known without the data, those of rows that name others left out.
+        """Returns the rewards that are known without the data, including the shadow.
 
-        The shadow is among them.
+        Rows may name further rewards.
         """
         return [*self._trained(), *([] if self.shadow is None else [self.shadow])]
 
@@ -99,14 +100,14 @@ class RewardChoice:
         return [*([] if self.own.spec.combine else [self.own]), *self._rewards.values()]
 
     def _shadow(self, config: RewardConfig) -> ChosenReward | None:
-        """Returns the reward that ``config.shadow`` names. Raises ValueError (key, value, fix) if it cannot be one."""
+        """Returns the reward in ``config.shadow``. Raises ValueError (key, value, fix) if it cannot be a shadow."""
         entry = config.shadow
         if entry == AUTO:
             entry = next((one.spec.shadow for one in self._trained() if one.spec.shadow), None)
         if entry is None:
             if config.on_hack != REPORT:
                 raise ValueError(
-                    f"reward.on_hack={config.on_hack}: reward={self.own.spec.name} has no shadow that would notice it. "
+                    f"reward.on_hack={config.on_hack}: reward={self.own.spec.name} has no shadow to detect it. "
                     "Name one, such as reward.shadow=final_answer, or use reward.on_hack=report."
                 )
             return None
@@ -131,7 +132,7 @@ class RewardChoice:
     def of_row(self, row: DataRow) -> ChosenReward:
         """Returns the reward of a data row.
 
-        Raises ValueError with the column, the value and the fix if it names an unknown one.
+        Raises ValueError with the column, the value and the fix if the row names an unknown reward.
         """
         name = row.get(self._by) if self._by is not None else None
         if name is None or name == "":
@@ -143,10 +144,10 @@ class RewardChoice:
         return self._rewards[name]
 
     def _check_sandbox(self, chosen: ChosenReward) -> None:
-        """Raises ValueError if a reward needs a sandbox, and the run or the machine has none."""
+        """Raises ValueError if the reward needs a sandbox and the run or the machine has none."""
         if not chosen.spec.needs_sandbox:
             return
-        why = f"reward {chosen.label} runs in the sandbox alone, because its library evaluates answers as programs"
+        why = f"reward {chosen.label} runs only in the sandbox, because its library evaluates answers as programs"
         if self._sandbox == "none":
             raise ValueError(f"reward.sandbox=none: {why}. Use reward.sandbox=auto, or another reward.")
         if refusal := worker_refusal():
@@ -207,9 +208,9 @@ class RewardChoice:
                 raise BadRow.because("label", f"{where}: reward {one.label}: {plugin_words(error)}") from error
 
     def combined(self, given: RewardInput, found: Mapping[str, Outcome]) -> Outcome:
-        """Returns the outcome of a reward that is made of parts, given those of its parts by label.
+        """Returns the outcome of a combined reward, given the outcomes of its parts by label.
 
-        There is none if a part that is not optional has none. The parts' rewards are among the outcome's parts.
+        It has no reward if a required part has none. The outcome's parts include the rewards of the parts.
         """
         combine = self.own.spec.combine
         assert combine is not None
@@ -227,7 +228,7 @@ class RewardChoice:
         return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MOST_WHY]), None
 
     def routed(self, chosen: ChosenReward, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Returns the outcomes of a row's reward; where rows name their rewards, each reward is a part of its own."""
+        """Returns the outcomes of a row's reward. If rows name their rewards, each reward becomes a separate part."""
         if self._by is None:
             return list(outcomes)
         return [
@@ -237,7 +238,7 @@ class RewardChoice:
 
 
 def labelled(label: str, output: RewardOutput) -> dict[str, float]:
-    """Returns a reward under its label and its parts as LABEL_PART."""
+    """Returns a mapping with the reward under LABEL and its parts under LABEL_PART."""
     assert output.reward is not None
     return {label: output.reward, **{f"{label}_{name}": value for name, value in (output.parts or {}).items()}}
 
@@ -273,7 +274,7 @@ def _why(found: Mapping[str, Outcome]) -> str:
 
 
 def choice_problems(spec: RewardSpec, config: RewardConfig) -> list[str]:
-    """Returns what is wrong with ``reward.by`` and ``reward.parts``, in sentences."""
+    """Returns the problems of ``reward.by``, ``reward.parts`` and ``reward.shadow``."""
     try:
         RewardChoice(spec, config)
     except ValueError as error:
@@ -282,18 +283,18 @@ def choice_problems(spec: RewardSpec, config: RewardConfig) -> list[str]:
 
 
 def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
-    """Returns what checks data rows for a reward, or None if it scores every row."""
+    """Returns the `RewardChoice` that checks data rows, or None if no row needs a check."""
     choice = RewardChoice(spec, config)
     checks = any(one.spec.check_row is not None or one.spec.right_answers is not None for one in choice.known())
     return choice if checks or config.by is not None else None
 
 
 def judged_reward(config: RewardConfig) -> ChosenReward | None:
-    """Returns the reward of a run that asks judges, which may be a part, or None. Raises as `RewardChoice` does."""
+    """Returns the reward that asks judges, which may be a part, or None. Raises as `RewardChoice` does."""
     return RewardChoice(find_reward(config.name), config).judged
 
 
 def may_be_isolated(config: RewardConfig) -> bool:
-    """Returns whether some reward of a run needs worker processes; the data may name one with ``reward.by``."""
+    """Returns whether a reward of the run may need worker processes; with ``reward.by`` the data may name one."""
     known = RewardChoice(find_reward(config.name), config).known()
     return config.by is not None or any(one.spec.isolated for one in known)

@@ -1,4 +1,4 @@
-"""Checks who plays and scores episodes: turns, environments and their workers, agents and their command, rewards."""
+"""Checks the keys of episodes: turns, environments and their workers, agents and their command, rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (ro
 
 
 def turn_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields what is wrong with the keys of an environment with several turns."""
+    """Yields the problems of settings for multi-turn environments."""
     env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
     if not env.state_keys and find_algorithm(config.algo.name).requirements(config.algo).state_keys:
         yield (
@@ -54,7 +54,7 @@ def turn_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _interaction_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields what is wrong with the keys of an environment that answers each response."""
+    """Yields the problems of settings for an environment that answers each response."""
     env = config.env
     limit, context = env.max_observation_tokens, config.engine.context_length
     if limit is not None and limit < 1:
@@ -72,9 +72,9 @@ def _interaction_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def env_worker_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields what is wrong with the keys of an environment whose episodes run in worker processes."""
+    """Yields the problems of settings for an environment with worker processes."""
     env = config.env
-    for key, what in (("workers", "one worker process"), ("episodes_per_worker", "one episode a worker process")):
+    for key, what in (("workers", "one worker process"), ("episodes_per_worker", "one episode per worker process")):
         if getattr(env, key) < 1:
             yield f"env.{key}={getattr(env, key)}: at least {what}."
     if env.workers < 1 or env.episodes_per_worker < 1:
@@ -83,7 +83,7 @@ def env_worker_problems(config: RelaxConfig) -> Iterator[str]:
         if env.workers * env.episodes_per_worker < size:
             yield _too_few_places(env, f"{key}={size} are open together", needed=size)
     if config.rollout.lockstep:
-        # The episodes of a step, and beside them those of the next step or of the evaluation before it.
+        # The episodes of a step, and also those of the next step or of the evaluation before it.
         step = config.rollout.prompts_per_step * config.algo.group_size
         needed = step + max(step, EVALUATED_TOGETHER if config.eval.every else 0)
         if env.workers * env.episodes_per_worker < needed:
@@ -99,7 +99,7 @@ def _too_few_places(env: object, why: str, *, needed: int) -> str:
 
 
 def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
-    """Yields why rollout.lockstep=true makes no sense: bits depend on timing in spite of it, or not even without it."""
+    """Yields the reasons against rollout.lockstep=true: results still depend on timing, or never depend on it."""
     rollout = config.rollout
     if not env.has_turns:
         yield f"rollout.lockstep=true with env={env.name}, whose episodes have one turn. Use false."
@@ -120,7 +120,7 @@ def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
 
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-# Where programs, files and words of the user's language are found. Any other variable may hold a secret.
+# Variables for programs, files and the user's language that agents inherit. Other variables may contain secrets.
 _KEPT = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_MESSAGES"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HOME", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"),
@@ -128,10 +128,10 @@ _KEPT = (
 
 
 def command_words(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> list[str]:
-    """Returns the words of the agent's command: those ``of_env``, or else those of agent.command; none without it.
+    """Returns the words of the agent's command: ``of_env``, or else those of agent.command; empty without a command.
 
-    A leading "python" becomes agent.python, or the interpreter of the run. Raises ValueError for a quote that does not
-    end.
+    A leading "python" becomes agent.python, or the interpreter of the run. Raises ValueError for an empty command and
+    for an open quote.
     """
     words = list(of_env)
     if not words and agent.command is not None:
@@ -147,9 +147,9 @@ def command_words(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> list[str
 
 
 def agent_environment(agent: AgentConfig, more: Mapping[str, str]) -> dict[str, str]:
-    """Returns all variables of an agent's environment: a few of the run's, agent.env, and ``more``.
+    """Returns the environment variables of an agent: a few of the run's, agent.env, and ``more``.
 
-    The folder of agent.python is the first one on PATH. No proxy stands before the endpoint on this machine.
+    The folder of agent.python comes first on PATH. Requests to this machine use no proxy.
     """
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     python = str(Path(agent.python or sys.executable).parent)
@@ -159,7 +159,7 @@ def agent_environment(agent: AgentConfig, more: Mapping[str, str]) -> dict[str, 
 
 
 def command_problem(agent: AgentConfig, words: Sequence[str]) -> str | None:
-    """Returns why a command cannot run: its program, its script or its folder is not there. None if it can."""
+    """Returns the problem of a command if its program, script or folder is missing; otherwise None."""
     folder = Path(agent.cwd or Path.cwd())
     if not folder.is_dir():
         return f"agent.cwd={folder}: no such folder. Give the folder in which the agent is to run."
@@ -176,7 +176,7 @@ def command_problem(agent: AgentConfig, words: Sequence[str]) -> str | None:
 
 
 def agent_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields what is wrong with the keys of `agent` and `endpoint`, without a look at files."""
+    """Yields the problems of `agent` and `endpoint` that can be found without reading files."""
     env, agent, endpoint = find_env(config.env.name), config.agent, config.endpoint
     if agent.history not in HISTORIES:
         yield f"agent.history={agent.history}: use {' or '.join(HISTORIES)}."
@@ -191,7 +191,7 @@ def agent_problems(config: RelaxConfig) -> Iterator[str]:
             "endpoint.port=0."
         )
     if config.data.media_keys.columns or config.data.task in MEDIA_TASKS:
-        yield f"env={env.name} with images, videos or sounds in the data: the endpoint takes text alone. Use text rows."
+        yield f"env={env.name} with images, videos or sounds in the data: the endpoint takes only text. Use text rows."
     try:
         words = command_words(agent, of_env=env.agent(config.env))
     except ValueError as error:
@@ -210,7 +210,7 @@ def agent_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def agent_file_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a command of the agent that is not there."""
+    """Yields a problem if the program, script or folder of the agent's command is missing."""
     env = find_env(config.env.name)
     if env.agent is None:
         return
@@ -226,7 +226,7 @@ SANDBOXES = ("auto", "none")
 
 
 def reward_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields what is wrong with the reward's settings, and with the reward for the data."""
+    """Yields the problems of the reward's settings, and of the reward in combination with data and env."""
     reward, spec = config.reward, find_reward(config.reward.name)
     if not reward.timeout_s > 0:
         yield f"reward.timeout_s={reward.timeout_s}: must be more than 0 seconds."
@@ -248,7 +248,7 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
     task, tasks = config.data.task, spec.tasks
     if tasks and task is not None and task not in tasks:
         yield (
-            f"reward={reward.name} does not score data={config.data.name}: it scores {', '.join(tasks)} alone. "
+            f"reward={reward.name} does not score data={config.data.name}: it scores only {', '.join(tasks)}. "
             f"Choose another reward (relax list has them), or data.task={tasks[0]}."
         )
     if spec.scores_turns and find_env(config.env.name).messages is not None:

@@ -1,10 +1,10 @@
-"""Writes a configuration as YAML for the run's folder, without secrets, and compares a resumed run with the saved one.
+"""Writes a configuration as YAML for the run's folder, without secrets, and compares a resumed run with the saved run.
 
-Changes of anything that the checkpoint's own state depends on are refused. With another seed or other data the cursor
-points into another order, so prompts would come twice or never. The tensors belong to one model and the ledger to one
-group size. A curve that changes its algorithm, reward or environment half-way describes neither. Changes of settings
-that are often tuned during a run (learning rate, clip range, temperature, staleness) are reported and applied. Where
-the run executes, how long it lasts, and where its data lies are not compared, because data is identified by its content
+Changes of settings that the checkpoint's state depends on are refused. With another seed or other data the cursor
+would point into another order, so prompts would come twice or never. The tensors belong to one model and the ledger to
+one group size. A curve with a change of algorithm, reward or environment in the middle describes neither. Changes of
+settings that are often tuned during a run (learning rate, clip range, temperature, staleness) are reported and applied.
+Machines, duration and data paths are not compared, because data is identified by its content
 (relax_core/data/data_identity.py).
 """
 
@@ -64,7 +64,7 @@ REFUSED = (
     "data",
     "model",
     "modality.name",
-    # The limits that decide what an item looks like and which prompts are bad.
+    # These limits decide the content of media items and which prompts are bad.
     "modality.image_tokens",
     "modality.video_fps",
     "modality.video_frames",
@@ -93,8 +93,8 @@ WHOLE = (
     "data.paths",
     "data.mix",
     "data.config",
-)  # mappings whose keys are the user's: compared as one value
-# Where the content lies, and how it is read.
+)  # mappings with free keys: compared as one value
+# The location of the data, and how it is read.
 DATA_LOCATION_KEYS = (
     "data.name",
     "data.path",
@@ -107,7 +107,7 @@ DATA_LOCATION_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Is a key whose value differs from the checkpoint's."""
+    """Holds a key whose value differs from the checkpoint's."""
 
     key: str
     was: Any
@@ -127,8 +127,8 @@ def changes(
 ) -> list[Change]:
     """Returns the changed keys at or below one of ``keys``, without those at or below one of ``but``.
 
-    Both configurations have the form of `relax_core.config.saved.plain`. A key that only one of them has was added or
-    removed by a version of Relax.
+    Both configurations have the form of `relax_core.config.saved.plain`. Keys that exist in only one of them are
+    ignored: another version of Relax added or removed them.
     """
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     return [
@@ -151,7 +151,7 @@ def _leaves(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[st
 
 
 def _word(value: Any) -> str:
-    """Returns the value as it is written on the command line."""
+    """Returns the value in the form of the command line."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

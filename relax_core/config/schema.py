@@ -1,7 +1,7 @@
-"""Defines the type of every key in conf/. Values and their documentation stand in the YAML files.
+"""Defines the type of every configuration key. Values and their documentation are in the YAML files of conf/.
 
-`algo`, `reward` and `env` have the type of their plug-in's own `config` dataclass (config/plugin_types.py), so a new
-plug-in file brings its own settings. OmegaConf 2.3 has no Literal, so enums stand for choices.
+`algo`, `reward` and `env` have the type of their plug-in's `config` dataclass (config/plugin_types.py), so a new
+plug-in file has its own settings. OmegaConf 2.3 has no Literal, so choices are enums.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class ModelConfig:
     """Holds the keys of `model`."""
 
     name: str = MISSING
-    family: str | None = MISSING  # None: of whichever name config.json has as model_type
+    family: str | None = MISSING  # None: model_type of config.json
     path: str | None = None  # a Hugging Face folder
-    builtin: str | None = None  # a tiny model that Relax makes itself
+    builtin: str | None = None  # a tiny model that Relax generates
     task: str | None = None  # the generated task of the builtin model's warm start
-    shape: str | None = None  # published dimensions to plan with while there is no path
-    dtype: str = MISSING  # float32 | bfloat16 | auto, until the configuration is settled
-    moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
-    freeze: list[str] = field(default_factory=list)  # parts that do not train, of choices.MODEL_PARTS
+    shape: str | None = None  # published dimensions for the plan without a path
+    dtype: str = MISSING  # float32 | bfloat16 | auto; the settled configuration has no auto
+    moe_aux_loss_coef: float = 0.0  # only for mixture-of-experts models
+    freeze: list[str] = field(default_factory=list)  # frozen parts, out of choices.MODEL_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaTask:
-    """Says which ``kinds`` of media a generated task has; in a control, those ``exchanged`` are any row's."""
+    """Holds the ``kinds`` of media of a generated task; in a control, the ``exchanged`` kinds come from random rows."""
 
     kinds: tuple[MediaKind, ...]
     exchanged: tuple[MediaKind, ...] = ()
@@ -83,7 +83,7 @@ class ModalityConfig:
 
 @dataclass
 class MediaKeys:
-    """Holds the keys of `data.media_keys`: the columns that have images, videos and sounds."""
+    """Holds the keys of `data.media_keys`: the columns with images, videos and audio."""
 
     image: str | None = None
     video: str | None = None
@@ -107,12 +107,12 @@ class ForwardLayout:
 
     @property
     def cp(self) -> int:
-        """Is 1: these ranks do not share the rows of a micro-batch."""
+        """Returns 1: these ranks do not share the rows of a micro-batch."""
         return 1
 
     @property
     def etp(self) -> int:
-        """Is 1: these ranks do not share an expert's width."""
+        """Returns 1: these ranks do not share an expert's width."""
         return 1
 
 
@@ -126,19 +126,19 @@ class ParallelConfig:
     dp: int = MISSING
     tp: int = MISSING
     pp: int = MISSING
-    vpp: int = MISSING  # chunks of layers that each pipeline rank holds
+    vpp: int = MISSING  # chunks of layers per pipeline rank
     cp: int = MISSING
     ep: int = MISSING
     etp: int = MISSING
-    first_stage_layers: int | None = None  # layers of the first pipeline stage; None means as many as the others have
+    first_stage_layers: int | None = None  # layers of the first pipeline stage; None means as many as in the others
     sequence_parallel: bool = MISSING
-    shard_media: bool = False  # items of a micro-batch are dealt over the ranks of the first stage
+    shard_media: bool = False  # distributes the media items of a micro-batch over the ranks of the first stage
     recompute: Recompute = MISSING
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING
     micro_batch_tokens: int = MISSING  # largest number of packed token rows, and the towers' work in rows
     micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
-    forward: ForwardLayout = field(default_factory=ForwardLayout)  # of actor_fwd and reference
+    forward: ForwardLayout = field(default_factory=ForwardLayout)  # layout of actor_fwd and reference
 
 
 @dataclass
@@ -161,12 +161,12 @@ class ModeConfig:
 
     @property
     def versions_in_flight(self) -> int:
-        """Returns how many weight versions may have sampled the groups that are in flight at one time."""
+        """Returns how many weight versions may have sampled the groups in flight."""
         return self.max_staleness + 1
 
     @property
     def most_lag(self) -> int | None:
-        """Returns how many versions an episode's oldest token may lag behind; None if tokens are masked instead."""
+        """Returns the maximum staleness of an episode in versions; None if stale tokens are masked instead."""
         return self.max_staleness if self.on_stale is OnStale.drop else None
 
 
@@ -197,31 +197,31 @@ class EngineConfig:
     port: int = MISSING
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
-    context_length: int | None = MISSING  # None until it is derived, before the start (plan/context_length.py)
-    threads: int = MISSING  # 0 until it is derived, before the start (plan/threads.py)
+    context_length: int | None = MISSING  # None until plan/context_length.py derives it, before the start
+    threads: int = MISSING  # 0 until plan/threads.py derives it, before the start
     start_timeout_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     autoscaler: AutoscalerConfig = field(default_factory=AutoscalerConfig)
-    # Only engine=sglang reads these; with another engine they keep these values.
+    # Only some engines read these (`EngineSpec.keys`); with other engines they keep these values.
     python: str | None = None
     urls: list[str] = field(default_factory=list)
     token_file: str | None = None
     mem_fraction: float | None = None
     deterministic: bool | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    # Only engine=embedded reads it. None until it is derived, before the start (plan/context_length.py).
+    # Only engine=embedded reads it. None until plan/context_length.py derives it, before the start.
     prefix_cache_tokens: int | None = None
 
     @property
     def context_tokens(self) -> int:
-        """Returns the largest number of prompt and response tokens of one sample, once it is derived."""
+        """Returns the maximum prompt and response tokens of one sample; needs a derived context_length."""
         assert self.context_length is not None, "preflight derives it"
         return self.context_length
 
     @property
     def cpu_threads(self) -> int:
-        """Returns the CPU threads of an engine and of a trainer rank: 1 until `threads` is derived."""
+        """Returns the CPU threads per engine and per trainer rank: 1 until `threads` is derived."""
         return max(1, self.threads)
 
 
@@ -248,14 +248,14 @@ class DataConfig:
     shuffle: bool = MISSING
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
-    last_assistant: LastAssistant | None = None  # None refuses a prompt that ends with the assistant's message
-    template_date: str | None = None  # None until the run's first start, which takes the day in UTC
+    last_assistant: LastAssistant | None = None  # None rejects a prompt that ends with an assistant message
+    template_date: str | None = None  # None until the run's first start, which sets the UTC date
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     mix: Any = None  # a mapping from modalities to their shares of the trained prompts
     media_keys: MediaKeys = field(default_factory=MediaKeys)
-    media_place: MediaPlace | None = None  # None refuses rows with media and no place for them
+    media_place: MediaPlace | None = None  # None rejects rows with media but without a placeholder
     media_root: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
+    config: dict[str, Any] = field(default_factory=dict)  # settings of a plug-in source, typed by its own dataclass
 
 
 DEFAULT_WARMUP_STEPS = 10
@@ -301,38 +301,38 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Is True if samples are drawn from a part of the distribution, so that kept sets travel with them."""
+        """Returns whether sampling truncates the distribution, so that samples carry their kept sets."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def banned(self) -> list[int]:
-        """Returns the token ids that no role counts, once the configuration is composed."""
+        """Returns the token ids that all roles exclude; needs a composed configuration."""
         assert self.banned_token_ids is not None, "config/compose.py has found them"
         return self.banned_token_ids
 
     @property
     def spare_prompts(self) -> int:
-        """Returns how many prompts are admitted beyond those that a step needs."""
+        """Returns how many more prompts are admitted than a step needs."""
         return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))
 
 
 class DtypeByMachine(str):
-    """Is a ``model.dtype`` that ``auto`` chose for this machine; a run that is resumed keeps that of its checkpoint.
+    """Marks a ``model.dtype`` that ``auto`` chose for this machine; a resumed run keeps the dtype of its checkpoint.
 
-    The launcher makes it plain text before a run starts, because no encoder knows the class.
+    The launcher converts it to plain text before a run starts, because no encoder knows the class.
     """
 
 
 class FolderByTime(str):
-    """Is a ``run.dir`` with the time in its name, as conf/ has it, so each start has a folder of its own.
+    """Marks a ``run.dir`` with the time in its name (the default), so that each start has a separate folder.
 
-    A resumed run finds its folder among the siblings by the ``label`` at its end. A ``run.dir`` without the time
-    belongs to one run.
+    A resumed run finds its folder among the siblings by the ``label`` at the end of the name. A ``run.dir`` without the
+    time belongs to one run.
     """
 
     label: str = ""
 
     def labelled(self, label: str) -> FolderByTime:
-        """Returns the same folder name with a label at its end."""
+        """Returns the folder name with a label at its end."""
         folder = FolderByTime(f"{self}{label}")
         folder.label = label
         return folder
@@ -344,7 +344,7 @@ class RunSettings:
 
     steps: int = MISSING
     epochs: float | None = None
-    confirm: list[str] = field(default_factory=list)  # keys whose unusual value is meant (checks/ranges.py, USUAL)
+    confirm: list[str] = field(default_factory=list)  # keys with an intended unusual value (ranges.py, USUAL)
     dir: str = MISSING
     save_every: int = MISSING
     keep_last: int = MISSING
@@ -361,7 +361,7 @@ class RunSettings:
 
     @property
     def stop_timeout_s(self) -> float:
-        """Returns the seconds that each service has to end at a stop before it is killed."""
+        """Returns the seconds that a service may take to end at a stop before it is killed."""
         return max(60.0, self.stall_timeout_s / 10)
 
 
@@ -393,7 +393,7 @@ HISTORIES = ("continue", "template")
 class AgentConfig:
     """Holds the keys of `agent`."""
 
-    command: str | None = None  # None: agents that Relax does not start open the sessions
+    command: str | None = None  # None: external agents open the sessions
     cwd: str | None = None  # None: the folder in which the run was started
     env: dict[str, str] = field(default_factory=dict, repr=False)
     python: str | None = None  # None: the Python of the run
@@ -410,7 +410,7 @@ class EndpointConfig:
     port: int = MISSING
 
 
-# What `notify.events` may name. "restarts": tier 1 more often than three times an hour; "recovery": tier 2.
+# Events for `notify.events`. "restarts": more than three tier-1 restarts per hour; "recovery": tier 2.
 EVENTS = (
     *("started", "finished", "stopped", "failed", "restarts", "recovery", "stalled"),
     *("engine_lost", "order_failed", "disk_low", "straggler", "rule"),
@@ -435,11 +435,11 @@ class TrackerConfig:
 
     tensorboard: bool = MISSING
     samples: str = ALL_SAMPLES  # "all", or the number of groups of a train step
-    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
+    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from them to configurations
 
 
 def kept_groups(tracker: TrackerConfig, *, groups_per_step: int) -> int:
-    """Returns how many of every ``groups_per_step`` neighbouring groups are kept, between 0 and all of them.
+    """Returns how many of the ``groups_per_step`` groups of a train step are kept, from 0 to all.
 
     Raises ValueError for a value that is neither "all" nor a number of groups.
     """
@@ -454,7 +454,7 @@ def kept_groups(tracker: TrackerConfig, *, groups_per_step: int) -> int:
 
 @dataclass
 class LauncherConfig:
-    """Holds the keys of launcher=local, and those that a run reads with every launcher."""
+    """Holds the keys of launcher=local, which all launchers share."""
 
     name: LauncherKind = MISSING
     ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
@@ -534,12 +534,12 @@ class RelaxConfig:
 
     @property
     def in_order(self) -> bool:
-        """Is True if prompts, evaluations and complete groups have the same order in every run."""
+        """Returns whether prompts, evaluations and complete groups have the same order in every run."""
         return self.mode.max_staleness == 0 and self.rollout.workers == 1
 
     @property
     def repeatable(self) -> bool:
-        """Is True if the same seed repeats the run, on a CPU to the bit, because no batch depends on timing."""
+        """Returns whether the same seed repeats the run, because no batch depends on timing; on CPUs bit by bit."""
         rollout = self.rollout
         timed = rollout.over_sampling > 1.0 or rollout.quorum < 1.0 or self.engine.deterministic is False
         turns = isinstance(self.env, TurnsConfig) and not rollout.lockstep

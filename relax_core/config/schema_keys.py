@@ -1,4 +1,4 @@
-"""Reads from the schema which keys exist, for messages about unknown keys."""
+"""Lists the keys of the schema with their types, and builds the messages about unknown and removed keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.config.synonyms import synonym
 
 _FIXED = "It is fixed now"
 _CODE_LIMITS = {"wall_s": "10 s", "cpu_s": "5 s", "memory_mib": "512 MiB", "output_bytes": "16 KiB"}
-# Keys that Relax had, and what stands in their place.
+# Removed key → its replacement, or the reason.
 REMOVED = {
     **dict.fromkeys(("parallel.actor_fwd", "parallel.reference"), "Both have the layout parallel.forward"),
     "rollout.advantages": "The algorithm decides whether a role computes them",
@@ -78,7 +78,7 @@ REMOVED = {
     "run.stop_timeout_s": "It is a tenth of run.stall_timeout_s, at least 60 s",
     "launcher.partition": 'Use launcher.sbatch=["--partition=..."]',
     "modality.cache_mb": f"{_FIXED}, at 1 GB",
-    "run.async_save": "A checkpoint is always written beside the steps",
+    "run.async_save": "Checkpoints are always written in parallel to the steps",
     "run.show_samples": "The page shows the samples: relax dashboard",
     "rollout.quorum_grace_s": f"{_FIXED}, at 0 s",
     "rollout.reward_concurrency": f"{_FIXED}, at 64; rollout.workers multiplies it",
@@ -95,7 +95,7 @@ def section_types() -> dict[str, type]:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Returns every dotted key of the schema. Settings of plug-ins are not among them."""
+    """Returns every dotted key of the schema, without the settings of plug-ins."""
     keys: list[str] = []
     for root in dataclasses.fields(RelaxConfig):
         keys += section_keys(root.name) if root.name in section_types() else [root.name]
@@ -167,7 +167,7 @@ def _by_leaf(leaf: str) -> list[str]:
 
 
 def types_of(key: str) -> list[Any]:
-    """Returns the types that the schema has for a dotted key: several for a launcher's, none for an unknown key.
+    """Returns the types of a dotted key in the schema: possibly several for a launcher key, none for an unknown key.
 
     Settings of plug-ins are not in the schema.
     """
@@ -179,7 +179,7 @@ def types_of(key: str) -> list[Any]:
 def type_below(root: Any, key: str) -> Any:
     """Returns the type of a dotted key below a type, or None.
 
-    Each part is a field of a dataclass, a name of a mapping, or any word for an item of a list.
+    A part of the key is a field of a dataclass, a key of a mapping, or any text for an item of a list.
     """
     for name in key.split(".") if key else ():
         root = without_null(root)
@@ -192,7 +192,7 @@ def type_below(root: Any, key: str) -> Any:
 
 
 def without_null(kind: Any) -> Any:
-    """Returns the other type of an optional type, and any other type as it is."""
+    """Returns T for the type T | None, and any other type unchanged."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         left = [one for one in typing.get_args(kind) if one is not types.NoneType]
         return left[0] if len(left) == 1 else kind

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Meaning:
-    """Holds the keys of Relax for one meaning.
+    """Holds the keys of Relax for settings of other frameworks.
 
-    ``keys`` are Relax's, with a value if one value there corresponds to one value here. Without keys, ``note`` is a
-    sentence that says what Relax has instead.
+    ``keys`` are keys of Relax, or key=value if the setting corresponds to one value. Without keys, ``note`` is a
+    sentence that describes what Relax has instead.
     """
 
     keys: tuple[str, ...]
@@ -23,7 +23,7 @@ class Meaning:
 
 
 _POLICY = "actor_rollout_ref"
-# KEYS < NAMES ELSEWHERE | NOTE. "-" stands for no key, "@" for verl's policy; a line that begins with blanks goes on.
+# KEYS < NAMES ELSEWHERE | NOTE. "-" means no key, "@" is verl's policy; indented lines continue the line above.
 _TABLE = """\
 optimizer.lr < learning_rate @.actor.optim.lr
 optimizer.critic_lr < critic.optim.lr
@@ -137,14 +137,14 @@ def _meanings(table: str) -> Iterator[Meaning]:
 
 MEANINGS = tuple(_meanings(_TABLE))
 _BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
-# What users of other frameworks choose by these names.
+# (group, option names of other frameworks) → the equivalent in Relax.
 OPTIONS_ELSEWHERE = {
     ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
     ("mode", "disaggregated off_policy fully_async"): "mode=async",
-    ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains by reinforcement learning alone. algo=distill "
+    ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains only by reinforcement learning. algo=distill "
     "learns from the log-probs of a teacher",
     ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
-    ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads what data.media_keys names",
+    ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads data.media_keys",
     ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
     ("placement", "cuda gpus"): "placement=gpu",
     ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard",
@@ -157,7 +157,7 @@ OPTIONS_ELSEWHERE = {
     ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
     ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
 }
-# Words that are commands elsewhere, and what does the same here.
+# Commands of other frameworks → the equivalent in Relax.
 COMMANDS_ELSEWHERE = {
     "help init": "relax --help",
     "run start launch": "relax [train] [key=value ...]",
@@ -183,16 +183,16 @@ _BY_LETTERS = {_letters(name): meaning for name, meaning in _BY_NAME.items()}  #
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """Returns the meaning of a name, or of the last of its parts that has one."""
+    """Returns the meaning of a name, or of the last dotted part with a meaning."""
     parts = (name, *reversed(name.split(".")))
     found = next((_BY_NAME[one] for one in parts if one in _BY_NAME), None)
     return found or next((_BY_LETTERS[one] for one in map(_letters, parts) if one in _BY_LETTERS), None)
 
 
 def synonym(name: str) -> str | None:
-    """Returns one sentence with the keys that mean what ``name`` means elsewhere, or None for an unknown name.
+    """Returns a sentence with the keys that are equivalent to ``name`` elsewhere, or None for an unknown name.
 
-    Of an unknown dotted name, its parts are looked up, the last first.
+    The parts of an unknown dotted name are looked up, the last first.
     """
     if (meaning := meaning_of(name)) is None:
         return None

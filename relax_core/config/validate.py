@@ -1,8 +1,8 @@
-"""Runs every check of a typed configuration that needs no other part of Relax: ranges, combinations, paths.
+"""Validates a typed configuration: ranges, combinations and paths; checks that need no other part of Relax.
 
-Each problem is one sentence with the key, the value and the fix. All problems are found at once. No value begins a new
-line or shows as another text, because batch scripts, logs and tables are made of lines; texts that a model, a plug-in
-or a program of the user gets as they are may.
+Each problem is one sentence with the key, the value and the fix. All problems are found at once. Values must not
+contain line breaks or direction characters, because they appear in batch scripts, logs and tables; only texts that a
+model, a plug-in or a user's program gets unchanged may contain them.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _TEXTS = (
     *("rollout.stop", "data.chat_template_kwargs", "data.config", "agent.env", "agent.command", "launcher.env"),
     "tracker.sinks",
 )
-_PLUGINS = ("algo", "reward", "env")  # of their settings, only the name is a name of files and tables
+_PLUGINS = ("algo", "reward", "env")  # of their settings, only the name appears in files and tables
 _BEGINS_LINE = ("Cc", "Zl", "Zp", "Cs")
 _TURNS_TEXT = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def line_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields each value, or name in a mapping, that has a control character, and each secret that is only a mark."""
+    """Yields problems of values and names with control characters, of redacted secrets, and of agent.env."""
     values = plain(config, redact=False)
     yield from _below(values, "")
     for key in secret_leaves(values):
         yield f"{key} is a secret of a saved configuration, which does not hold it. Add {key}=..."
     for name, value in config.agent.env.items():
-        if not isinstance(value, str):  # OmegaConf lets a mapping pass
+        if not isinstance(value, str):  # OmegaConf accepts a mapping
             yield f"agent.env.{name}: expected text."
         elif not re.fullmatch(r"[^=\0\n\r]+", name) or "\0" in value:
             yield f"agent.env has the variable {name!r}: no process can have it. Drop '=' and control characters."
@@ -80,11 +80,11 @@ def _below(values: Any, key: str) -> Iterator[str]:
         for one in values:
             yield from _below(one, key)
     elif isinstance(values, str) and (odd := _odd(values)):
-        yield f"{key}={values!r} has the character {odd}, which would begin a line or turn a text. Drop it."
+        yield f"{key}={values!r} has the character {odd}, which would break a line or reverse a text. Drop it."
 
 
 def _odd(text: str) -> str:
-    """Returns the code of the first control or direction character of a text, or ""."""
+    """Returns the code of the first control or direction character in a text, or ""."""
     if text.isascii() and text.isprintable():
         return ""
     found = next((one for one in text if unicodedata.category(one) in _BEGINS_LINE or one in _TURNS_TEXT), "")
@@ -92,7 +92,7 @@ def _odd(text: str) -> str:
 
 
 def transport_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for each problem."""
+    """Yields the problems of engine.weight_transport."""
     wanted, taken = config.engine.weight_transport, find_engine(config.engine.name).transports
     words = f"engine.weight_transport={wanted.value}"
     if wanted is WeightTransportName.cuda_ipc:
@@ -116,7 +116,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
 def gateway_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for each problem of `gateway`, `engine.elastic` and `engine.autoscaler`."""
+    """Yields the problems of `gateway` and `engine.autoscaler`."""
     gateway, engine = config.gateway, config.engine
     if engine.autoscaler.enabled and (why := _no_autoscaler(config)):
         yield f"engine.autoscaler.enabled=true {why}"
@@ -130,7 +130,7 @@ def gateway_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _no_autoscaler(config: RelaxConfig) -> str:
-    """Returns why the autoscaler cannot order engines in this run, "" if it can."""
+    """Returns why the autoscaler cannot work in this run, or ""."""
     if config.gateway.name == "none":
         return "with gateway=none: it orders engines through the gateway's order book. Use gateway=local."
     if config.mode.name is ModeName.colocate:
@@ -157,13 +157,13 @@ _BUILT = {
     "gateway": ("none", "local"),
 }
 PLANS = (False, True, "json")
-MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
-EVAL_SOURCE = "eval"  # of the records of evaluations
-_MOST_DIVISOR = 1024  # that a message names
+MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # limits of the engines
+EVAL_SOURCE = "eval"  # source of the records of evaluations
+_MOST_DIVISOR = 1024  # largest divisor in a message
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
-    """Returns every problem of the configuration, or none if it can run. ``checks`` are those of other folders."""
+    """Returns all problems of the configuration, or none if it can run. ``checks`` are further checks."""
     if problems := list(line_problems(config)):
         return problems
     if problems := [*launcher_problems(config), *engine_name_problems(config)]:
@@ -196,8 +196,8 @@ def _check_mode(config: RelaxConfig) -> Iterator[str]:
     if mode.name is ModeName.colocate and config.rollout.workers > 1:
         yield (
             f"rollout.workers={config.rollout.workers} with mode=colocate: the engine gives its memory up when a "
-            "step's groups are complete, and only a worker that is alone has evaluated by then. Use rollout.workers=1, "
-            "or mode=async."
+            "step's groups are complete, and only a single worker has finished its evaluation by then. Use "
+            "rollout.workers=1, or mode=async."
         )
     if mode.name is ModeName.colocate and config.placement.gpus_per_node:
         yield NotYet(
@@ -226,7 +226,7 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_sinks(config: RelaxConfig) -> Iterator[str]:
-    """Checks the keys of the tracker. Each sink is imported and none is opened, since that may reach a network."""
+    """Yields the problems of the tracker. Sinks are imported but not opened, because that may use the network."""
     key = "tracker.sinks"
     try:
         kept_groups(config.tracker, groups_per_step=config.rollout.prompts_per_step)
@@ -332,7 +332,7 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
     elif data.task is None and data.size:
         yield f"data.size={data.size} with data={data.name}: a file has the rows that it has. Drop data.size."
     elif config.rollout.max_new_tokens == 1:
-        yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
+        yield "rollout.max_new_tokens=1 holds only the stop token. Use 8 or more."
 
 
 def _is_day(text: str) -> bool:
@@ -343,7 +343,7 @@ def _is_day(text: str) -> bool:
 
 
 def _file_keys(config: RelaxConfig) -> list[str]:
-    """Returns the keys of files that the user set and that nothing reads, each with its value."""
+    """Returns KEY=VALUE of the file keys that the user set but that a generated task does not read."""
     data = config.data
     if any(config.eval.sets.values()):  # their files have columns
         return [] if data.eval_path is None else [f"data.eval_path={data.eval_path}"]
@@ -355,7 +355,7 @@ def _file_keys(config: RelaxConfig) -> list[str]:
 
 
 def _check_source(config: RelaxConfig) -> Iterator[str]:
-    """Checks the keys of a data source that is a plug-in."""
+    """Yields the problems of a data source plug-in."""
     data = config.data
     for key in ("task", "path", "paths"):
         if (value := getattr(data, key)) is not None:
@@ -381,7 +381,7 @@ def _check_stop_strings(config: RelaxConfig) -> Iterator[str]:
     if len(stop) > MOST_STOP_STRINGS:
         yield f"rollout.stop has {len(stop)} strings. Give {MOST_STOP_STRINGS} at most."
     for string in stop:
-        if not isinstance(string, str):  # OmegaConf lets a list within the list pass
+        if not isinstance(string, str):  # OmegaConf accepts a nested list
             yield f"rollout.stop has {string!r}, which is not text. Put each text in quotes."
         elif not string:
             yield "rollout.stop has an empty string, which would end every response at once. Leave it out."
@@ -410,7 +410,7 @@ def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
 def _check_notify(config: RelaxConfig) -> Iterator[str]:
     for event in config.notify.events:
         if event not in EVENTS:
-            yield f"notify.events has {event!r}, which is no event. Choose of {', '.join(EVENTS)}."
+            yield f"notify.events has {event!r}, which is not an event. Choose from {', '.join(EVENTS)}."
     for rule in config.notify.rules:
         try:
             read = read_rules([rule])
@@ -434,7 +434,7 @@ def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
         )
     folder = Path(config.run.dir)
     for existing in (folder, *folder.parents):
-        # One descriptor is used for all checks, because another run may create or remove the file meanwhile.
+        # All checks use one descriptor, because another run may create or remove the file meanwhile.
         try:
             descriptor = os.open(existing, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):

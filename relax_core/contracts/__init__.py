@@ -1,5 +1,5 @@
-"""The types and protocols that every room shares. They import nothing of Relax outside this folder.
+"""The types and protocols that all packages of Relax share. They import nothing of Relax outside this folder.
 
-Start reading in `tree.py`, the token tree; `bus.py`, `engine.py` and `train.py` follow, and for plug-ins
-`algorithm.py`, `reward.py` and `env.py`.
+Start reading in `tree.py`, the token tree, then `bus.py`, `engine.py` and `train.py`. `algorithm.py`, `reward.py` and
+`env.py` are the contracts of plug-ins.
 """

@@ -1,9 +1,9 @@
-"""The contract of an algorithm: one declarative record and pure functions on flat token tensors.
+"""The contract of an RL algorithm: one declarative SPEC and pure functions on flat token tensors.
 
 All per-token tensors are flat over the response tokens of a micro-batch, ``[tokens]``, float32. ``sample_ids``
-``[tokens]`` int64 says which sample of the micro-batch (0..num_samples-1) a token belongs to, so an algorithm does not
-depend on packing, padding or layout. Losses are SUMS: the trainer divides by one global denominator of the whole train
-step, after every micro-batch and every rank has added its part.
+``[tokens]`` int64 maps each token to its sample in the micro-batch (0..num_samples-1), so an algorithm does not depend
+on packing, padding or layout. Losses are SUMS: the trainer adds them over all micro-batches and ranks and divides by
+one global denominator of the whole train step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ServedBy = Literal["forward", "engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRequirements:
-    """Holds the teachers of a distillation.
+    """Holds the teachers that a distillation needs.
 
-    ``models`` maps a name to a Hugging Face folder or to the name of a builtin model. ``key`` is the data column that
+    ``models`` maps a name to a Hugging Face folder or to the name of a built-in model. ``key`` is the data column that
     names a prompt's teacher; it is empty if there is one teacher. ``top_k`` is the number of the teacher's most likely
-    tokens whose log-probs the loss needs beside that of the sampled token; 0 means none. ``served_by`` says whether a
+    tokens whose log-probs the loss needs in addition to the sampled token's; 0 means none. ``served_by`` says whether a
     forward pass of the training back end or an engine computes them.
     """
 
@@ -37,14 +37,14 @@ class TeacherRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Holds the roles and columns that an algorithm needs with its present settings.
+    """Holds the roles and columns that an algorithm needs with its current settings.
 
     ``entropy``: the loss needs the entropy of the distribution that each token was sampled from. ``whole_step``: for an
-    algorithm with ``normalize``, whether that function must see all groups of a train step with these settings.
-    ``rollout_logprobs``: the advantages need the engine's log-probs beside the old log-probs. ``turns``: the advantages
-    need the turns of the group's episodes. ``state_keys``: they also compare turns that begin in equal states, so that
-    a run needs an env whose SPEC has ``state_keys``. ``every_token``: False promises that a token whose advantage is 0
-    has no gradient and changes none of another token, so that the trainer may leave it out.
+    algorithm with ``normalize``, whether that function needs all groups of a train step with these settings.
+    ``rollout_logprobs``: the advantages need the engine's log-probs in addition to the old log-probs. ``turns``: the
+    advantages need the turns of the group's episodes. ``state_keys``: they also compare turns that begin in equal
+    states, so the run needs an env whose SPEC has ``state_keys``. ``every_token``: False promises that a token with
+    advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip it.
     """
 
     old_logprobs: OldLogprobs
@@ -60,18 +60,18 @@ class Requirements:
 
     @property
     def sees_turns(self) -> bool:
-        """Is True if the advantages need the turns of the group's episodes, with or without their states."""
+        """Returns whether the advantages need the turns of the group's episodes, with or without their states."""
         return self.turns or self.state_keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTurns:
-    """Holds the turns of a group's samples, sample by sample and in the order in which they were played.
+    """Holds the turns of a group's samples, sample by sample, in order of time.
 
-    ``rewards`` are those that the env gave for the turns, 0 where it gave none; the last turn of each sample also has
-    what the sample's reward differs from their sum, so that a sample's turns add up to its reward. ``state_keys`` names
-    the state in which each turn began; an entry is None if the env gave none, as for a response that was cut at a limit
-    of tokens, which the env does not see.
+    ``rewards`` are the env's rewards of the turns, 0 for turns without a reward. The difference between a sample's
+    reward and the sum of its turn rewards is added to its last turn, so that a sample's turns add up to its reward.
+    ``state_keys`` identifies the state in which each turn began; an entry is None if the env returned no key, for
+    example if the response was cut at a token limit and so never reached the env.
     """
 
     of_tokens: Tensor  # [tokens] int64, the turn of each token, ascending
@@ -82,12 +82,11 @@ class GroupTurns:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """Holds the inputs of one whole group. Log-prob tensors are None unless `Requirements` asked for them.
+    """Holds the inputs of one whole group. Log-prob tensors are None unless `Requirements` requests them.
 
-    A sample is an episode with all its turns and segments; its tokens stand in the order in which they were sampled.
-    ``old_logprobs`` are those of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose
-    tokens are all masked has a reward too, because it counts in the group's baseline. The rewards are in float64 if
-    float32 does not hold the differences between them.
+    A sample is an episode with all its turns and segments; its tokens are in sampling order. ``old_logprobs`` are those
+    of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose tokens are all masked has
+    a reward too, because it counts in the group's baseline.
     """
 
     rewards: Tensor  # [samples] float32, or float64 if float32 cannot hold their differences
@@ -99,7 +98,7 @@ class AdvantageInputs:
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
     values: Tensor | None = None  # [tokens], the critic's value before each token
-    turns: GroupTurns | None = None  # if `Requirements` asked for ``turns`` or ``state_keys``
+    turns: GroupTurns | None = None  # if `Requirements` requests ``turns`` or ``state_keys``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ class LossInputs:
     """Holds the inputs of one micro-batch.
 
     ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. The last five are
-    None unless `Requirements` asked for them. ``top`` in a name refers to the teacher's top-k tokens at each position.
+    None unless `Requirements` requests them. ``top`` in a name refers to the teacher's top-k tokens at each position.
 
     All log-probs of a token, and its entropy, are of distributions over the same tokens: those that top_k, top_p and
     min_p kept when the token was sampled, without the banned ones. If fewer than ``top_k`` were kept, the rest of both
@@ -132,8 +131,8 @@ class LossInputs:
 class ValueInputs:
     """Holds the critic's inputs of one micro-batch.
 
-    ``values`` carries the gradient. ``returns`` are the targets. ``old_values`` are the critic's values from which the
-    advantages were computed.
+    ``values`` carries the gradient. ``returns`` are the targets. ``old_values`` are the critic's values that the
+    advantages were computed from.
     """
 
     values: Tensor  # [tokens]
@@ -160,7 +159,7 @@ class LossOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Counts over the whole train step and all ranks. ``tokens`` counts the trained (unmasked) ones."""
+    """Counts over the whole train step and all ranks. ``tokens`` counts only the trained (unmasked) tokens."""
 
     tokens: int
     samples: int
@@ -169,11 +168,12 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Holds the settings that every algorithm has.
+    """Holds the settings that all algorithms share.
 
-    ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of optimizer updates that a
-    train step's groups are split into. ``epochs`` is the number of times that each of them is trained on.
-    ``routing_replay``: the trainer's mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370).
+    ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of mini-batches, with one
+    optimizer update each, into which a train step's groups are split. ``epochs`` is the number of passes over these
+    mini-batches. ``routing_replay``: the trainer's mixture of experts routes each token to the same experts as the
+    engine did (R3, arXiv 2510.11370).
     """
 
     name: str
@@ -185,18 +185,18 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """Is the record of one algorithm. Every function gets the settings, an instance of ``config``, as last argument.
+    """Describes one algorithm. Every function gets the settings, an instance of ``config``, as its last argument.
 
     - ``config`` is a dataclass under `AlgorithmConfig`.
-    - ``check`` raises ValueError (key, value, fix) for settings that make no sense together.
+    - ``check`` raises ValueError (key, value, fix) for invalid combinations of settings.
     - ``advantages`` returns ``[tokens]`` float32.
     - ``denominator`` computes the loss's denominator from the step's global counts.
-    - ``normalize`` is for advantages that need statistics beyond one group. It gets the advantages of as many groups as
-      a train step has, ``[tokens]`` each, and the inputs from which they were computed, and returns the advantages to
-      train with. It is not called if `Requirements.whole_step` is False.
+    - ``normalize`` is for advantages that need statistics over several groups. It gets the advantages of as many groups
+      as a train step has, ``[tokens]`` each, and their inputs, and returns the advantages to train with. It is not
+      called if `Requirements.whole_step` is False.
     - ``drop_group`` may refuse a complete group before it enters the bus; the next prompt replaces it. It gets the
-      rewards of the group's samples, of a sum those of its first part, and the number of groups that were refused since
-      the last one was kept. It returns the reason for the ledger, or None to keep the group.
+      rewards of the group's samples (for a combined reward, those of its first part) and the number of groups that were
+      refused since the last accepted group. It returns the reason for the ledger, or None to keep the group.
     - ``value_loss`` is the critic's loss, for an algorithm that needs a critic; its denominator is the policy's. The
       critic learns the returns ``[tokens]``.
     - ``returns`` computes them from a group and its advantages before ``normalize``. Without it, the returns are these

@@ -1,11 +1,11 @@
-"""The contract of the data bus, through which rollout and trainer exchange groups and which records how samples end.
+"""The contract of the data bus: rollout and trainer exchange groups through it, and it records how samples end.
 
-The rollout enters COMPLETE groups. Several roles add columns to a group; a task sees a group only when it has every
-column that the task asked for. Delivery is at least once, by leases with deadlines; training is exactly once, through
-the ledger.
+The rollout puts COMPLETE groups. Several roles add columns to a group; a task gets a group only when it has every
+column that the task requests. Delivery is at least once, by leases with deadlines; training is exactly once, by the
+ledger.
 
-Every call takes ``timeout_s``, in seconds. A call that waited that long raises `BusTimeout`, which names what it waited
-for and which task has to act. A call to a closed bus raises `BusClosed`.
+Every call takes ``timeout_s``, in seconds. After that time it raises `BusTimeout`, whose text describes the awaited
+groups and the task that has to act. A call to a closed bus raises `BusClosed`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import msgspec
 
 from relax_core.contracts.media import MediaReader
 
-LEASE_S = 600.0  # a lease that was not acknowledged returns to the bus after so many seconds
+LEASE_S = 600.0  # the groups of a lease return to the bus after this time, unless it was acknowledged
 CALL_TIMEOUT_S = 600.0  # longest wait of one call of a role
 
 
 class BusTimeout(TimeoutError):
-    """A wait passed its deadline. The text names what the call waited for, since when, and which task has to act."""
+    """A wait passed its deadline. The text says what the call waited for, for how long, and which task has to act."""
 
 
 class BusClosed(RuntimeError):
-    """The run has ended, so no call can wait for anything more."""
+    """The bus is closed because the run has ended."""
 
 
 class BusLost(RuntimeError):
@@ -39,11 +39,12 @@ class LeaseLost(RuntimeError):
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the permission for one prompt group to enter the rollout.
+    """Permits one prompt group to enter the rollout.
 
-    ``min_version`` is the oldest weight version with which the engine may start the group, so that it stays inside the
-    window. ``attempt`` is 0 for a new group and higher if an earlier rollout worker was lost; sampling seeds do not
-    depend on it. ``drawn`` is the index of the group's prompt in the order of data.mix, None in a run without it.
+    ``min_version`` is the oldest weight version with which the engine may start the group, so that the group stays
+    inside the staleness window. ``attempt`` is 0 for a new group and higher after the loss of a rollout worker;
+    sampling seeds do not depend on it. ``drawn`` is the index of the group's prompt in the order of data.mix, None
+    without data.mix.
     """
 
     index: int
@@ -59,13 +60,13 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Is a complete group: as the rollout puts it, as the bus keeps it, and as a task leases or reads it.
+    """Holds a complete group: as the rollout puts it, as the bus stores it, and as a task leases or reads it.
 
-    ``uids`` names the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
-    of each. ``columns`` has the payloads; in a lease, only those that the task asked for. ``dropped`` maps the uids of
-    the other samples to the reason. ``media`` maps the digest of each media item that the tree places to its size in
-    bytes; the client of a bus reads it from column `MEDIA`, so a caller leaves it empty. ``modality`` is that of the
-    prompt (`relax_core.config.modality_shares`), empty in a run on text and before the group is leased.
+    ``uids`` lists the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
+    of each. ``columns`` has the payloads; in a lease, only the requested payloads. ``dropped`` maps the uids of the
+    other samples to the reason. ``media`` maps the digest of each media item in the tree to its size in bytes; the
+    bus client fills it from column `MEDIA`, so a caller leaves it empty. ``modality`` is the prompt's modality
+    (`relax_core.config.modality`), empty in a run on text and before the group is leased.
     """
 
     group_uid: str
@@ -79,14 +80,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the request for the next lease of a task.
+    """Requests the next lease of a task.
 
-    The task "actor" consumes groups; any other task works on each group once and writes columns. ``columns`` names the
-    columns that a group must have. ``payloads`` names those that come with the lease, None for all; `Bus.read` reads
-    the others. ``min_groups`` and ``max_groups`` bound the number of groups; the call waits for the minimum. ``step``
-    is the train step that consumes the groups (task "actor" only): groups that have left its window are dropped as
-    stale, or leased for masking if the bus is configured so. ``lease_s`` is the time in seconds after which the groups
-    go back.
+    The task "actor" consumes groups; any other task processes each group once and writes columns. ``columns`` lists the
+    columns that a group must have. ``payloads`` lists the columns whose payloads come with the lease, None for all;
+    `Bus.read` reads the others. ``min_groups`` and ``max_groups`` bound the number of groups; the call waits for the
+    minimum. ``step`` is the train step that consumes the groups (task "actor" only): groups that have left its window
+    are dropped as stale, or leased for masking with mode.on_stale=mask. ``lease_s`` is the time in seconds after which
+    the groups return to the bus.
     """
 
     task: str
@@ -99,9 +100,9 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that a task holds.
+    """Holds the groups that a task has leased.
 
-    ``waited_s`` is the time in seconds for which the call waited because too few were ready.
+    ``waited_s`` is the time in seconds for which the call waited because too few groups were ready.
     """
 
     lease_id: int
@@ -111,9 +112,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModalityCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the samples whose prompts have one modality.
+    """Counts of the samples of one modality.
 
-    ``dropped`` maps reasons, and ``staleness`` the staleness of trained samples, to numbers of samples.
+    ``dropped`` maps each reason to its number of samples. ``staleness`` is the staleness histogram of the trained
+    samples.
     """
 
     issued: int
@@ -123,14 +125,14 @@ class ModalityCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open(self) -> int:
-        """Returns the number of samples without an end."""
+        """Returns the number of samples that have not ended."""
         return self.issued - self.trained - sum(self.dropped.values())
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of samples. ``lost`` and ``trained_twice`` are computed from the ledger's entries.
 
-    ``modalities`` has the counts by modality of the prompts whose data rows were read, in a run with media.
+    ``modalities`` has the counts by modality in a run with media, for prompts whose data rows were read.
     """
 
     issued: int
@@ -143,10 +145,10 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the state of the run.
+    """Holds the bus's view of the run's state.
 
     ``version`` is the weight version in force, which equals the number of finished train steps. ``media_items`` counts
-    the media items that somebody names, and ``media_bytes`` is their size in bytes. ``ledger_problem`` says why the
+    the stored media items with references, and ``media_bytes`` is their size in bytes. ``ledger_problem`` says why the
     ledger's events cannot be written now, "" if they can.
     """
 
@@ -164,10 +166,10 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a new weight version in force.
+    """Reports a new weight version in force.
 
-    ``retired`` names the groups in flight that ended with the change, because the train steps had enough groups without
-    them (over-sampling). The rollout may stop to generate them.
+    ``retired`` lists the groups in flight that ended with the change, because the train steps had enough other groups
+    (over-sampling). The rollout may stop generating them.
     """
 
     version: int
@@ -175,11 +177,11 @@ class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusWait(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a call that waits in the bus.
+    """Describes a call that waits in the bus.
 
-    ``task`` and ``worker`` name the caller; ``worker`` is its number among the task's workers. ``since_s`` is the time
-    in seconds since the call came. ``text`` says what the call waits for, with uids. ``owed_by`` lists the tasks that
-    have to act before the call can go on; rollout workers whose groups it waits for are named as "rollout-1".
+    ``task`` and ``worker`` identify the caller; ``worker`` is its number among the task's workers. ``since_s`` is the
+    time in seconds since the start of the wait. ``text`` says what the call waits for, with uids. ``owed_by`` lists the
+    tasks that have to act before the call can continue, with rollout workers as "rollout-1".
     """
 
     task: str
@@ -190,10 +192,10 @@ class BusWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bus(Protocol):
-    """Declares the methods of every bus backend. All arguments beyond the first are keyword-only.
+    """Declares the methods of all bus backends.
 
     A thread without an event loop runs a call by ``asyncio.run``.
-    ``worker`` is the number of the calling rollout worker, from 0. An admission belongs to the worker that asked for
+    ``worker`` is the number of the calling rollout worker, from 0. An admission belongs to the worker that requested
     it.
     """
 
@@ -201,66 +203,67 @@ class Bus(Protocol):
     async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Waits for credit, then admits 1 to ``max_groups`` prompt groups and opens their samples in the ledger.
 
-        Waiting workers get credit in the order in which they asked, and each has at most its part of the groups in
-        flight. The groups of a restored snapshot go to the worker that asks first.
+        Waiting workers get credit in order of their requests, and each has at most its share of the groups in flight.
+        The groups of a restored snapshot go to the first worker that requests groups.
         """
 
     async def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-        """Returns the worker's admissions whose groups never came, in order of issue: its work after a restart.
+        """Returns the worker's admissions without a complete group, in order of issue: its work after a restart.
 
-        A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call. Media
-        items that the predecessor held stay until the last of these groups is complete or has ended, because engines
-        may still work on its requests.
+        A waiting `admit` of this worker raises `LeaseLost`, because only the worker's previous process can have made
+        the call. Media items that the previous process held stay until the last of these groups is complete or has
+        ended, because engines may still process its requests.
         """
 
     async def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
-        """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery).
+        """Adds complete groups. Ignores a group that was put, trained or dropped before (at-least-once delivery).
 
-        From now on the group names the media items of its column `MEDIA`, until it ends. Raises ValueError if nobody
-        names one of them, because its tensors may be gone.
+        The group references the media items of its column `MEDIA` until it ends. Raises ValueError if an item has no
+        reference before the call, because its tensors may be gone.
         """
 
     async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
-        """Ends an admitted group that yields nothing. Its credit becomes free."""
+        """Ends an admitted group without a result. Its credit becomes free."""
 
     async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
-        """Says which modality the prompt of each of these groups has, by the groups' indices.
+        """Sets the modality of each group's prompt, by group index.
 
-        A group keeps its first name; with data.mix it has one from its admission on. In a run on text nobody calls it.
+        A group keeps the first modality that it gets; with data.mix admission sets it. A run on text does not use it.
         """
 
     async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
-        """Returns once another version than ``since_version`` is in force, with the worker's groups that ended since.
+        """Waits until the version is not ``since_version``; returns it with the worker's groups that ended since.
 
-        One caller of each worker may call it. After ``timeout_s`` it returns the same version and no groups.
+        Each worker may have one such call at a time. After ``timeout_s`` it returns the same version and no groups.
         """
 
     async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
-        """Names media items for a rollout worker, and returns the digests of those that are not stored.
+        """Adds a rollout worker's references to media items, and returns the digests of items that are not stored.
 
         ``items`` maps digests to sizes in bytes. The tensors of an item stay as long as a rollout worker holds it, a
-        group places it or a lease has such a group; then the bus removes them. A worker writes an item's file, holds
-        the item, writes those that this call returns again, and holds them again. It holds an item until it has put
-        the groups whose requests use it. A file that nobody holds is removed some minutes after it was written.
+        group places it or a lease has such a group; then the bus removes them. A worker writes an item's file and
+        holds the item; if this call returns the item, the worker writes and holds it again. It holds an item until it
+        has put the groups whose requests use it. A file without references is removed some minutes after it was
+        written.
         """
 
     async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
-        """Ends the hold of a rollout worker on media items. Ignores those that it does not hold."""
+        """Removes a rollout worker's references to media items. Ignores items that it does not hold."""
 
     async def media_folder(self, *, timeout_s: float) -> Path:
-        """Returns the folder of this process's node in which a rollout worker writes the files of items."""
+        """Returns this node's folder, in which a rollout worker writes the files of items."""
 
     async def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
-        """Waits until a node has the files of items, for a reader that has no bus, such as an engine.
+        """Waits until a node has the files of items, for a reader without a bus client, such as an engine.
 
-        ``node_id`` is Ray's, by default that of this process. Raises `MediaGone` if an item is not stored anywhere. If
-        all nodes read one folder, it does nothing.
+        ``node_id`` is Ray's node id, by default that of this process. Raises `MediaGone` if no node stores an item.
+        Does nothing if all nodes read one folder.
         """
 
     def media_reader(self, *, timeout_s: float) -> MediaReader:
-        """Returns the reader that maps the tensors of stored items, for any process that has the bus.
+        """Returns the reader that maps the tensors of stored items, for any process with a bus client.
 
-        ``timeout_s`` is the deadline of each read, which blocks its thread. The views stay valid after the item was
+        ``timeout_s`` is the deadline of each read, which blocks its thread. The views stay valid after the item is
         removed.
         """
 
@@ -271,11 +274,11 @@ class Bus(Protocol):
     async def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[Group]:
-        """Returns columns of groups of a held lease, in the order of ``group_uids``. The lease stays as it is.
+        """Returns columns of groups of a held lease, in the order of ``group_uids``. The lease stays valid.
 
-        Any process that knows the lease may call it, so that each rank can read what it trains. Raises `LeaseLost` if
-        the lease or one of its groups has ended, and ValueError for a group that is not in the lease or a column that a
-        group lacks.
+        Any process that knows the lease id may call it, so that each rank can read the groups that it trains. Raises
+        `LeaseLost` if the lease or one of its groups has ended, and ValueError for a group outside the lease or for a
+        missing column.
         """
 
     async def write(
@@ -299,17 +302,17 @@ class Bus(Protocol):
     ) -> Lease | None:
         """Ends the samples of these leases as trained at train step ``step``, and sets the version to ``step + 1``.
 
-        ``dropped`` maps the uids of samples whose tokens were all masked to the reason. With ``then`` the call waits
-        for the next lease.
+        ``dropped`` maps the uids of samples whose tokens were all masked to the reason. With ``then`` it waits for the
+        next lease.
         """
 
     async def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
-        """Gives groups back unused."""
+        """Ends leases and returns their groups to the bus untrained."""
 
     async def revoke(self, task: str, *, timeout_s: float) -> None:
         """Ends the leases of a task whose worker was lost.
 
-        Their groups go back, and its waiting calls raise `LeaseLost`.
+        Their groups return to the bus, and its waiting calls raise `LeaseLost`.
         """
 
     # -- calls of the controller ---------------------------------------------------------------------------------
@@ -317,16 +320,16 @@ class Bus(Protocol):
         """Returns the state of the run."""
 
     async def waits(self, *, timeout_s: float) -> list[BusWait]:
-        """Returns the calls that wait for admissions or leases now, the longest wait first."""
+        """Returns the calls that wait for admissions or leases now, longest wait first."""
 
     async def snapshot(self, *, timeout_s: float) -> bytes:
-        """Returns the bus's part of a checkpoint as msgpack: ledger, data cursor and open groups.
+        """Returns the bus's state for a checkpoint as msgpack: ledger, data cursor and open groups.
 
-        Groups in flight are not in it. Their prompts are issued again on resume, each once.
+        It contains no payloads. The prompts of open groups are issued again on resume, each once.
         """
 
     async def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
-        """Goes back to a snapshot."""
+        """Restores a snapshot."""
 
     async def close(self, *, reason: str, timeout_s: float) -> None:
-        """Ends the run: every waiting call raises `BusClosed`."""
+        """Closes the bus: every waiting call raises `BusClosed`."""

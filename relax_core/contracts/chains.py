@@ -1,4 +1,4 @@
-"""The chains of a token tree: maximal sequences of rows in which each row but the first is the only child.
+"""The chains of a token tree: maximal sequences of rows in which each row after the first is its parent's only child.
 
 A tree has far fewer chains than rows, so paths and positions are computed on chains.
 """
@@ -14,9 +14,9 @@ import numpy as np
 class Chains(NamedTuple):
     """Holds the chains of a tree, int64 ``[runs]`` each.
 
-    In a chain, each row but the first is the only child of the row before.
+    In a chain, each row after the first is the only child of the previous row.
 
-    A chain has the rows ``start`` to ``stop`` (exclusive). ``end`` is the row behind its subtree. ``parent`` is the
+    A chain has the rows ``start`` to ``stop`` (exclusive). ``end`` is the row after its subtree. ``parent`` is the
     chain whose last row is the parent of this chain's first row, -1 at a root. ``depth`` is the position of its first
     row in that row's path.
     """
@@ -83,10 +83,10 @@ def concatenate_chains(forests: Sequence[Chains]) -> Chains:
 def rows_of_episodes(
     runs: Chains, leaves: Sequence[Sequence[int]], wanted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ``wanted`` (bool ``[rows]``) rows on the paths of each episode.
+    """Returns the selected rows on the paths of each episode; ``wanted`` (bool ``[rows]``) selects rows.
 
-    ``leaves`` has one leaf or more for each episode. The result is the episodes' numbers and the rows, int64, episode
-    by episode, rows ascending, each row once for each episode.
+    ``leaves`` has one or more leaves for each episode. The result is (episode numbers, rows), int64, episode by
+    episode, rows ascending, each row once for each episode.
     """
     several = any(len(own) > 1 for own in leaves)
     row = np.array([leaf for own in leaves for leaf in own], dtype=np.int64)

@@ -1,7 +1,7 @@
 """Wraps plug-ins so that their results are checked; `relax_core.registry` returns only wrapped plug-ins.
 
-A result that contradicts the contract raises `WrongResult`, which names the plug-in, its file, the result and what is
-wanted.
+A result that contradicts the contract raises `WrongResult`, which names the plug-in, its file, the result and the
+expected result.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None i
 
 
 def checked_reward(spec: RewardSpec) -> RewardSpec:
-    """Returns the reward with a function that gives a `RewardOutput` for each answer.
+    """Returns the reward with a function that returns a `RewardOutput` for each answer.
 
-    The function is async if the reward's own is. A number alone is the reward, and the answer is exact if it is 1 (or
-    True). If the reward or a part is NaN, infinite or too large (`too_large`), there is no reward, and the reason says
-    so. Texts are shortened, and have no halves of surrogate pairs (`clean_text`). The function raises `WrongResult` for
-    anything else, and for a ``score_group`` whose list is not as long as the group.
+    The function is async if the reward's function is async. A plain number becomes the reward, and the answer is exact
+    if the number is 1 (or True). If the reward or a part is NaN, infinite or too large (`too_large`), there is no
+    reward, and the reason says so. Texts are shortened and cleaned (`clean_text`). The function raises `WrongResult`
+    for other results, and for a ``score_group`` whose list is not as long as the group.
 
-    Each call gets a data row and messages of its own (`own_copy`).
+    Each call gets its own copy of the data row and messages (`own_copy`).
     """
     if (check_row := spec.check_row) is not None:
         spec = replace(spec, check_row=lambda row, config: check_row(own_copy(row), config))
@@ -76,8 +76,8 @@ def checked_reward(spec: RewardSpec) -> RewardSpec:
 
 
 def _own_input(given: RewardInput) -> RewardInput:
-    """Returns an input of the same class whose lists and mappings are its own."""
-    made = copy(given)  # `replace` would leave out the judges, which are no field
+    """Returns an input of the same class with copies of its lists and mappings."""
+    made = copy(given)  # `replace` would leave out the judges, which are not a field
     for name in ("row", "messages", "turns", "turn_rewards"):
         object.__setattr__(made, name, own_copy(getattr(given, name)))
     return made
@@ -169,7 +169,7 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
 
 
 def _finite(output: RewardOutput, name: str, *, came: object) -> RewardOutput:
-    """Returns the output, or why there is no reward; ``came`` is the reward as the function returned it."""
+    """Returns the output, or an output without a reward and with the reason; ``came`` is the function's own reward."""
     figures = {"reward": output.reward, **(output.parts or {})}
     for what, value in figures.items():
         if value is not None and (why := too_large(value)) is not None:
@@ -181,8 +181,8 @@ def _finite(output: RewardOutput, name: str, *, came: object) -> RewardOutput:
 def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
     """Returns the algorithm with functions that raise `WrongResult` for a tensor of a wrong shape.
 
-    They raise it for advantages and returns that are not finite, too. The trainer itself reports a loss that is not
-    finite, with its step.
+    They also raise it for advantages and returns that are not finite. The trainer reports a loss that is not finite,
+    with its step.
     """
     changes: dict[str, Any] = {
         "advantages": _checked_advantages(spec),
@@ -206,7 +206,7 @@ def _per_token(came: Any, tokens: int, source: PluginFunction, *, what: str = ""
     wanted = f"a finite float tensor of shape [{tokens}], one value a token"
     if not isinstance(came, torch.Tensor) or list(came.shape) != [tokens] or not came.is_floating_point():
         raise source.wrong_tensor(came, wanted, what=what)
-    finite = torch.isfinite(came.float())  # the columns are float32, in which a float64 may overflow
+    finite = torch.isfinite(came.float())  # the columns are float32, and a float64 value may overflow
     if not bool(finite.all()):
         position = int((~finite).nonzero()[0])
         raise source.wrong(float(came[position]), wanted, what=f"{what or 'the tensor'}[{position}]")
@@ -284,7 +284,7 @@ def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], flo
 
 
 def checked_sink(spec: SinkSpec) -> SinkSpec:
-    """Returns the same metrics sink, whose ``open`` raises `WrongResult` where it returns no sink."""
+    """Returns the metrics sink with an ``open`` that raises `WrongResult` if the result is no sink."""
     function = PluginFunction("metrics sink", spec.name, spec.open)
 
     def checked_open(start: SinkStart, config: Any) -> BaseSink:
@@ -300,7 +300,7 @@ A_ROW = "a mapping with text keys, such as {'prompt': …, 'answer': …}"
 
 
 def checked_data_source(spec: DataSourceSpec) -> DataSourceSpec:
-    """Returns the source, whose methods raise `WrongResult` for what is no source, no number of rows and no row."""
+    """Returns the data source with methods that raise `WrongResult` for a wrong source, row or number of rows."""
     source = PluginFunction("data source", spec.name, spec.open)
 
     def checked_open(config: Any) -> BaseDataSource:
@@ -313,7 +313,7 @@ def checked_data_source(spec: DataSourceSpec) -> DataSourceSpec:
 
 
 class _CheckedDataSource(BaseDataSource):
-    """An open source whose results are checked."""
+    """An open data source with checked results."""
 
     def __init__(self, rows: BaseDataSource, name: str) -> None:
         self._rows = rows
@@ -366,20 +366,20 @@ PARTS = (
 
 
 def checked_env(spec: EnvSpec) -> EnvSpec:
-    """Returns the env with functions that raise `WrongResult` if they return no conversation, or no `StepResult`.
+    """Returns the env with functions that raise `WrongResult` for a wrong conversation or `StepResult`.
 
-    They raise ValueError for a number that cannot be trained on and for messages that are nested too deeply, which ends
-    the episode alone. Texts have no halves of surrogate pairs.
+    They raise ValueError for a number that cannot be trained on and for messages that are nested too deeply; this ends
+    only the episode. Texts have no halves of surrogate pairs.
 
-    Each call gets a data row of its own (`own_copy`). Its ``tools`` returns JSON schemas alone, and raises
-    `WrongResult` for anything that is neither a schema nor a typed function, and for two tools of one name.
+    Each call gets its own copy of the data row (`own_copy`). Its ``tools`` returns only JSON schemas, and raises
+    `WrongResult` for a tool that is neither a schema nor a typed function, and for two tools with the same name.
     """
     if spec.messages is not None:
         given_messages = spec.messages
         source = PluginFunction("env", spec.name, given_messages)
         return replace(spec, messages=lambda row, config: _conversation(given_messages(own_copy(row), config), source))
     if spec.open is None:
-        return spec  # a program plays its episodes, and returns nothing to Relax's own functions
+        return spec  # a program plays the episodes, so there are no results to check
     given_open = spec.open
     source = PluginFunction("env", spec.name, given_open)
 
@@ -410,7 +410,7 @@ def _checked_tools(spec: EnvSpec) -> Callable[[Mapping[str, Any], Any], list[Too
 
 
 class _CheckedInteraction(BaseInteractionEnv):
-    """An episode's env whose results are checked. Its methods are async if the env's own are."""
+    """An episode's env with checked results. Its methods are async if the env's methods are."""
 
     def __init__(self, env: BaseInteractionEnv, spec: EnvSpec) -> None:
         def source(method: Callable[..., Any]) -> PluginFunction:

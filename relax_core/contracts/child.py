@@ -1,9 +1,9 @@
-"""Starts child processes, exchanges messages with them under deadlines, and ends them with all of their children.
+"""Starts child processes, exchanges messages with them under deadlines, and ends them and all their children.
 
-A `Child` is one process, and a `Worker` is one that answers requests and is replaced when it is lost; `OwnerPipe` is
-the side of a worker. Three kinds of process start elsewhere: those that are a fork of a process and share its memory
-(the controller, the answers of rewards, Ray's workers); the sandbox of code, which imports nothing of Relax; and the
-shell that removes a host's media when their owner has ended, and so must outlive it (`bus/media_storage.py`).
+A `Child` is one process. A `WorkerProcess` answers requests and is replaced when it is lost; `OwnerPipe` is the
+worker's end of the connection. Three kinds of processes start elsewhere: forks that share a process's memory (the
+controller, the calls of rewards, Ray's workers); the code sandbox, which imports nothing of Relax; and the shell that
+removes a host's media files after the exit of their owner and so must outlive it (`bus/media_storage.py`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _LOG_TAIL_BYTES = 1 << 16
 _NO_CAUSE = re.compile(r"\s|Traceback \(most recent call last\)|\^+$|During handling of|The above exception was")
 _END_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
-_CLOSED_S = 10.0  # the limit for the end of a process that closed its pipe
-_START_S = 120.0  # the limit for the first answer of a worker
-_CPU_GRACE_S = 1.0  # the owner kills a slow worker first; the timer is for a worker without an owner
+_CLOSED_S = 10.0  # limit for the exit of a process that closed its pipe
+_START_S = 120.0  # limit for the first reply of a worker
+_CPU_GRACE_S = 1.0  # lets the owner kill a slow worker first; the timer is for a worker without an owner
 _HEADER_BYTES = 4  # of a message: its length in bytes, big-endian
 _READ_BYTES = 1 << 16
 _SIGNAL_EXIT = 128  # bubblewrap exits with this and the number of the signal that ended the process
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# OpenMP's threads wait for about 30 µs before they sleep. If they sleep at once, a norm of 128 rows takes 0.4 ms on two
-# threads and not 0.05; with OpenMP's own default they keep cores for milliseconds that another process needs.
+# OpenMP's threads spin for about 30 µs before they sleep. If they sleep at once, a norm of 128 rows on two threads
+# takes 0.4 ms instead of 0.05 ms; with OpenMP's default they occupy cores for milliseconds that another process needs.
 OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
-# Becomes the program, which gets the signal when the thread that started it ends, also if that is killed. Python
-# ignores SIGPIPE, which a program must not inherit.
+# Replaces itself with the program, which gets the signal when the thread that started it ends, even by a kill. Python
+# ignores SIGPIPE; the program must not inherit this.
 _WITH_PARENT = """import ctypes, os, signal, sys
 number, parent, ignored = sys.argv[1:4]
 ctypes.CDLL(None).prctl(1, int(number))
@@ -55,7 +55,7 @@ os.execvp(sys.argv[4], sys.argv[4:])"""
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Is a time limit and the key of the configuration that sets it; a constant has no key."""
+    """Holds a time limit and the configuration key that sets it; a constant has no key."""
 
     seconds: float
     key: str = ""
@@ -65,19 +65,19 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Sandbox(Protocol):
-    """Is what a child process may run in."""
+    """Declares a sandbox for child processes."""
 
     def command(self, stack: ExitStack, *, variables: dict[str, str]) -> tuple[list[str], int]:
-        """Returns the words before the command, and a descriptor that the process inherits, open until the stack ends.
+        """Returns the command's prefix, and a descriptor for the process to inherit, which ``stack`` closes at its end.
 
         ``variables`` are added to the environment of the sandbox.
         """
 
 
 class ChildLost(Exception):
-    """The process ended, or did not answer before the deadline; the text says which.
+    """The process exited, or did not answer before the deadline; the text says which.
 
-    ``late`` is true if it did not answer. ``code`` is its exit code, negative for a signal and None while it runs.
+    ``late`` is True if it did not answer. ``code`` is its exit code, negative for a signal and None while it runs.
     """
 
     def __init__(self, text: str, *, late: bool = False, code: int | None = None) -> None:
@@ -87,14 +87,14 @@ class ChildLost(Exception):
 
 
 class Child:
-    """Is one child process, in a session of its own, so that a Ctrl-C in the terminal reaches its owner alone.
+    """Runs one child process in its own session, so that a Ctrl-C in the terminal reaches only its owner.
 
-    The end of its stdin says that its owner has ended. ``log``, a path or a descriptor, gets its stderr, and also its
-    stdout if ``stdout`` is None; without a log this process's stderr does. ``environment`` replaces this process's
-    own; in a ``sandbox`` it adds to that of the sandbox. The process has the signals ``blocked`` blocked. With
-    ``with_parent`` it gets that signal when the thread that makes it ends, also if that is killed, and it ignores the
-    signals ``ignored``. Its first answer must come within ``start``. Raises OSError if the command cannot be executed,
-    and what the sandbox raises.
+    End of file on its stdin means that its owner has ended. ``log``, a path or a descriptor, gets its stderr, and also
+    its stdout if ``stdout`` is None; without a log, this process's stderr gets them. ``environment`` replaces this
+    process's environment; in a ``sandbox`` it is added to the sandbox's environment. The signals ``blocked`` are
+    blocked in the process. With ``with_parent`` the process gets that signal when the thread that starts it ends, even
+    by a kill, and it ignores the signals ``ignored``. Its first answer must come within ``start``. Raises OSError if
+    the command cannot be executed, and errors of the sandbox.
     """
 
     def __init__(
@@ -157,18 +157,18 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Returns the number of the process, or of the sandbox around it."""
+        """Returns the id of the process, or of the sandbox around it."""
         return self._process.pid
 
     @property
     def stdin(self) -> IO[bytes]:
-        """Returns the pipe to the process, which does not block."""
+        """Returns the non-blocking pipe to the process."""
         assert self._process.stdin is not None
         return self._process.stdin
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Returns the pipe from the process, which does not block."""
+        """Returns the non-blocking pipe from the process."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -187,24 +187,24 @@ class Child:
         return self.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process alone, unless it has ended."""
+        """Sends a signal to the process only, unless it has ended."""
         self._process.send_signal(number)
 
     # -- Messages -----------------------------------------------------------------------------------------------------
     def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
-        """Returns the answer to a message, which ``content`` follows as it is. Raises `ChildLost`."""
+        """Sends a message, followed by the raw bytes ``content``, and returns the answer. Raises `ChildLost`."""
         limit, began = Limit(limit_s), time.monotonic()
         for part in (to_frame(message), content):
             self._write(part, limit, ends=began + limit_s)
         return self._frame(limit, ends=began + limit_s)
 
     def first_answer(self, message: Any) -> bytes:
-        """Returns the answer to the first message, which comes within the limit of the start. Raises `ChildLost`."""
+        """Sends the first message and returns its answer, within the start's limit. Raises `ChildLost`."""
         self._write(to_frame(message), self._start, ends=self._start_ends)
         return self._frame(self._start, ends=self._start_ends)
 
     def send(self, message: bytes) -> None:
-        """Writes to the process, which may have ended: its next answer says so. Raises `ChildLost` if it reads not."""
+        """Writes to the process. Ignores a process that has ended; raises `ChildLost` if the process does not read."""
         limit = Limit(_END_S)
         with suppress(BrokenPipeError):
             self._write_bytes(message, limit, ends=time.monotonic() + limit.seconds)
@@ -214,9 +214,9 @@ class Child:
         return self._frame(limit, ends=time.monotonic() + limit.seconds)
 
     def first_line(self, *, wait_s: float | None = None) -> bytes | None:
-        """Returns the next line that the process writes while it starts; raises `ChildLost`, with the process's name.
+        """Returns the next line that the process writes during its start. Raises `ChildLost` with the process's name.
 
-        It returns None if there is none after ``wait_s`` seconds, and the limit of the start has not passed.
+        Returns None if there is no line after ``wait_s`` seconds and the start's limit has not passed.
         """
         ends = self._start_ends if wait_s is None else min(self._start_ends, time.monotonic() + wait_s)
         try:
@@ -285,9 +285,10 @@ class Child:
 
     # -- The end ------------------------------------------------------------------------------------------------------
     def end(self, *, grace_s: float) -> bool:
-        """Asks the process to end, by the end of its stdin, and kills its tree after ``grace_s`` seconds, if 0 at once.
+        """Closes the process's stdin, so that it ends, and kills its process tree after ``grace_s`` seconds.
 
-        Returns whether it ended by itself. Call it also for a process that has ended.
+        If ``grace_s`` is 0, kills it at once. Returns whether it ended by itself. Call it also for a process that has
+        ended.
         """
         if grace_s:
             self.close_stdin()
@@ -297,9 +298,9 @@ class Child:
         return by_itself
 
     def kill(self) -> None:
-        """Kills the process with all of its children; a call in another thread that waits for it notices it.
+        """Kills the process and all its children; a call in another thread that waits for it then fails.
 
-        Of a process that has ended, those children are killed that stayed in its process group.
+        If the process has ended already, kills the children that stayed in its process group.
         """
         if self._process.poll() is None:
             from relax_core.contracts.process_trees import kill_trees
@@ -309,10 +310,10 @@ class Child:
         self._process.wait(_END_S)
 
     def _end_group(self) -> None:
-        """Kills the process group once: later its number may be that of another one."""
+        """Kills the process group once: later its id may belong to another group."""
         if not self._group_ended:
             self._group_ended = True
-            with suppress(ProcessLookupError):  # nothing of the group is left
+            with suppress(ProcessLookupError):  # the group has no process any more
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close_stdin(self) -> None:
@@ -331,12 +332,12 @@ class Child:
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """Returns the thread that starts all sandboxes: the kernel ends a sandbox together with the thread that made it."""
+    """Returns the thread that starts all sandboxes: the kernel ends a sandbox when the thread that started it ends."""
     return ThreadPoolExecutor(1, thread_name_prefix="start of sandboxes")
 
 
 def end_starter() -> None:
-    """Ends the thread that starts sandboxes, and with it each sandbox that still runs; a later one has a new thread."""
+    """Ends the thread that starts sandboxes, and so all running sandboxes; a later sandbox starts a new thread."""
     if _starter.cache_info().currsize:
         _starter().shutdown(wait=True)
         _starter.cache_clear()
@@ -344,16 +345,16 @@ def end_starter() -> None:
 
 # -- Workers ----------------------------------------------------------------------------------------------------------
 class Ready(msgspec.Struct, frozen=True):
-    """Is a worker's first message; ``error`` says why it cannot work, or is empty."""
+    """Holds a worker's first message; ``error`` says why it cannot work, or is empty."""
 
     error: str
 
 
 class WorkerProcess:
-    """Is a child process that answers requests with the code of others, and is replaced if it hangs or dies.
+    """Runs a child process that answers requests with plug-in or user code, and replaces it if it hangs or dies.
 
-    ``command`` is the module of Relax that runs and its arguments, and ``settings`` its first message, which it answers
-    with `Ready`. After that it answers each request with one message. ``name`` begins the text of errors. ``log`` and
+    ``command`` is a module of Relax and its arguments. ``settings`` is the first message, which the process answers
+    with `Ready`. After that it answers each request with one message. ``name`` is the prefix of errors. ``log`` and
     ``sandbox`` are those of `Child`.
     """
 
@@ -378,14 +379,14 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Returns the number of the process that runs now, or of the sandbox around it."""
+        """Returns the id of the current process, or of the sandbox around it."""
         return self._child.pid
 
     def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
-        """Returns the process's answer to a message, which ``content`` follows as it is, within ``limit_s`` seconds.
+        """Sends a message and the raw bytes ``content``, and returns the answer, within ``limit_s`` seconds.
 
-        Must be called by one thread at a time. Raises `ChildLost` if the process hangs or dies; a new process is
-        started then. Raises RuntimeError if the process cannot start or `stop` was called.
+        Must be called by one thread at a time. If the process hangs or dies, starts a new process and raises
+        `ChildLost`. Raises RuntimeError if the process cannot start or `stop` was called.
         """
         self._wait_ready()
         try:
@@ -395,13 +396,13 @@ class WorkerProcess:
             raise
 
     def stop(self) -> None:
-        """Kills the process for good; a call of `ask` in flight raises `ChildLost`."""
+        """Kills the process permanently; a call of `ask` in flight raises `ChildLost`."""
         with self._lock:
             self._stopped = True
             self._child.kill()
 
     def replace(self) -> None:
-        """Kills the process and starts a new one; nothing happens after `stop`. No call of `ask` may be in flight."""
+        """Kills the process and, unless `stop` was called, starts a new process. No call of `ask` may be in flight."""
         with self._lock:
             self._child.kill()
             if not self._stopped:
@@ -410,7 +411,7 @@ class WorkerProcess:
                 self._ready = False
 
     def kill(self) -> None:
-        """Kills the process with all of its children; the next call of `ask` notices it."""
+        """Kills the process and all its children; the next call of `ask` then fails."""
         self._child.kill()
 
     def close_pipes(self) -> None:
@@ -429,7 +430,7 @@ class WorkerProcess:
             return
         try:
             error = self._start_error()
-        except ChildLost:  # something may have killed it while it started
+        except ChildLost:  # the process may have been killed during its start
             self.replace()
             try:
                 error = self._start_error()
@@ -444,9 +445,9 @@ class WorkerProcess:
 
 
 class LimitedLog:
-    """Appends what is written to ``descriptor`` to a file, up to ``most_bytes``, and reads and drops what follows.
+    """Copies the output written to ``descriptor`` to a file, up to ``most_bytes``, and drops the rest.
 
-    So a process that floods its output neither waits for a reader nor fills the disk. Without a ``path`` everything is
+    So a process with endless output neither waits for a reader nor fills the disk. Without a ``path`` all output is
     dropped.
     """
 
@@ -458,7 +459,7 @@ class LimitedLog:
         self._thread.start()
 
     def close(self) -> None:
-        """Closes the descriptor; the file is complete when the processes that have it have ended."""
+        """Closes the descriptor; the file is complete when the processes that inherited it have ended."""
         os.close(self.descriptor)
 
     def _drain(self) -> None:
@@ -476,10 +477,10 @@ class LimitedLog:
 
 # -- In the child -----------------------------------------------------------------------------------------------------
 class OwnerPipe:
-    """Is the connection of a worker to its owner; a process makes one, before it imports foreign code.
+    """Connects a worker to its owner. A process creates one connection, before it imports foreign code.
 
-    The process always ends with its owner, and so do the processes of its group: a thread waits for the end of stdin.
-    If library code never releases the interpreter, the kernel's CPU timer ends the process (`cpu_limit`).
+    The process and its process group always end with the owner: a thread waits for the end of stdin. If library code
+    never releases the interpreter lock, the kernel's CPU timer ends the process (`cpu_limit`).
     """
 
     def __init__(self) -> None:
@@ -508,7 +509,7 @@ class OwnerPipe:
             rest = rest[self._answers.write(rest) :]
 
     def leave(self) -> None:
-        """Takes the connection away from this process, a child of the worker that reads and answers no request."""
+        """Closes the connection in this process, a child of the worker that does not answer requests."""
         self._answers.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -517,7 +518,7 @@ class OwnerPipe:
 
 @contextmanager
 def cpu_limit(limit_s: float) -> Iterator[None]:
-    """Ends the process if the block takes more than ``limit_s`` seconds of CPU time, and a second of grace."""
+    """Ends the process if the block takes more than ``limit_s`` seconds of CPU time plus `_CPU_GRACE_S`."""
     signal.setitimer(signal.ITIMER_PROF, limit_s + _CPU_GRACE_S)
     try:
         yield
@@ -533,8 +534,8 @@ def _exit_with_owner() -> None:
 
 
 def _end_with_group() -> NoReturn:
-    """Ends the process and the children in its group; the main thread and the waiting one may both come here."""
-    if os.getpgrp() == os.getpid():  # a `Child` leads a group, in which its own children are
+    """Ends the process and the children in its group; the main thread and the waiting thread may both call it."""
+    if os.getpgrp() == os.getpid():  # a `Child` leads a process group that contains its own children
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
@@ -549,7 +550,7 @@ def to_frame(message: Any) -> bytes:
 def ends_with_parent(
     command: Sequence[str], number: signal.Signals, *, ignored: Collection[signal.Signals] = ()
 ) -> list[str]:
-    """Returns the words of a program that gets a signal when the thread that starts it ends, and ignores others."""
+    """Returns the command that runs a program so that it gets signal ``number`` when the thread that starts it ends."""
     words = [str(int(number)), str(os.getpid()), " ".join(str(int(one)) for one in ignored)]
     return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, *words, *command]
 
@@ -557,8 +558,8 @@ def ends_with_parent(
 def module_command(module: str, *words: str) -> list[str]:
     """Returns the command line that runs a module of Relax.
 
-    The working folder comes last where modules are looked for (`relax_core`), so that a user's types.py is not taken
-    for Python's own. It comes first only if it is a checkout of Relax that is not installed, which nothing else names.
+    The working folder is last in the module search path (`relax_core`), so that a user's types.py does not shadow
+    Python's module. It is first only if it is a checkout of Relax that is not installed.
     """
     by_folder = os.getcwd() == _ROOT and not sys.flags.safe_path
     safe = ["-P"] if sys.path.count(_ROOT) > by_folder else []
@@ -566,15 +567,15 @@ def module_command(module: str, *words: str) -> list[str]:
 
 
 def import_path() -> str:
-    """Returns PYTHONPATH for a process that imports what this process can import; its working folder comes last."""
+    """Returns PYTHONPATH for a process with this process's import path; its working folder comes last."""
     entries = sys.path[:-1] if sys.path[-1:] == [os.getcwd()] else sys.path
     return os.pathsep.join([_ROOT, *entries])
 
 
 def cause_in(output: str | bytes) -> str:
-    """Returns the line of a process's output that says why it failed; empty if there is no output.
+    """Returns the line of a process's output that contains the cause of its failure; empty if there is no output.
 
-    That is the last line, or with a traceback at the end the line of its error.
+    That is the last line, or the error line of a traceback at the end.
     """
     text = output.decode(errors="replace") if isinstance(output, bytes) else output
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
@@ -582,7 +583,7 @@ def cause_in(output: str | bytes) -> str:
 
 
 def cause_in_log(log: Path, *, after: int = 0) -> str:
-    """Returns `cause_in` of what a log has behind its first ``after`` bytes; empty if there is no such log."""
+    """Returns `cause_in` of a log after its first ``after`` bytes; empty if the log does not exist."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Encodes a token tree as the columns of a group: one payload of bytes for each (group, column).
+"""Encodes a token tree as columns of a group: one payload of bytes for each (group, column).
 
-A column of numbers is the array's bytes, little-endian and C-ordered, which are read without a copy; this module
-defines its dtype, and its number of rows is the tree's. Episodes and media are msgpack. Nothing is pickled.
+A numeric column holds the array's bytes, little-endian and C-ordered, which are read without a copy. This module
+defines its dtype; its number of rows is the tree's. Episodes and media are msgpack. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSIONS = "versions"
 EPISODES = "episodes"  # list[Episode]
 MEDIA = "media"  # list[Media]
 FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES, MEDIA)  # the inputs of a forward pass
-# A tree without its tokens, from which micro-batches are formed and a step's metrics are computed.
+# A tree without its token ids: the input to form micro-batches and to compute a step's metrics.
 STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 
@@ -40,8 +40,8 @@ TEACHER = "teacher"  # msgpack str, the name of the prompt's teacher
 TEACHER_LOGPROBS = "teacher_logprobs"  # written by teacher
 TEACHER_TOP_IDS = "teacher_top_ids"  # [rows, top_k], written by teacher
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # [rows, top_k], written by teacher
-ROUTED_EXPERTS = "routed_experts"  # [rows, MoE layers, experts per token], after two bytes that name the dtype
-KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set for each row, if top_k, top_p or min_p leaves tokens out
+ROUTED_EXPERTS = "routed_experts"  # [rows, MoE layers, experts per token], after two bytes with the dtype's name
+KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set for each row, if top_k, top_p or min_p excludes tokens
 
 PERSISTED_COLUMNS = (EPISODES,)  # small columns that the ledger's file stores for every group
 
@@ -76,7 +76,7 @@ class _ItemName(msgspec.Struct, frozen=True):
 
 
 class _PlacedItem(msgspec.Struct, frozen=True):
-    """Is what the bus reads of a `Media`; the other fields are skipped."""
+    """The part of a `Media` that the bus decodes; other fields are skipped."""
 
     item: _ItemName
 
@@ -86,7 +86,7 @@ _NO_MEDIA = _encoder.encode([])
 
 
 def media_sizes(columns: Mapping[str, bytes]) -> dict[str, int]:
-    """Returns the size in bytes of each media item that a group's tree places, by digest.
+    """Returns the size in bytes of each media item in a group's tree, by digest.
 
     Raises ValueError if column `MEDIA` is damaged.
     """
@@ -119,7 +119,7 @@ def encode_tree(tree: TokenTree) -> Columns:
 
 
 def encode_column(name: str, array: np.ndarray) -> bytes:
-    """Returns the bytes of an array in the column's dtype. They do not contain the number of rows."""
+    """Returns the bytes of an array in the column's dtype, without the number of rows."""
     if name == ROUTED_EXPERTS:
         narrow = b"u1" if array.max(initial=0) <= np.iinfo(np.uint8).max else b"u2"
         return narrow + array.astype(_EXPERT_DTYPES[narrow], copy=False).tobytes()
@@ -129,8 +129,8 @@ def encode_column(name: str, array: np.ndarray) -> bytes:
 def decode_column(name: str, payload: bytes, *, rows: int) -> np.ndarray:
     """Returns a read-only view of the payload, ``[rows]`` or ``[rows, …]``.
 
-    ``rows`` is the tree's number of rows, or of tokens for an extra by token. Raises ValueError if the payload has
-    another number of entries.
+    ``rows`` is the tree's number of rows, or its number of tokens for a column in `BY_TOKEN`. Raises ValueError if the
+    payload has another number of entries.
     """
     if name == ROUTED_EXPERTS:
         flat = np.frombuffer(payload, dtype=_EXPERT_DTYPES[bytes(payload[:2])], offset=2)
@@ -153,8 +153,8 @@ def decode_tree(row: Group) -> TokenTree:
     """Returns the tree of a leased group that has at least the columns `END`, `VERSIONS` and `EPISODES`.
 
     Without `LOSS_MASK` all sampled rows count as trained. Without `LOGPROBS` the log-probs are 0. Without `TOKEN_IDS`
-    the ids are -1, which no model embeds. Raises ValueError, with the group's uid, if the columns contradict each
-    other.
+    the ids are -1, which is not a valid token id. Raises ValueError, with the group's uid, if the columns contradict
+    each other.
     """
     columns = row.columns
     try:
@@ -189,7 +189,7 @@ def _decode_tree(uid: str, columns: Mapping[str, bytes]) -> TokenTree:
 
 
 def persisted_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
-    """Returns the payloads that the ledger's file stores for a group; None if the group lacks one.
+    """Returns the payloads that the ledger's file stores for a group; None if a payload is missing.
 
     A group whose samples were all dropped has no columns.
     """

@@ -1,4 +1,4 @@
-"""Reads how long a thread was ready to run and got no processor core, as the kernel counts it."""
+"""Reads from the kernel how long a thread was ready to run but had no CPU core (its run-queue wait)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import threading
 import time
 
-TOGETHER_S = 1e-4  # two clocks that were read within this time were read together; it usually takes some us
+TOGETHER_S = 1e-4  # two clock readings within this time count as simultaneous; usually they take a few us
 _TRIES = 4
 _FILES = threading.local()  # the open file of each thread, because opening it takes longer than reading it
 
 
 def core_wait_s() -> float:
-    """Returns the seconds that the calling thread has waited for a core since its start; 0 where no kernel tells it.
+    """Returns the seconds that the calling thread has waited for a core since its start; 0 if the kernel has no count.
 
-    A thread that is stopped by a signal, sleeps, or waits for data is not ready to run, so that does not count.
+    Time in which a thread is stopped by a signal, sleeps, or waits for data does not count.
     """
     descriptor = getattr(_FILES, "descriptor", None)
     if descriptor is None:
@@ -29,10 +29,10 @@ def core_wait_s() -> float:
 
 
 def clock_and_core_wait_s() -> tuple[float, float]:
-    """Returns the time of ``time.perf_counter`` and `core_wait_s`, read together.
+    """Returns the values of ``time.perf_counter`` and `core_wait_s`, read at the same time.
 
-    The kernel may take the core away between the two, and one of them would then count a wait that the other does not;
-    so both are read again if reading took long.
+    If the thread loses its core between the two readings, only one of them counts the wait, so both are read again if
+    reading took long.
     """
     for _ in range(_TRIES):
         before_s = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The contract of a prompt source: random access by index, so that the data cursor is one integer.
+"""The contracts of prompt sources and data-source plug-ins: random access by index, so the data cursor is one integer.
 
-A prompt that was lost can be read again by its index.
+A lost prompt can be read again by its index.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TOO_LONG = "too_long"
 
 
 class BadRow(ValueError):
-    """Is a data row that cannot be used, although others can.
+    """A data row cannot be used; other rows of the source can.
 
     ``reason`` is the reason in the ledger: ``too_long``, or ``bad_row:`` and one word. The text names the data row's
-    file and line and says what is wrong.
+    file and line and the error.
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -31,12 +31,12 @@ class BadRow(ValueError):
 
     @staticmethod
     def because(word: str, text: str) -> BadRow:
-        """Returns the error for a data row with wrong content; ``word`` says which part of it is wrong."""
+        """Returns the error for a data row with wrong content; ``word`` names the wrong part."""
         return BadRow(f"{BAD_ROW}:{word}", text)
 
 
 def question(prompt: Any) -> str:
-    """Returns the text of a data row's prompt; of messages that of the last user."""
+    """Returns the text of a data row's prompt; for messages, the text of the last user message."""
     if isinstance(prompt, str):
         return prompt
     for message in reversed(prompt):
@@ -52,7 +52,7 @@ class EvalSet:
     """Holds data rows that are evaluated and never trained.
 
     ``name`` is empty if the run has one set without a name. ``bad`` lists the data rows that cannot be used; they do
-    not count as wrong answers. ``parts`` are the values of the rows' key "part" for which the figures are told apart.
+    not count as wrong answers. ``parts`` are the values of the rows' key "part" that get their own metrics.
     """
 
     name: str
@@ -62,16 +62,16 @@ class EvalSet:
 
 
 class PromptSource(Protocol):
-    """Holds data rows in an endless order: epochs follow each other, and each is shuffled by the run's seed.
+    """Holds data rows in an endless order of epochs, each shuffled by the run's seed.
 
     The same (source, seed, index) gives the same data row in any process. Data rows have numbers 0..len-1.
     """
 
     def __len__(self) -> int:
-        """Returns the number of data rows for training, with those that cannot be used."""
+        """Returns the number of data rows for training, including unusable rows."""
 
     def number(self, index: int) -> int:
-        """Returns the number of the data row at ``index`` of the endless order."""
+        """Returns the row number at ``index`` of the endless order."""
 
     def row(self, index: int) -> DataRow:
         """Returns the data row at ``index`` of the endless order. Raises `BadRow` if it cannot be used."""
@@ -80,7 +80,7 @@ class PromptSource(Protocol):
         """Returns the data row with this number. Raises `BadRow` if it cannot be used."""
 
     def where(self, number: int) -> str:
-        """Returns file and line of the data row with this number, for an error about it."""
+        """Returns file and line of the data row with this number, for errors."""
 
     def modality(self, number: int) -> str:
         """Returns the modality of the data row with this number, such as "text" or "video", usable or not."""
@@ -90,10 +90,10 @@ class PromptSource(Protocol):
 
 
 class BaseDataSource(ABC):
-    """Gives data rows by number; Relax makes the order, the epochs and the held-out rows.
+    """Returns data rows by number; Relax determines their order, the epochs and the held-out rows.
 
-    The same number gives the same row in every process and at any time, so a run can be resumed. Each rollout worker
-    opens a source of its own, and calls it from one thread at a time.
+    The same number gives the same row in every process and at any time, so that a run can be resumed. Each rollout
+    worker opens its own source, and calls it from one thread at a time.
     """
 
     @abstractmethod
@@ -105,12 +105,12 @@ class BaseDataSource(ABC):
         """Returns the row with this number, from 0 to len - 1.
 
         It has the keys ``data.prompt_key`` (text, or a list of messages) and ``data.answer_key`` (text or a number),
-        and any other keys for the environment and the reward. An exception makes the row a bad one;
+        and any other keys for the environment and the reward. An exception makes the row a bad row;
         ``data.max_bad_rows`` limits the share of bad rows.
         """
 
     def where(self, number: int) -> str:
-        """Returns the origin of the row with this number, for an error about it."""
+        """Returns the origin of the row with this number, for errors."""
         return f"row {number}"
 
     def held_out(self) -> Sequence[Mapping[str, Any]] | None:
@@ -123,17 +123,17 @@ class BaseDataSource(ABC):
 
 @dataclass(frozen=True)
 class DataSourceConfig:
-    """Is the base of every data source's configuration."""
+    """Holds the settings that all data sources share."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSourceSpec:
-    """Is the record of one data source.
+    """Describes one data source.
 
-    ``open(config)`` returns its rows; an exception ends the start of the run. ``check(config)`` raises ValueError for a
-    configuration without meaning, before anything starts.
+    ``open(config)`` returns its rows; an exception aborts the start of the run. ``check(config)`` raises ValueError for
+    an invalid configuration, before anything starts.
     """
 
     name: str

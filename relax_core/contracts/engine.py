@@ -1,4 +1,4 @@
-"""The contract of an inference engine, in the terms of the fields of SGLang's HTTP protocol that Relax uses."""
+"""The contract of an inference engine: requests, responses and weight manifests, named as in SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from relax_core.contracts.media import Media
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]
 
-# Engines and the configuration accept these bounds. Temperature 0 is greedy. Logits divided by a temperature below
+# Engines and the configuration use these bounds. Temperature 0 is greedy. Logits divided by a temperature below
 # `MIN_TEMPERATURE` may overflow float32, and SGLang treats it as 0. `MAX_TOP_K` is SGLang's value for all tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 REQUEST_TIMEOUT_S = 600.0  # longest pause within a generate call
 SYNC_TIMEOUT_S = 120.0  # longest weight update or other control call
-SILENT_S = 2.0  # a train step waits no longer for one engine to take new weights; the engine's owner updates it later
-MAX_BANNED = 16384  # banned tokens of one request; each step of a batch masks all of them
+SILENT_S = 2.0  # longest wait of a train step for one engine's weight update; then the engine's owner updates it later
+MAX_BANNED = 16384  # most banned tokens of one request; each step of a batch masks all of them
 MAX_TOP_K = 1 << 30
 
 
@@ -32,7 +32,7 @@ class EngineUnreachable(EngineError):
 
 
 class MalformedReply(EngineUnreachable):
-    """The engine's reply does not follow the protocol, so that the engine counts as lost like a silent engine."""
+    """The engine's reply violates the protocol; the engine counts as lost, like an engine that does not answer."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +41,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``n`` is the number of responses for each prompt; response k uses seed ``(sampling_seed, k)``. ``temperature`` 0 is
     greedy. ``top_p`` 1, ``top_k`` -1 and ``min_p`` 0 switch truncation off; ``min_p`` keeps the tokens that have at
     least this share of the most likely token's probability. ``banned_token_ids`` are never sampled. Log-probs are of
-    the distribution that was sampled from, over the kept tokens. ``return_routed_experts``: the engine returns to which
-    experts of a mixture of experts each token was routed. ``stop`` lists strings; a response ends with the token that
-    completes the first of them in its text. ``return_kept_tokens``: the engine returns the set from which each token
-    was sampled.
+    the sampling distribution, over the kept tokens. ``return_routed_experts``: the engine returns the experts to which
+    each token was routed. ``stop`` lists strings; a response ends with the token that completes the first of them in
+    its text. ``return_kept_tokens``: the engine returns the set from which each token was sampled.
     """
 
     n: int = 1
@@ -61,19 +60,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncates(self) -> bool:
-        """Is True if top_k, top_p or min_p leaves tokens out; banned tokens do not count."""
+        """Returns whether top_k, top_p or min_p excludes tokens; banned tokens do not count."""
         return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one prompt of a /generate call. The engine holds it until its weights are at least ``min_version``.
+    """Holds one prompt of a /generate call. The engine delays it until its weights are at least ``min_version``.
 
-    ``samples`` lists the wanted responses, 0..n-1; None means all. ``generated`` is the number of last tokens in
-    ``input_ids`` that belong to the response itself. The response continues after them with the random numbers that
-    follow, ``max_new_tokens`` counts them, and only new tokens are returned. ``rid`` names the prompt's group in an
-    abort; several prompts of a call may share it. ``media`` places the prompt's items in ``input_ids``, in
-    order; the engine gets digests and finds the tensors in its media folder. ``max_new_tokens`` is this prompt's own
-    limit in place of the call's, if it is set.
+    ``samples`` lists the requested responses, 0..n-1; None means all. ``generated`` is the number of tokens at the end
+    of ``input_ids`` that belong to a partial response. The response continues after them with the next random numbers;
+    ``max_new_tokens`` includes them, and only new tokens are returned. ``rid`` identifies the prompt's group in an
+    abort; several prompts of a call may share it. ``media`` places the prompt's items in ``input_ids``, in order; the
+    engine gets digests and reads the tensors from its media folder. ``max_new_tokens``, if set, replaces the call's
+    limit for this prompt.
     """
 
     rid: str
@@ -87,11 +86,11 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Is one finished response, to prompt number ``prompt`` of the call; ``sample`` is 0..n-1 within the prompt.
+    """Holds one finished response to prompt number ``prompt`` of the call; ``sample`` is 0..n-1 within the prompt.
 
     ``output_ids`` int32, ``logprobs`` float32 (natural logs) and ``versions`` int32 are ``[tokens]``: each token's id,
-    its log-prob under the distribution that it was sampled from, and the weight version that sampled it. ``engine``
-    names the engine of a pool, for the ledger.
+    its log-prob under the sampling distribution, and the weight version that sampled it. ``engine`` is the name of the
+    engine in its pool, for the ledger.
 
     ``prompt_experts`` and ``response_experts``, uint8 or uint16 ``[tokens, MoE layers, experts per token]``, are the
     experts to which the prompt's and the response's tokens were routed; the response's last token has none, because it
@@ -99,10 +98,10 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``kept`` has the set of tokens that each token was sampled from. Experts and kept sets are None unless the call
     asked for them.
 
-    ``prompt_tokens`` is the number of tokens of the prompt that the engine saw, and ``prefill_ms`` the time of the
-    prefills that the prompt was part of; both are 0 if the engine does not say. ``cached_tokens`` is how many of the
-    prompt's tokens the engine did not compute, because it had kept what the same weights had computed of them.
-    ``queue_ms`` is the time that the prompt waited in the engine for weights and for room, 0 if it does not say.
+    ``prompt_tokens`` is the number of the prompt's tokens in the engine, and ``prefill_ms`` the time of the prefills
+    that included the prompt. ``cached_tokens`` is the number of prompt tokens that the engine did not compute, because
+    they were in its prefix cache of the same weights. ``queue_ms`` is the time that the prompt waited in the engine for
+    weights and for capacity. These are 0 if the engine does not report them.
 
     All arrays are read-only. A response equals only itself, because ``==`` of arrays gives no single answer.
     """
@@ -125,7 +124,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the location of one Hugging Face tensor in a published weight file.
+    """Holds the location of one Hugging Face tensor in a published weight file.
 
     ``offset`` is counted from the file's first tensor byte; ``offset`` and ``nbytes`` are in bytes.
     """
@@ -138,15 +137,15 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a published weight version: one safetensors file, its tensors, and a digest for each bucket of bytes.
+    """Describes a published weight version: a safetensors file, its tensors, and a digest for each bucket of bytes.
 
     ``path`` is the file (in shared memory on one host). Its tensors begin at byte ``data_offset`` and take
     ``total_bytes``. Every bucket but the last has ``bucket_bytes``. ``digests`` has the xxh3_128 in hex of each bucket.
-    ``digest`` is the xxh3_128 in hex over names, dtypes, shapes and ``digests``; a receiver must show the same digest
+    ``digest`` is the xxh3_128 in hex over names, dtypes, shapes and ``digests``; a receiver must report the same digest
     before it may serve ``version``.
 
-    ``frozen`` is the file of the tensors that do not train, which all versions of a run share; None if all tensors are
-    in ``path``. ``digest`` covers its digest. A receiver that holds these tensors need not read them again.
+    ``frozen`` is the file of the tensors that are not trained, shared by all versions of a run; None if all tensors are
+    in ``path``. ``digest`` covers its digest. A receiver that has these tensors need not read them again.
     """
 
     version: int

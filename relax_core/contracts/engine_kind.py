@@ -1,10 +1,10 @@
-"""Defines a kind of engine: how its server is started or attached to, its client, and what it cannot do.
+"""The contract of an engine kind: its SPEC says how to start or attach a server, its client, and unsupported settings.
 
-An engine is a server with SGLang's HTTP protocol; `relax_core.engines.protocol.engine_client.EngineClient` is the
-client's side of it. A server that a run starts is a child process: when it answers it prints one line of JSON to
-stdout, ``{"url": …, "pid": …, "port": …}``, and it ends when its stdin closes, so it never outlives its owner. On
-each connection it proves that it knows the run's token (`relax_core.engines.protocol.server_proof`), because clients
-send the token after that only.
+An engine is a server with SGLang's HTTP protocol; `relax_core.engines.protocol.engine_client.EngineClient` is its
+client. A server that a run starts is a child process: when it is ready it prints one line of JSON to stdout,
+``{"url": …, "pid": …, "port": …}``, and it ends when its stdin closes, so it never outlives its owner. On each
+connection it proves that it knows the run's token (`relax_core.engines.protocol.server_proof`), because clients send
+the token only after that proof.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from relax_core.contracts.private_folder import set_compile_cache
 
 
 class EngineSettings(Protocol):
-    """Holds the keys ``engine.*`` of the configuration that a kind of engine needs.
+    """Declares the configuration keys ``engine.*`` that an engine kind needs.
 
-    ``context_tokens`` is the largest number of prompt and response tokens of one sample. ``flags`` are interpreted by
-    the engine alone. ``prefix_cache_tokens`` is None for an engine that has no such key.
+    ``context_tokens`` is the largest number of prompt and response tokens of one sample. Only the engine interprets
+    ``flags``. ``prefix_cache_tokens`` is None for an engine without such a key.
     """
 
     @property
@@ -57,16 +57,16 @@ class EngineSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
-    """Holds what one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
+    """Holds the parameters to start one engine process (`relax_core.engines.engine_process.EngineLaunch`).
 
     ``family`` is model.family of the run: a name, a file, or None. ``dtype`` is "float32" or "bfloat16". ``token_file``
     holds the bearer token that every call needs. ``port`` 0 takes a free port. ``listener`` is the descriptor of a
-    socket that listens on it already, for a kind with `EngineSpec.takes_listener`. With ``load_weights`` the engine
-    serves the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
-    ``beyond_loopback``, ``host`` may be any address of this machine. ``return_routed_experts`` and
-    ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the items that
-    requests name by their digests; None starts an engine that takes text only. With ``shard_media`` the ranks of an
-    engine share the images of a batch, if it can, as the trainer's ranks do.
+    socket that listens on the port already, for a kind with `EngineSpec.takes_listener`. With ``load_weights`` the
+    engine serves the folder's weights at once, as version 0; without it, it serves nothing until the first weight
+    update. With ``beyond_loopback``, ``host`` may be any address of this machine. ``return_routed_experts`` and
+    ``stop_strings`` mean that requests may use these features. ``media_folder`` holds the items that requests refer to
+    by digest; None starts a text-only engine. With ``shard_media`` the ranks of an engine that supports it share the
+    images of a batch, as the trainer's ranks do.
     """
 
     model_folder: Path
@@ -87,12 +87,12 @@ class EngineStart:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineServer:
-    """Is a server and how a client reaches it.
+    """Describes a server and how a client connects to it.
 
-    ``token`` is empty if the server asks for none. ``attached`` says that somebody else started the server.
-    ``model_folder`` is the folder of the served model.
-    ``media_folder`` holds the items of prompts, None if there are none. ``weights_folder`` holds the versions that the
-    run publishes; senders to one server find each other there.
+    ``token`` is empty if the server needs none. ``attached`` is True for an external server. ``model_folder`` is the
+    folder of the served model.
+    ``media_folder`` holds the items of prompts, None if there are none. ``weights_folder`` holds the weight versions
+    that the run publishes; senders to the same server coordinate there.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
     time of any other call.
     """
@@ -109,7 +109,7 @@ class EngineServer:
 
 
 def environment_of_threads(start: EngineStart) -> dict[str, str]:
-    """Returns this process's environment with ``engine.threads`` for every maths library, and a private code cache."""
+    """Returns this process's environment with ``engine.threads`` for maths libraries and a private compile cache."""
     threads = str(start.engine.threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     given = {**os.environ, **dict.fromkeys(names, threads), **OPENMP_WAITS, "PYTHONUNBUFFERED": "1"}
@@ -118,39 +118,39 @@ def environment_of_threads(start: EngineStart) -> dict[str, str]:
 
 
 def no_problems(config: Any) -> Iterator[str]:
-    """Yields nothing: everything that the configuration can say is computed."""
+    """Yields nothing: the engine supports every configuration."""
     return iter(())
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Is the record of one kind of engine.
+    """Describes one kind of engine.
 
-    ``name`` and ``summary``, one line, are listed.
+    ``name`` and ``summary``, one line, appear in lists.
 
-    ``command`` and ``environment`` are the words and the environment that its process is started with. ``client`` makes
-    the client of a server; None takes `relax_core.engines.protocol.engine_client.EngineClient`. ``attach`` waits until
-    a running server can serve, then makes it forget its weights; its arguments are the client, the seconds that it may
-    take and the configuration's section ``rollout``. It raises EngineError with the reason. If it is None,
-    ``engine.urls`` cannot be given, and no server joins by its address. ``attached_media`` are the kinds of media that
-    prompts for such servers may hold.
+    ``command`` and ``environment`` return the command line and the environment of its process. ``client`` makes the
+    client of a server; None uses `relax_core.engines.protocol.engine_client.EngineClient`. ``attach`` waits until an
+    external server is ready, then makes it discard its weights; its arguments are the client, a timeout in seconds and
+    the configuration's section ``rollout``. It raises EngineError with the reason. If it is None, ``engine.urls`` is
+    not allowed, and no server can join by its address. ``attached_media`` are the kinds of media that prompts for
+    external servers may contain.
 
-    ``keys`` are those of engine.python, urls, token_file, mem_fraction, deterministic, flags and prefix_cache_tokens
-    that it reads; the others must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration
-    and yield a sentence for everything that the engine cannot do (key, value, fix); the second may read files.
-    ``start_problems`` does this right before a start, and may ask interpreters.
+    ``keys`` lists the keys that it reads among engine.python, urls, token_file, mem_fraction, deterministic, flags and
+    prefix_cache_tokens; the others must keep their defaults. ``problems`` and ``file_problems`` take the whole
+    configuration and yield an error (key, value, fix) for each unsupported setting; ``file_problems`` may read files.
+    ``start_problems`` does the same right before a start, and may run interpreters.
 
     With ``on_gpus`` one engine takes ``engine.tp`` GPUs if there are GPUs; otherwise it is one process on CPU cores and
-    engine.tp is 1. ``scratch`` says that a killed process leaves processes, files or shared memory behind: it gets a
-    folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
-    ``transports`` are the ways in which new weights may reach it (engine.weight_transport). ``memory_mib`` is the
-    memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
-    all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees,
-    and ``feature_mib`` is the most memory for what its vision tower computed, which it keeps for later requests.
-    ``deals_items`` says that the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`).
-    ``takes_listener`` says that the process serves from `EngineStart.listener`, which its owner keeps open while the
-    process is started again, so that nobody else can take the port. A process that connects to itself before it is
-    ready prints an empty line first, once it accepts connections.
+    engine.tp is 1. ``scratch`` means that a killed process leaves processes, files or shared memory behind: it gets a
+    scratch folder in RELAX_ENGINE_SCRATCH; its owner ends its session and removes everything with that folder's name.
+    ``transports`` are the supported weight transports (engine.weight_transport). ``memory_mib`` is the memory of the
+    process without a model, for the memory plan. ``whole_cache`` means that it allocates memory for all
+    engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts for a multimodal model may
+    contain, and ``feature_mib`` is the most memory for its cache of vision-tower outputs. ``deals_items`` means that
+    the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`).
+    ``takes_listener`` means that the process serves from `EngineStart.listener`, which its owner keeps open during
+    restarts, so that no other process can take the port. A process that connects to itself before it is ready prints an
+    empty line first, as soon as it accepts connections.
     """
 
     name: str

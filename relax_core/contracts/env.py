@@ -12,36 +12,36 @@ from relax_core.contracts.tool_calls import ToolCall, ToolSchema
 
 
 class TextPart(TypedDict):
-    """Is the text in a list of content parts."""
+    """Holds text in a list of content parts."""
 
     type: Literal["text"]
     text: str
 
 
 class ImagePart(TypedDict):
-    """Is an image in a list of content parts."""
+    """Holds an image in a list of content parts."""
 
     type: Literal["image"]
     image: MediaSource
 
 
 class VideoPart(TypedDict):
-    """Is a video in a list of content parts."""
+    """Holds a video in a list of content parts."""
 
     type: Literal["video"]
     video: MediaSource
 
 
 class AudioPart(TypedDict):
-    """Is a sound in a list of content parts."""
+    """Holds a sound in a list of content parts."""
 
     type: Literal["audio"]
     audio: MediaSource
 
 
 ContentPart = TextPart | ImagePart | VideoPart | AudioPart
-# "role" is text; "content" is text, or a list of ContentPart. A message with the role "tool" may have "name" and
-# "tool_call_id" of the call whose result it is; one with the role "assistant" may have "tool_calls".
+# "role" is text; "content" is text, or a list of ContentPart. A message with the role "tool" may have the "name" and
+# "tool_call_id" of its call; a message with the role "assistant" may have "tool_calls".
 Message = dict[str, Any]
 
 
@@ -51,11 +51,11 @@ def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
     return [part[part["type"]] for part in parts if part["type"] != "text"]
 
 
-# The reasons why an episode ends. An episode of one turn ends with its response: by itself, or at its limit of tokens.
-# The next five are ends of the game: the env said so; it had max_turns turns; rollout.max_new_tokens tokens were
-# sampled; the context has no room left; a response was cut at max_turn_tokens. The others give no reward: a call of the
-# env took too long; the env raised an error; the episode took too long; the group went on without it; its tokens are
-# too old to be trained; it was given up; an item of media of the env cannot be used.
+# The reasons why an episode ends. A single-turn episode ends with its response: by itself, or at its token limit.
+# The next five end a multi-turn episode with a reward: the env returned done; max_turns turns were played;
+# rollout.max_new_tokens tokens were sampled; the context is full; a response was cut at max_turn_tokens. The others
+# give no reward: an env call timed out; the env raised an error; the episode timed out; the group finished without it;
+# its tokens are too old to be trained; it was cancelled; a media item of the env cannot be used.
 Ended = Literal[
     "stop",
     "length",
@@ -72,15 +72,15 @@ Ended = Literal[
     "cancelled",
     "bad_media",
 ]
-# A limit of tokens was reached.
+# Ends at a token limit.
 CUT_ENDS: frozenset[Ended] = frozenset({"length", "token_budget", "context_full", "turn_cut"})
 REWARDED_ENDS: frozenset[Ended] = CUT_ENDS | {"stop", "env_done", "max_turns"}
-OBSERVATION_TOKENS = 1024  # of an observation, where env.max_observation_tokens is not set
+OBSERVATION_TOKENS = 1024  # token limit of an observation if env.max_observation_tokens is not set
 
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """Holds the settings that every env has."""
+    """Holds the settings that all envs share."""
 
     name: str
 
@@ -89,10 +89,10 @@ class EnvConfig:
 class TurnsConfig(EnvConfig):
     """Holds the settings of an env whose episodes have several turns.
 
-    ``max_turns`` is the largest number of responses in an episode, and ``max_turn_tokens`` that of sampled tokens in a
-    response; None leaves that to rollout.max_new_tokens, the limit of an episode. An episode whose env failed starts
-    again ``max_retries`` times. ``tools_as`` "text" shows tools and their results as plain text, for models whose
-    template leaves them out; the other value is "template".
+    ``max_turns`` is the largest number of responses in an episode, and ``max_turn_tokens`` the largest number of
+    sampled tokens in a response; with None only rollout.max_new_tokens, the limit of an episode, applies. An episode
+    whose env failed is restarted up to ``max_retries`` times. ``tools_as`` "text" shows tools and their results as
+    plain text, for models whose chat template omits them; the other value is "template".
     """
 
     max_turns: int = 8
@@ -106,15 +106,15 @@ class InteractionConfig(TurnsConfig):
     """Holds the settings of an env that answers each response.
 
     The texts of an observation have at most ``max_observation_tokens`` tokens, `OBSERVATION_TOKENS` if that is None;
-    longer ones are cut in the middle.
+    longer texts are cut in the middle.
 
-    ``step_timeout_s`` is the time in seconds that one call of the env may take, and ``episode_timeout_s`` that of an
-    episode from its first response on, because an engine may hold its first prompt until its weights are there. An
+    ``step_timeout_s`` is the time limit in seconds of one env call. ``episode_timeout_s`` is the time limit of an
+    episode, counted from its first response, because an engine may hold the first prompt until new weights arrive. An
     episode that takes longer ends without a reward.
 
-    ``tool_parser`` names the form of tool calls in a response (`relax_core/data/tool_parsers.py`);
-    "auto" finds it in the chat template. ``on_turn_cut`` says whether a response that is cut at ``max_turn_tokens``
-    ends the episode ("end") or goes to the env ("continue").
+    ``tool_parser`` is the format of tool calls in a response (`relax_core/data/tool_parsers.py`); "auto" detects it in
+    the chat template. ``on_turn_cut`` says whether a response that is cut at ``max_turn_tokens`` ends the episode
+    ("end") or is passed to the env ("continue").
     """
 
     max_observation_tokens: int | None = None
@@ -125,12 +125,12 @@ class InteractionConfig(TurnsConfig):
 
     @property
     def observation_tokens(self) -> int:
-        """Returns the most tokens that the texts of an observation have."""
+        """Returns the largest number of tokens in the texts of an observation."""
         return OBSERVATION_TOKENS if self.max_observation_tokens is None else self.max_observation_tokens
 
     @property
     def most_observed_tokens(self) -> int:
-        """Returns the most tokens that all observations of an episode have; none follows its last turn."""
+        """Returns the largest number of tokens in all observations of an episode; none follows the last turn."""
         return (self.max_turns - 1) * self.observation_tokens
 
 
@@ -139,8 +139,8 @@ class IsolatedConfig(InteractionConfig):
     """Holds the settings of an env whose episodes run in worker processes.
 
     Each rollout worker has ``workers`` such processes, each with at most ``episodes_per_worker`` open episodes. A
-    process that uses more than ``worker_memory_gib`` GiB with its children is killed and replaced; its episodes start
-    again.
+    process that uses more than ``worker_memory_gib`` GiB with its children is killed and replaced; its episodes are
+    restarted.
     """
 
     workers: int = 1
@@ -150,7 +150,7 @@ class IsolatedConfig(InteractionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """Holds the limits of an episode: responses, sampled tokens in all, and tokens of the context."""
+    """Holds the limits of an episode: number of responses, total sampled tokens, and context tokens."""
 
     turns: int
     sampled_tokens: int
@@ -161,9 +161,9 @@ class EpisodeLimits:
 class EpisodeStart:
     """Holds the inputs of an episode.
 
-    ``row`` is the data row. ``group_seed`` is the same for all episodes of a group, ``episode_seed`` is the episode's
-    own; every run with the same seed has the same ones. ``attempt`` is the number of times that the episode began
-    before: its rollout worker died, or its env failed. ``limits`` is None in the trial before a start.
+    ``row`` is the data row. ``group_seed`` is the same for all episodes of a group, ``episode_seed`` is unique to the
+    episode; runs with the same seed have the same values. ``attempt`` counts earlier starts of the episode, after which
+    its rollout worker died or its env failed. ``limits`` is None in the plug-in trial before a run starts.
     """
 
     row: Mapping[str, Any]
@@ -175,14 +175,14 @@ class EpisodeStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """Is one response of the model.
+    """Holds one response of the model.
 
-    ``text`` is the whole response without its stop token. ``stopped`` is False if it was cut at a limit of tokens.
-    ``tool_calls`` are the calls in it, in order. ``parse_error`` says what is wrong if the response has the marks of a
-    tool call but none can be read from it, or if all calls name tools that the env does not have; it is empty
-    otherwise, and meant to be shown to the model. ``call_error`` says what is wrong with the calls beside those in
-    ``tool_calls``; the player adds it to the observation, so an env can leave it out. ``content`` is the text without
-    thinking and tool calls, and ``thinking`` what stands in front of the tag </think>.
+    ``text`` is the whole response without its stop token. ``stopped`` is False if it was cut at a token limit.
+    ``tool_calls`` are its valid calls, in order. ``parse_error`` describes the mistake if the response has the markers
+    of a tool call but no call can be parsed, or if all calls name unknown tools; it is empty otherwise, and meant to be
+    shown to the model. ``call_error`` describes the mistakes of the calls that are not in ``tool_calls``; the player
+    adds it to the observation, so an env can ignore it. ``content`` is the text without thinking and tool calls, and
+    ``thinking`` is the text before the tag </think>.
     """
 
     text: str
@@ -196,14 +196,14 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Is the env's answer to an action.
+    """Holds the env's answer to an action.
 
     ``observation`` is the input of `BaseInteractionEnv.format_observation`; it is not read if ``done``. ``reward`` is
-    this turn's, None if the turn has none of its own. ``done``: the episode has ended. ``info`` holds further values
-    that JSON can hold; its numbers become metrics. ``state_key`` names the state in which the response was given, that
-    is the state before this step, for algorithms that compare equal states of a group (`EnvSpec.state_keys`).
-    ``context_edit`` is the conversation from which the episode goes on, in place of everything so far and of
-    ``observation``; its messages must not be empty. What was sampled before is trained in the old conversation.
+    this turn's reward, None if the turn has none. ``done``: the episode has ended. ``info`` holds further JSON values;
+    its numbers become metrics. ``state_key`` identifies the state before this step, in which the model responded, for
+    algorithms that compare equal states of a group (`EnvSpec.state_keys`). ``context_edit`` is a new conversation for
+    the rest of the episode, which replaces all earlier messages and ``observation``; its messages must not be empty.
+    Tokens that were sampled before are trained in the old conversation.
     """
 
     observation: Any = None
@@ -215,15 +215,15 @@ class StepResult:
 
 
 class BaseInteractionEnv(ABC):
-    """Is the environment of one episode. Each episode has an object of its own, and no two of its calls overlap.
+    """Declares the environment of one episode. Each episode has its own object, whose calls never overlap.
 
-    Each method may be ``async def``. A plain method runs in a thread, so it may wait. An error in a method, or a call
-    that takes longer than ``config.step_timeout_s``, is for what should not happen: the episode starts again with a new
-    object, and ends without a reward after ``config.max_retries`` new starts. A mistake of the model, such as a wrong
-    argument, is an observation. No call of `step` is repeated, because it may have acted. Text of the env is encoded
-    without the special tokens of the chat template. A message may have a list of content parts with media, each a
-    `MediaSource`; an item that cannot be used ends the episode without a reward. The result of a tool call is a message
-    with the role "tool", in the order of the calls.
+    Each method may be ``async def``. A plain method runs in a thread, so it may block. If a method raises or takes
+    longer than ``config.step_timeout_s``, the env has failed: the episode is restarted with a new object, and ends
+    without a reward after ``config.max_retries`` restarts. Report a mistake of the model, such as a wrong argument, as
+    an observation instead. A call of `step` is never repeated, because it may have had effects. The env's text is
+    encoded without the special tokens of the chat template. A message may have a list of content parts with media, each
+    a `MediaSource`; an unusable item ends the episode without a reward. The result of a tool call is a message with the
+    role "tool", in the order of the calls.
     """
 
     @abstractmethod
@@ -245,35 +245,35 @@ class BaseInteractionEnv(ABC):
         return messages
 
     def close(self) -> Any:
-        """Frees the episode's resources. It is called when the episode is over, for whatever reason."""
+        """Frees the episode's resources. It is called when the episode ends, for any reason."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """Is the record of one environment, with exactly one of three functions: ``messages``, ``open`` or ``agent``.
+    """Describes one environment, with exactly one of three functions: ``messages``, ``open`` or ``agent``.
 
-    ``messages(row, config)`` returns the conversation that opens an episode of one turn, for the chat template; the
-    response ends the episode. ``open(start, config)`` returns the environment of one episode of several turns;
-    ``config`` must then be a dataclass under `InteractionConfig`. ``row`` has "prompt" (text or messages) and "answer".
+    ``messages(row, config)`` returns the prompt of a single-turn episode as messages for the chat template; the
+    response ends the episode. ``open(start, config)`` returns the environment of one multi-turn episode; ``config``
+    must then be a dataclass under `InteractionConfig`. ``row`` has "prompt" (text or messages) and "answer".
 
-    ``agent(config)`` returns the words of the command of a program that plays an episode of several turns by itself: it
-    asks Relax's endpoint for the answers of the model (docs/agents.md). Without words, agent.command is that command.
+    ``agent(config)`` returns the command of a program that plays a multi-turn episode by itself: it requests the
+    model's answers from Relax's endpoint (docs/agents.md). If the list is empty, agent.command is the command.
     ``config`` must then be a dataclass under `TurnsConfig`.
 
-    ``tools(row, config)`` returns the tools that the model may call in an episode of several turns: JSON schemas in the
-    form {"type": "function", "function": …}, or typed Python functions, of which `tool_schema` makes schemas.
-    ``check(config)`` raises ValueError for settings that make no sense.
+    ``tools(row, config)`` returns the tools that the model may call in a multi-turn episode: JSON schemas in the form
+    {"type": "function", "function": …}, or typed Python functions, which `tool_schema` converts to schemas.
+    ``check(config)`` raises ValueError for invalid settings.
 
     With ``isolated`` the episodes run in worker processes, which are killed and replaced if they hang or die;
     ``config`` must then be a dataclass under `IsolatedConfig`. A worker makes one call at a time. Python's and NumPy's
-    global random states belong to the episode: they come from ``start.group_seed`` until ``reset`` has returned, and
-    from ``start.episode_seed`` after it, whatever else runs in the worker.
+    global random states belong to the episode, even if other episodes run in the worker: they are seeded with
+    ``start.group_seed`` until ``reset`` has returned, and with ``start.episode_seed`` after it.
 
-    ``state_keys`` says that each result of ``step`` has a ``state_key``; algo.credit=gigpo needs it.
+    ``state_keys`` means that each result of ``step`` has a ``state_key``; algo.credit=gigpo needs it.
 
-    Raises ValueError if not exactly one function is given, for ``open`` or ``agent`` with another class of settings,
-    and for tools, ``isolated`` or ``state_keys`` without ``open``.
+    Raises ValueError unless exactly one function is given, for ``open`` or ``agent`` with a wrong ``config`` class, and
+    for tools, ``isolated`` or ``state_keys`` without ``open``.
     """
 
     name: str
@@ -314,5 +314,5 @@ class EnvSpec:
 
     @property
     def has_turns(self) -> bool:
-        """Is True if episodes may have several turns."""
+        """Returns whether episodes may have several turns."""
         return self.open is not None or self.agent is not None

@@ -1,9 +1,8 @@
-"""Defines a model family: how the models of one config.json model_type differ from the decoder that Relax computes.
+"""The contract of a model family: how models of one config.json model_type differ from Relax's decoder.
 
-That decoder has RMSNorms, grouped-query attention with rotary embedding, or a gated delta net in some layers, and a
-gated MLP or experts. A family is data:
-the trainer, the embedded engine, the memory plan and the export all use the same description
-(relax_core/families/architecture.py), so a family needs no code in any of them.
+The decoder has RMSNorms, grouped-query attention with rotary embedding, or a gated delta net in some layers, and a
+gated MLP or experts. A family is data: the trainer, the embedded engine, the memory plan and the export use the same
+description (relax_core/families/architecture.py), so a family needs no code in them.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Is the mixture of experts of a model.
+    """Describes the mixture of experts of a model.
 
     Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
-    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1. Every token uses a further
-    expert of ``shared_width`` hidden units, whose output is multiplied by a gate of its own; there is none with 0.
+    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1. Every token also uses a
+    shared expert of ``shared_width`` hidden units, whose output is multiplied by its own gate; 0 means no shared
+    expert.
     """
 
     count: int
@@ -36,11 +36,11 @@ class Experts:
 
 
 class ExpertLayout(Enum):
-    """Says how a folder holds a layer's experts.
+    """Names the formats in which a folder stores a layer's experts.
 
-    ``apart``: three matrices for each expert. ``fused``: two tensors for all of them, ``experts.gate_up_proj``
-    ``[experts, 2 * width, hidden]`` and ``experts.down_proj`` ``[experts, hidden, width]``. ``transposed``: these two
-    with their last axes exchanged, as Qwen3-VL-MoE is published.
+    ``apart``: three matrices for each expert. ``fused``: two tensors for all experts, ``experts.gate_up_proj``
+    ``[experts, 2 * width, hidden]`` and ``experts.down_proj`` ``[experts, hidden, width]``. ``transposed``: the same
+    two tensors with their last two axes swapped, as in the published Qwen3-VL-MoE.
     """
 
     apart = "apart"
@@ -50,11 +50,11 @@ class ExpertLayout(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """Is the gated delta net (Yang et al. 2024, arXiv 2412.06464) that some layers have in place of attention.
+    """Describes the gated delta net (Yang et al. 2024, arXiv 2412.06464) that some layers have instead of attention.
 
-    There are ``key_heads`` of ``key_dim`` numbers for queries and as many for keys, and ``value_heads`` of
-    ``value_dim``; each key head serves equally many value heads. Queries, keys and values pass a causal convolution
-    over ``kernel`` rows, channel by channel.
+    There are ``key_heads`` heads of width ``key_dim`` for queries and as many for keys, and ``value_heads`` heads of
+    width ``value_dim``; each key head serves equally many value heads. Queries, keys and values pass a causal
+    depthwise convolution over ``kernel`` rows.
     """
 
     key_heads: int
@@ -81,7 +81,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Is a key of config.json of which Relax computes one ``value`` only. ``why`` is the last clause of the refusal."""
+    """Holds a key of config.json and its only supported ``value``. ``why`` is the last clause of the error."""
 
     key: str
     value: Any
@@ -90,17 +90,17 @@ class Only:
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """Is the vision tower of a family: Hugging Face's own modules, which trainer and engine run as they are.
+    """Describes the vision tower of a family, which uses Hugging Face's modules unchanged in trainer and engine.
 
-    ``prefix`` begins the Hugging Face names of the tower's weights. ``model`` and ``config`` are the tower's classes as
-    "module:class"; the tower is built from the part ``config_key`` of config.json. ``shapes`` returns the shapes of its
-    weights from that part, by their names behind ``prefix``. ``projector`` lists how the names of those weights begin
-    that belong to the projector, which maps patches to the language model.
+    ``prefix`` is the prefix of the tower's weights in Hugging Face names. ``model`` and ``config`` are the tower's
+    classes as "module:class"; the tower is built from the section ``config_key`` of config.json. ``shapes`` returns the
+    shapes of its weights from that section, by their names after ``prefix``. ``projector`` lists the name prefixes of
+    the projector's weights; the projector maps patches to the language model.
 
-    ``seconds_key`` names the key of config.json that says how far a second of a video moves the first rotary position
-    (Qwen3-Omni); without it a video's rows have time stamps as text (Qwen3-VL). With ``frame_bounds`` the processor's
-    bounds of pixels hold for each frame of a video, and without for all frames together. ``video_pixels`` are these
-    bounds for folders that are published without video_preprocessor_config.json.
+    ``seconds_key`` is the key of config.json for the number of temporal rotary positions per second of a video
+    (Qwen3-Omni); without it a video's rows contain time stamps as text (Qwen3-VL). With ``frame_bounds`` the
+    processor's pixel bounds apply to each frame of a video, otherwise to all frames together. ``video_pixels`` are
+    these bounds for folders that are published without video_preprocessor_config.json.
     """
 
     prefix: str
@@ -117,9 +117,9 @@ class Vision:
 
 @dataclass(frozen=True, kw_only=True)
 class Audio:
-    """Is the tower of a family that hears: Hugging Face's own modules, which trainer and engine run as they are.
+    """Describes the audio tower of a family, which uses Hugging Face's modules unchanged in trainer and engine.
 
-    The fields mean what they mean in `Vision`. The tower hears clips, and with ``modality.audio_in_video`` the sound
+    The fields are those of `Vision`. The tower's inputs are audio clips, and with ``modality.audio_in_video`` the sound
     tracks of videos.
     """
 
@@ -134,32 +134,31 @@ class Audio:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Is the record of one model family.
+    """Describes one model family.
 
-    ``name`` is config.json's model_type, and ``summary`` says in one line which models have it. With ``qkv_bias`` the
-    query, key and value projections have a bias; with ``qk_norm`` the query and key heads are normalised.
-    ``tied_by_default`` says whether the embedding is also the output weight if config.json has no tie_word_embeddings.
-    The family accepts the values in ``only`` besides those that all families share (relax_core/families/table.py).
-    ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for a combination
-    that no single key shows.
+    ``name`` is config.json's model_type, and ``summary`` lists its models in one line. With ``qkv_bias`` the query, key
+    and value projections have a bias; with ``qk_norm`` the query and key heads are normalised. ``tied_by_default`` says
+    whether the embedding is also the output weight if config.json has no tie_word_embeddings. ``only`` lists required
+    values of config.json keys, in addition to those of all families (relax_core/families/table.py). ``experts`` reads
+    the mixture of experts of a family that has one. ``check`` raises ValueError for invalid combinations of keys.
 
-    ``text_key`` names the part of config.json that describes the language model, if it is not the whole, and ``prefix``
-    begins the names of its weights; ``output_weight`` is the name of the output weight. Where config.json describes
-    several models, the part is that of its inner config (`relax_core.families.hf_config.inner_config`). ``vision`` is
-    the tower of a family that sees, and ``audio`` that of one that hears. ``expert_layouts`` are the forms in which
-    folders hold the experts; if there are several, a folder's own tensors tell which it is.
+    ``text_key`` is the section of config.json that describes the language model, None for the whole file, and
+    ``prefix`` is the name prefix of its weights; ``output_weight`` is the name of the output weight. If config.json
+    describes several models, the section is in its inner config (`relax_core.families.hf_config.inner_config`).
+    ``vision`` and ``audio`` are the towers of a multimodal family. ``expert_layouts`` are the formats in which folders
+    store the experts; if there are several, a folder's tensors determine its format.
 
     ``delta_net`` reads the gated delta net of a family whose config.json lists the kind of each layer in layer_types.
-    With ``output_gate`` the query projection also computes a gate for the attention's output, with ``zero_centered``
-    a norm multiplies by 1 + its weight. ``rotary_part`` is the part of each head that is rotated unless config.json
-    names another; if it is None, whole heads are rotated and no part is accepted.
-    ``float32`` lists how the names of those weights end that stay float32 in a model of another dtype if their folder
-    has them so.
+    With ``output_gate`` the query projection also computes a gate for the attention's output; with ``zero_centered``
+    a norm multiplies by 1 + its weight. ``rotary_part`` is the default fraction of each head that is rotated; if it is
+    None, whole heads are rotated and config.json may not set another fraction.
+    ``float32`` lists the name suffixes of weights that stay float32 in a model of another dtype, if they are float32 in
+    the folder.
 
-    ``option`` is the option of `model` for such folders, if it is not named like the family.
+    ``option`` is the option of `model` for folders of this family, if it is not named like the family.
 
-    ``passed`` lists how the names of those tensors begin that a folder has beside the model and that Relax does not
-    compute; every export copies them from the source folder.
+    ``passed`` lists the name prefixes of a folder's additional tensors that Relax does not compute with; every export
+    copies them from the source folder.
     """
 
     name: str
@@ -191,14 +190,14 @@ class Family:
 
     @property
     def media_kinds(self) -> tuple[MediaKind, ...]:
-        """Returns the kinds of media that the family's models take."""
+        """Returns the kinds of media that the family's models accept."""
         return tuple(kind for tower in (self.vision, self.audio) if tower is not None for kind in tower.kinds)
 
 
 def checked_family(family: Family) -> Family:
-    """Returns the family with functions whose results are checked.
+    """Returns the family with checks of its functions' results.
 
-    Raises ValueError for a field of another type.
+    Raises ValueError for a field of a wrong type.
     """
     if not family.name or not all(isinstance(one, str) for one in (family.name, family.summary)):
         raise ValueError(f"SPEC.name={family.name!r}: a family's name is config.json's model_type.")

@@ -1,8 +1,7 @@
-"""Opens and reads files that somebody else may have made, and shows foreign text.
+"""Opens and reads untrusted files safely, and escapes hidden characters in untrusted text.
 
-A user, a download or another process names such a file: only plain files are opened, and they are read within a number
-of bytes and of values. A character of foreign text that a terminal or a browser would obey or hide is shown by its
-code.
+The path may come from a user, a download or another process: only plain files are opened, and reads are limited in
+bytes and values. Characters that a terminal or a browser would interpret or hide are shown as their codes.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-MOST_VALUES = 500_000  # of a JSON text: a value takes some 100 bytes of memory, however short it is
+MOST_VALUES = 500_000  # limit for a JSON text: even a short value takes some 100 bytes of memory
 Value = TypeVar("Value")
 
 
 class NotPlain(ValueError):
-    """The path is no plain file, such as a pipe, a socket, a folder or a link."""
+    """The path is not a plain file but, for example, a pipe, a socket, a folder or a link."""
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -48,7 +47,7 @@ def read_whole(path: Path, *, most_bytes: int) -> bytes:
 
 
 def decode_json(data: bytes, decoder: msgspec.json.Decoder[Value]) -> Value:
-    """Returns the value of a JSON text. Raises ValueError for one that is damaged, too deep or of too many values."""
+    """Returns the value of a JSON text. Raises ValueError if it is damaged or has too many levels or values."""
     values = data.count(b",") + data.count(b"{") + data.count(b"[")
     if values > MOST_VALUES:
         raise ValueError(f"a JSON text has about {values} values; at most {MOST_VALUES} are read")
@@ -70,28 +69,27 @@ _KINDS = (
 def open_regular(path: Path) -> BinaryIO:
     """Opens a plain file for reading; links are followed.
 
-    It never waits for another process, as opening a named pipe does. Raises ValueError for anything but a plain file,
+    It never waits for another process, as opening a named pipe would. Raises ValueError for anything but a plain file,
     and OSError for a file that cannot be opened.
     """
-    if (kind := _other_kind(os.stat(path).st_mode)) is not None:  # to open a device may have an effect
+    if (kind := _other_kind(os.stat(path).st_mode)) is not None:  # opening a device may have side effects
         raise ValueError(f"{path} is {kind}, not a plain file. Give a plain file.")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    if (kind := _other_kind(os.fstat(descriptor).st_mode)) is not None:  # it was replaced in between
+    if (kind := _other_kind(os.fstat(descriptor).st_mode)) is not None:  # the file was replaced in the meantime
         os.close(descriptor)
         raise ValueError(f"{path} is {kind}, not a plain file. Give a plain file.")
     return os.fdopen(descriptor, "rb")
 
 
 def check_regular(path: Path) -> None:
-    """Raises as `open_regular` does, for a file that a library opens by its path."""
+    """Raises as `open_regular` does; for files that a library opens by path."""
     open_regular(path).close()
 
 
 def read_regular(path: Path, *, most_bytes: int) -> bytes:
     """Returns the content of a plain file.
 
-    Raises as `open_regular` does, and ValueError for a file with more than ``most_bytes`` bytes, of which nothing is
-    read.
+    Raises as `open_regular` does, and ValueError for a file with more than ``most_bytes`` bytes, which is not read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -108,7 +106,7 @@ def _other_kind(mode: int) -> str | None:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "a special file")
 
 
-# Control characters but for tab and newline, characters without a width, those that turn the direction of text, line
+# Control characters except tab and newline, zero-width characters, characters that change the text direction, line
 # separators, halves of surrogate pairs, tags and other invisible format characters.
 _HIDDEN = re.compile(
     "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
@@ -117,15 +115,15 @@ _HIDDEN = re.compile(
 
 
 def shown(text: str) -> str:
-    """Returns ``text`` with each hidden character as its code, such as ``U+202E``; tab and newline stay."""
+    """Returns ``text`` with each hidden character replaced by its code, such as ``U+202E``; tab and newline stay."""
     return _HIDDEN.sub(lambda match: f"U+{ord(match[0]):04X}", text)
 
 
 def shown_json(text: str) -> str:
-    """Returns the JSON ``text`` with each hidden character, which only a string of it can hold, as JSON escapes it."""
+    """Returns the JSON ``text`` with each hidden character, which only strings can contain, as a JSON escape."""
     return _HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def shown_line(text: str) -> str:
-    """Returns ``text`` as `shown` does, on one line: each newline is a space."""
+    """Returns ``text`` as `shown` does, in one line: each newline becomes a space."""
     return shown(text.replace("\n", " "))

@@ -1,7 +1,7 @@
-"""Makes values of plug-ins, data and clients safe to keep: texts that UTF-8 can hold, flat JSON, short descriptions.
+"""Makes untrusted values of plug-ins, data and clients safe: valid UTF-8, limited nesting, short descriptions.
 
-A text of Python may hold half of a surrogate pair, which no file, database or message takes. A value may be nested
-deeper than the interpreter can follow, and the description of a value may raise or have gigabytes.
+A Python string may contain half of a surrogate pair, which cannot be stored or sent as UTF-8. A value may be nested
+deeper than the interpreter's recursion limit, and the repr of a value may raise or have gigabytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MOST_DEPTH = 64  # levels of lists and objects in a value
-SHOWN = 80  # characters of a foreign value that an error shows
+SHOWN = 80  # characters of an untrusted value in an error
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 _DIGITS_A_BIT = math.log10(2)
@@ -25,16 +25,16 @@ _Decoded = TypeVar("_Decoded")
 
 
 def clean_text(text: str, most: int | None = None) -> str:
-    """Returns the first ``most`` characters of a text; U+FFFD stands for each half of a surrogate pair.
+    """Returns the first ``most`` characters of a text; U+FFFD replaces each half of a surrogate pair.
 
-    The result is a plain str of the same text if that is short enough and can be encoded as UTF-8.
+    The result is a plain str. It equals the text if that is short enough and can be encoded as UTF-8.
     """
     text = str(text) if most is None else str(text)[:most]
     return text if text.isascii() else _SURROGATE.sub(_REPLACEMENT, text)
 
 
 def clean_value(value: Any, *, depth: int = MOST_DEPTH) -> Any:
-    """Returns a value of JSON with `clean_text` for all its texts and names; other objects stay as they are.
+    """Returns a JSON value with `clean_text` applied to all its texts and keys; other objects are not changed.
 
     Raises ValueError for lists and objects that are nested more than ``depth`` levels deep.
     """
@@ -67,7 +67,7 @@ def check_depth(value: Any, *, depth: int = MOST_DEPTH) -> None:
 
 
 def holds_huge_integer(value: Any) -> bool:
-    """Returns whether a value of JSON holds an integer that no message between processes takes: one beyond 64 bits."""
+    """Returns whether a JSON value contains an integer beyond 64 bits, which messages between processes cannot hold."""
     level = [value]
     while level:
         if any(type(one) is int and not -(1 << 63) <= one < 1 << 64 for one in level):
@@ -82,10 +82,10 @@ def holds_huge_integer(value: Any) -> bool:
 
 
 def decode_json(content: bytes | str, kind: type[_Decoded]) -> _Decoded:
-    """Returns the value of a JSON text, checked against a type; ``kind`` may be `typing.Any`.
+    """Returns the value of a JSON text, checked against the type ``kind``, which may be `typing.Any`.
 
-    Raises ValueError, `msgspec.DecodeError` among its subclasses, for a text that is no JSON of this type, and for
-    lists and objects that are nested more than `MOST_DEPTH` levels deep.
+    Raises ValueError, or its subclass `msgspec.DecodeError`, for a text that is not JSON of this type, and for lists
+    and objects that are nested more than `MOST_DEPTH` levels deep.
     """
     opening: tuple[Any, Any] = ("[", "{") if isinstance(content, str) else (b"[", b"{")
     try:
@@ -98,13 +98,13 @@ def decode_json(content: bytes | str, kind: type[_Decoded]) -> _Decoded:
 
 
 def shown(value: object, most: int = SHOWN) -> str:
-    """Returns at most ``most`` characters that describe any object, whatever its own description does."""
+    """Describes any object in at most ``most`` characters, even if its repr raises."""
     text = clean_text(_SHORT.repr(value))
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def shown_error(error: BaseException, most: int = 2000) -> str:
-    """Returns the type and the text of an error of foreign code, whose ``__str__`` may raise."""
+    """Returns the type and the text of an error of untrusted code, whose ``__str__`` may raise."""
     try:
         text = str(error)
     except Exception as broken:  # foreign code may raise anything
@@ -113,7 +113,7 @@ def shown_error(error: BaseException, most: int = 2000) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Describes values in a few characters; a description that raises is replaced by the value's type."""
+    """Describes values in a few characters; if a repr raises, the value's type is shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         bits = x.bit_length()
-        if bits > _LONG_INTEGER_BITS:  # the interpreter refuses to write thousands of digits
+        if bits > _LONG_INTEGER_BITS:  # the interpreter refuses to format thousands of digits
             return f"{'-' if x < 0 else ''}an integer of about {int(bits * _DIGITS_A_BIT) + 1} digits"
         return int.__repr__(x)
 

@@ -1,7 +1,7 @@
-"""Sockets and addresses of this host: the users of connections, names of interfaces, and how addresses are opened.
+"""Network helpers of this host: the users behind connections, interface names, and URL openers without redirects.
 
-The kernel's tables name the user of a connection, and listeners can drop new clients. An opened address follows no
-redirect, because a token is for one address, and loopback needs no proxy.
+The kernel's tables contain the user of a connection, and a listener can drop new clients. URL openers follow no
+redirect, because a token is for one address only, and use no proxy for loopback.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # a kernel without IPv6 has no second table
 _ESTABLISHED, _CLOSED_BY_CLIENT, _LISTENS = "01", "08", "0A"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of asm-generic/socket.h; Python's socket module lacks them
-_RETURN = 0x06  # BPF_RET | BPF_K of linux/filter.h: the number of bytes of a packet that are let through
+_RETURN = 0x06  # BPF_RET | BPF_K of linux/filter.h: returns the number of bytes of a packet that pass
 
 
 @dataclass(frozen=True)
 class Client:
-    """Is the other end of a connection; ``uid`` is None for an end that is closed or on another host."""
+    """Describes the other end of a connection; ``uid`` is None if that end is closed or on another host."""
 
     address: str
     uid: int | None
@@ -53,7 +53,7 @@ def _own_sockets() -> dict[str, int]:
 
 
 def listeners() -> dict[int, int]:
-    """Returns the TCP ports on which this process listens, with a descriptor of each."""
+    """Returns the TCP ports on which this process listens → a descriptor of each."""
     own = _own_sockets()
     return {_port(fields[1]): own[fields[9]] for fields in _rows() if fields[3] == _LISTENS and fields[9] in own}
 
@@ -65,7 +65,7 @@ def _port(address: str) -> int:
 def clients(port: int) -> list[Client]:
     """Returns the clients of this process at a TCP port on which it listens.
 
-    The kernel's table is not read in one moment, so an end that exists may be missing once.
+    The kernel's table is not read atomically, so an existing end may be missing in one call.
     """
     own = _own_sockets()
     rows = list(_rows())
@@ -74,14 +74,14 @@ def clients(port: int) -> list[Client]:
     for fields in rows:
         if fields[3] in (_ESTABLISHED, _CLOSED_BY_CLIENT) and fields[9] in own and _port(fields[1]) == port:
             other = ends.get((fields[2], fields[1]))
-            # A socket that its process has closed has no inode, and its user is shown as 0.
+            # A socket that its process has closed has no inode, and its uid is shown as 0.
             uid = int(other[7]) if other is not None and other[9] != "0" else None
             found.append(Client(fields[2], uid))
     return found
 
 
 def is_loopback(client: Client) -> bool:
-    """Returns whether a client is on this host, by its loopback address."""
+    """Returns whether a client has a loopback address, so is on this host."""
     address = client.address.rpartition(":")[0]
     return address[-2:] == "7F" or address == "00000000000000000000000001000000"
 
@@ -95,7 +95,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_clients(descriptor: int) -> None:
-    """Lets a listening socket drop all requests to connect, until `admit_clients`."""
+    """Makes a listening socket drop all connection requests, until `admit_clients`."""
     drop = _Instruction(_RETURN, 0, 0, 0)
     program = _Program(1, ctypes.pointer(drop))
     with socket.socket(fileno=os.dup(descriptor)) as listener:
@@ -103,13 +103,13 @@ def refuse_clients(descriptor: int) -> None:
 
 
 def admit_clients(descriptor: int) -> None:
-    """Lets a listening socket accept connections again."""
+    """Makes a listening socket accept connections again."""
     # FileNotFoundError is the kernel's answer for a socket without a filter.
     with socket.socket(fileno=os.dup(descriptor)) as listener, suppress(FileNotFoundError):
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
-GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"  # torch reads it as well: names of interfaces, separated by commas
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"  # names of interfaces, separated by commas; torch reads it, too
 
 
 def network_interfaces() -> list[str]:
@@ -133,7 +133,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error."""
+    """Turns a redirect into an error."""
 
     def redirect_request(self, *arguments: Any) -> None:
         """Returns no request, so that the opener raises HTTPError with the status of the redirect."""
@@ -155,7 +155,7 @@ def is_loopback_url(url: str) -> bool:
 
 
 def proxy_words(url: str) -> str:
-    """Returns words that name the proxy by which an address is asked, without its password; empty without a proxy."""
+    """Describes the proxy for requests to a URL, without its password, for errors; empty without a proxy."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or is_loopback_url(url) or urllib.request.proxy_bypass(parts.hostname or ""):
@@ -168,7 +168,7 @@ def proxy_words(url: str) -> str:
 
 
 def except_loopback(environ: MutableMapping[str, str] | None = None) -> None:
-    """Excepts loopback from the proxies that the variables name, for libraries and child processes."""
+    """Adds loopback to no_proxy if proxy variables are set, for libraries and child processes."""
     variables = os.environ if environ is None else environ
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in variables):
         return

@@ -1,4 +1,4 @@
-"""The contract of a judge: a model that gives a verdict on an answer, and that a reward asks through its input."""
+"""The contract of a judge: a model that returns a verdict on an answer; a reward calls it through its input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from relax_core.contracts.reward import RewardInput
 class JudgeConfig:
     """Holds the settings of one judge, ``reward.judges.NAME``.
 
-    ``model`` is a Hugging Face folder or a built-in model. With ``url`` it is the name that an OpenAI-shaped server has
-    for its model; ``url`` then ends in /v1, and the file ``token_file`` holds the server's key. Otherwise the run
-    starts ``count`` engines of the kind ``engine``.
+    ``model`` is a Hugging Face folder or a built-in model. With ``url`` it is the model's name on an OpenAI-compatible
+    server; ``url`` ends in /v1, and the file ``token_file`` holds the server's key. Otherwise the run starts ``count``
+    engines of the kind ``engine``.
 
-    ``prompt`` is a file with a jinja template, and ``parse`` says how a verdict is read; None takes the preset's.
-    ``votes`` is the number of answers of the judge whose mean is the verdict. ``timeout_s`` is the time in seconds that
-    a verdict may take with all its votes. Each text of a row or response is cut at ``max_response_chars``.
+    ``prompt`` is a file with a Jinja template, and ``parse`` says how the verdict is parsed; None takes the preset's
+    value. The verdict is the mean of ``votes`` answers of the judge. ``timeout_s`` is the time limit in seconds of a
+    verdict with all its votes. Each text of a row or response is cut at ``max_response_chars``.
     """
 
     model: str | None = None
@@ -39,9 +39,9 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class JudgeCheckConfig:
-    """Holds ``reward.check``: verdicts that are known, with which judges are tried before the first prompt.
+    """Holds ``reward.check``: known verdicts on which judges are tested before the first prompt.
 
-    ``path`` is a file of rows with question, answer and verdict. The run ends if the share of right verdicts is below
+    ``path`` is a file of rows with question, answer and verdict. The run ends if the share of correct verdicts is below
     ``min``.
     """
 
@@ -51,10 +51,11 @@ class JudgeCheckConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSetup:
-    """Is a judge as a reward wants it asked.
+    """Describes how a reward calls a judge.
 
-    ``prompt`` is the template's file. ``knows`` are the variables that the reward gives to it, and ``needs`` those that
-    it must write. ``parse`` is "number LOW..HIGH", or a regular expression with the group "verdict".
+    ``prompt`` is the template's file. ``knows`` are the variables that the reward passes to the template, and ``needs``
+    the variables that the template must use. ``parse`` is "number LOW..HIGH", or a regular expression with the group
+    "verdict".
     """
 
     settings: JudgeConfig
@@ -66,7 +67,7 @@ class JudgeSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePlan:
-    """Holds the judges that a reward asks, by name, and the check before the first prompt."""
+    """Holds the judges that a reward calls, by name, and the check before the first prompt."""
 
     judges: Mapping[str, JudgeSetup]
     check: JudgeCheckConfig = field(default_factory=JudgeCheckConfig)
@@ -74,11 +75,11 @@ class JudgePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Is what a judge says of one question.
+    """Holds a judge's verdict on one answer.
 
-    ``value`` is a number: as it stands in the text, from 0 to 1 if the parser has a range, and 1 or 0 for words such as
-    yes and no. It is None if there is none; ``reason`` says why, and ``cause`` in one word. ``text`` is what the judge
-    wrote, of several votes the last one.
+    ``value`` is the number in the text; it is scaled to 0..1 if the parser has a range, and 1 or 0 for words such as
+    yes and no. It is None if there is no verdict; ``reason`` says why, and ``cause`` in one word. ``text`` is the
+    judge's output, for several votes the last output.
     """
 
     judge: str
@@ -95,20 +96,20 @@ class Verdict:
 
 
 class Judges(Protocol):
-    """Asks the judges of a run."""
+    """Calls the judges of a run."""
 
     async def ask(self, judge: str, variables: Mapping[str, str]) -> Verdict:
-        """Returns the verdict of the judge with this name on its template with these variables.
+        """Returns the verdict of the judge with this name; ``variables`` are the values for its template.
 
-        It never raises for a judge that is down or writes nonsense; the verdict's value is None then.
+        It does not raise if the judge is down or its output cannot be parsed; the verdict's value is None then.
         """
         ...
 
 
 class JudgedInput(RewardInput):
-    """Is the input of a reward whose SPEC has ``judges``.
+    """Holds the input of a reward whose SPEC has ``judges``.
 
-    ``judges`` asks them. It is no field, so a worker process of another reward gets the input without it.
+    ``judges`` calls the judges. It is not a field, so a worker process of another reward gets the input without it.
     """
 
     judges: Judges

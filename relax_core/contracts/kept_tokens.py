@@ -1,4 +1,4 @@
-"""The kept set of a sampled token: the tokens that top_k, top_p and min_p kept when it was sampled.
+"""The kept set of a sampled token: the candidates that top_k, top_p and min_p kept when it was sampled.
 
 An engine samples from softmax over such a set, so log-probs of sampled tokens must be normalised over the same set.
 Only this module encodes and decodes kept sets.
@@ -15,8 +15,8 @@ import numpy as np
 
 BITS = 32  # bits in a word
 
-# The log-prob and the logit of a token that was left out. Its probability is exactly 0 in float32 and float64. The
-# value is finite, so that differences of two such log-probs, and a softmax over such logits alone, give no NaN.
+# The log-prob and the logit of an excluded token. Its probability is exactly 0 in float32 and float64. The value is
+# finite, so that differences of two such log-probs, and a softmax over only such logits, give no NaN.
 OUTSIDE = -1e30
 
 
@@ -37,12 +37,12 @@ class KeptArrays(NamedTuple):
 
 
 class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Holds encoded kept sets, one for each of some sampled tokens.
+    """Holds encoded kept sets, one for each sampled token.
 
-    ``counts`` is int32 ``[tokens]``, the number of tokens in each set; 0 means that nothing was left out. ``words`` is
+    ``counts`` is int32 ``[tokens]``, the number of tokens in each set; 0 means that no token was excluded. ``words`` is
     uint32, set after set. All numbers are little-endian.
 
-    A set of n out of ``vocab_size`` tokens takes min(n, ceil(vocab_size / 32)) words: its token ids if these are not
+    A set of n out of ``vocab_size`` tokens takes min(n, ceil(vocab_size / 32)) words: its token ids if they are not
     longer than a bitmask of the vocabulary, else that bitmask (bit i of word j is token 32 j + i). So a set never takes
     more than one bit for each token of the vocabulary.
     """
@@ -105,7 +105,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def whole(tokens: int, *, vocab_size: int) -> KeptTokens:
-        """Returns the sets of tokens for which nothing was left out."""
+        """Returns the sets of tokens that were sampled from the whole vocabulary."""
         return KeptTokens(vocab_size, bytes(4 * tokens), b"")
 
     @staticmethod
@@ -150,7 +150,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         return [np.flatnonzero(row).tolist() for row in self.mask()]
 
     def word_ends(self) -> np.ndarray:
-        """Returns int64 ``[tokens]``: the end of each set in words."""
+        """Returns the end of each set in ``words``, int64 ``[tokens]``."""
         return np.cumsum(_words_of(self._counts().astype(np.int64), _mask_words(self.vocab_size)))
 
     def take(self, positions: np.ndarray) -> KeptTokens:

@@ -1,7 +1,7 @@
-"""Defines images, videos and sounds: where they come from, what they become, and why they are refused.
+"""Defines multimodal items (images, videos and sounds): their sources, their encoded form, and errors.
 
-An item is encoded once, alone, from its source and the settings, whatever stands around it. Trees, requests, rewards
-and environments carry `MediaItem` records and never bytes; the tensors are in a file or object that readers map
+An item is encoded once, only from its source and the settings, independent of the rest of the prompt. Trees, requests,
+rewards and environments contain `MediaItem` records and never bytes; the tensors are in a file that readers map
 (`relax_core.contracts.media_file`).
 """
 
@@ -22,7 +22,7 @@ MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 BAD_MEDIA = "bad_media"
 _MOST_SHOWN = 200  # characters of a path in an error
-# Why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
+# The reasons why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
 MediaReason = Literal[
     "missing_file",
     "outside_root",
@@ -51,9 +51,9 @@ MEDIA_REASONS: tuple[MediaReason, ...] = get_args(MediaReason)
 
 
 class MediaError(BadRow):
-    """Is an image, a video or a sound that cannot be used; only its prompt is dropped.
+    """An image, video or sound cannot be used; only its prompt is dropped.
 
-    ``kind`` is the item's kind and ``word`` one of `MEDIA_REASONS`. The text says which file it is and what is wrong.
+    ``kind`` is the item's kind and ``word`` one of `MEDIA_REASONS`. The text names the file and the error.
     """
 
     def __init__(self, kind: MediaKind, word: MediaReason, text: str) -> None:
@@ -63,7 +63,7 @@ class MediaError(BadRow):
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Says where a data row or an environment has an image, a video or a sound: a ``path`` or its ``data``, never both.
+    """Locates an image, video or sound of a data row or environment, by its ``path`` or its ``data``, never both.
 
     ``data`` is the content of the file, in any format that Relax decodes. ``path`` is absolute, or relative to
     data.media_root.
@@ -82,7 +82,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Returns the source for an error or a log, without its content; the middle of a long path is left out."""
+        """Returns the source for errors and logs, without its content; the middle of a long path is cut."""
         if self.path is None:
             return f"{len(self.data or b'')} bytes of {self.kind}"
         half = _MOST_SHOWN // 2
@@ -90,7 +90,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the location of one tensor of an item, counted in bytes from the first tensor byte of its file."""
+    """Holds the location of one tensor of an item, in bytes from the first tensor byte of its file."""
 
     name: str
     dtype: str  # a numpy name: "uint8", "float32"
@@ -103,19 +103,19 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """Describes an encoded image, video or sound, or a video together with its sound track.
 
     ``digest`` is the xxh3_128 in hex over settings and tensors; equal items have equal digests. ``token_ids`` are the
-    ids of the rows that the item stands for, int32 ``[rows]`` as little-endian bytes; those of a video contain its time
-    stamps. ``offsets`` are the three rotary positions of its rows relative to the position at which it begins, int32
-    ``[3, rows]`` (float32 if ``fractional``); ``advance`` is how far it moves the positions of what follows.
-    ``placeholder`` are the ids that stand for it where an engine expands by itself.
+    ids of the item's rows, int32 ``[rows]`` as little-endian bytes; a video's rows include its time stamps. ``offsets``
+    are the three rotary positions of its rows relative to the item's first position, int32 ``[3, rows]`` (float32 if
+    ``fractional``); ``advance`` is the distance from the item's first position to that of the next token.
+    ``placeholder`` are the ids that replace the item's rows for an engine that expands items itself.
 
-    ``grid`` is (time, height, width) in patches, zeros for a sound; each of its cells is one patch of the vision tower.
-    ``seconds`` is the time between two steps of the grid, 0 for an image. ``width`` and ``height`` are those of the
-    source in pixels, and ``frames`` counts the frames of pictures that are used. ``audio_frames`` counts the frames of
-    sound features, and ``audio_seconds`` is the length of the sound.
+    ``grid`` is (time, height, width) in patches of the vision tower, zeros for a sound. ``seconds`` is the time between
+    two time steps of the grid, 0 for an image. ``width`` and ``height`` are the source's size in pixels, and ``frames``
+    counts the image frames that are used. ``audio_frames`` counts the frames of audio features, and ``audio_seconds``
+    is the length of the sound.
 
-    ``tensors`` lie in the item's file; they have ``nbytes`` bytes together. What is seen is ``frames``, uint8
-    ``[frames, height, width, 3]``, and what is heard is ``features``, float32 ``[mel bins, audio_frames]``. A video
-    together with its sound has both.
+    ``tensors`` are in the item's file and have ``nbytes`` bytes together. The vision tensor is ``frames``, uint8
+    ``[frames, height, width, 3]``, and the audio tensor is ``features``, float32 ``[mel bins, audio_frames]``. A video
+    with its sound track has both.
     """
 
     kind: MediaKind
@@ -137,12 +137,12 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows that the item stands for."""
+        """Returns the number of rows that the item takes."""
         return len(self.token_ids) // 4
 
     @property
     def patches(self) -> int:
-        """Returns the number of patches that pass the vision tower."""
+        """Returns the number of patches for the vision tower."""
         time, height, width = self.grid
         return time * height * width
 
@@ -171,7 +171,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Media(msgspec.Struct, frozen=True):
-    """Places an item in a token tree or a prompt: it is the rows ``start`` to ``end`` (exclusive)."""
+    """Places an item in a token tree or a prompt, at the rows ``start`` to ``end`` (exclusive)."""
 
     item: MediaItem
     start: int
@@ -179,21 +179,21 @@ class Media(msgspec.Struct, frozen=True):
 
 
 class MediaReader(Protocol):
-    """Gives access to the tensors of items; the trainer and the engines get one."""
+    """Gives access to the tensors of items, for the trainer and the engines."""
 
     def bring(self, items: Sequence[MediaItem]) -> None:
-        """Waits until this node has the tensors of items, so that `tensors` need not. Raises `MediaGone`."""
+        """Waits until this node has the tensors of items, so that `tensors` need not wait. Raises `MediaGone`."""
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
-        """Returns read-only views of an item's tensors by name. Raises `MediaGone` if the item is not there."""
+        """Returns read-only views of an item's tensors by name. Raises `MediaGone` if the item is not stored."""
 
 
 class MediaGone(ValueError):
-    """Says that the tensors of an item are not there: its reader's lease has ended, or nobody ever named the item."""
+    """The tensors of an item are not stored: its reader's lease has ended, or the item never had a reference."""
 
 
 def short_form(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """Returns a prompt's ids with each item's rows replaced by its placeholder, for engines that expand themselves.
+    """Returns a prompt's ids with each item's rows replaced by its placeholder, for engines that expand items.
 
     ``media`` is in order of rows and does not overlap.
     """

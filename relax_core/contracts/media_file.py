@@ -1,4 +1,4 @@
-"""The file of one media item: its record and its tensors, which readers map and do not copy.
+"""Reads and writes the file of one media item: its record and its tensors, which readers map without a copy.
 
 Layout: 8 bytes of magic, the length of the record as uint32, the record (`MediaItem` as msgpack), zeros up to a
 multiple of 64 bytes, the tensors. The file's name is the item's digest.
@@ -26,12 +26,12 @@ _decoder = msgspec.msgpack.Decoder(MediaItem)
 
 
 def node_folder(folder: Path, node_id: str) -> Path:
-    """Returns the folder of a Ray node; ``folder`` is that of the run."""
+    """Returns the media folder of a Ray node; ``folder`` is the run's media folder."""
     return folder.with_name(f"{folder.name}-{node_id}")
 
 
 def is_digest(name: object) -> bool:
-    """Returns whether a name that came from outside can be the digest of an item; only such names become paths."""
+    """Returns whether an untrusted name can be the digest of an item; only such names become paths."""
     return isinstance(name, str) and _DIGEST.fullmatch(name) is not None
 
 
@@ -45,9 +45,9 @@ def item_digest(settings: bytes, tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def write_item(folder: Path, item: MediaItem, tensors: Mapping[str, np.ndarray]) -> MediaItem:
-    """Writes an item's file under its digest and returns the item with its tensors' places and its size.
+    """Writes an item's file under its digest, and returns the item with its tensors' locations and its size.
 
-    The file appears whole or not at all; an item that is already there is written again with the same content.
+    The write is atomic. An item that exists already is written again with the same content.
     """
     places: list[MediaTensor] = []
     end = 0
@@ -57,7 +57,6 @@ def write_item(folder: Path, item: MediaItem, tensors: Mapping[str, np.ndarray])
             MediaTensor(name=name, dtype=str(tensor.dtype), shape=list(tensor.shape), offset=end, nbytes=tensor.nbytes)
         )
         end += tensor.nbytes
-    # The record holds the size of the file, whose length in digits does not change the record's length by much.
     placed = msgspec.structs.replace(item, tensors=places, nbytes=end)
     record = _encoder.encode(placed)
     first = -(-(12 + len(record)) // _ALIGN) * _ALIGN
@@ -74,9 +73,9 @@ def write_item(folder: Path, item: MediaItem, tensors: Mapping[str, np.ndarray])
 
 
 def read_item(data: memoryview) -> tuple[MediaItem, dict[str, np.ndarray]]:
-    """Returns the record and read-only views of the tensors of an item's bytes.
+    """Returns the record and read-only views of the tensors from the bytes of an item's file.
 
-    Raises ValueError for bytes that are no item's.
+    Raises ValueError for bytes that are not an item.
     """
     length = int.from_bytes(data[8:12], "little")
     if bytes(data[:8]) != _MAGIC or len(data) < 12 + length:
@@ -91,7 +90,7 @@ def read_item(data: memoryview) -> tuple[MediaItem, dict[str, np.ndarray]]:
         start = first + place.offset
         try:
             tensor = np.frombuffer(data[start : start + place.nbytes], dtype=place.dtype).reshape(place.shape)
-        except TypeError as error:  # of a dtype that there is not
+        except TypeError as error:  # an unknown dtype
             raise ValueError(f"these bytes are no media item of Relax: {error}") from error
         tensor.flags.writeable = False
         tensors[place.name] = tensor
@@ -127,9 +126,9 @@ class FolderReader:
 
 
 class NodeReader:
-    """Maps the files of a node's media folder, which may lack items of other nodes. It implements `MediaReader`.
+    """Maps the files of a node's media folder, and fetches missing items. It implements `MediaReader`.
 
-    ``bring(digests)`` returns when the folder has these items, or raises `MediaGone`.
+    ``bring(digests)`` copies items from other nodes and returns when the folder has them, or raises `MediaGone`.
     """
 
     def __init__(self, folder: Path, *, bring: Callable[[Sequence[str]], None]) -> None:
@@ -138,7 +137,7 @@ class NodeReader:
         self._bring = bring
 
     def bring(self, items: Sequence[MediaItem]) -> None:
-        """Waits until the node has these items; one call for those that it lacks."""
+        """Waits until the node has these items, with one call of ``bring`` for the missing items."""
         if lacking := [item.digest for item in items if not (self._folder / item.digest).exists()]:
             self._bring(lacking)
 

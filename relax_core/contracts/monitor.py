@@ -1,11 +1,10 @@
-"""The monitor: one loop over a table of checks, for every process that looks after others.
+"""The monitor: runs a table of periodic health checks, in every process that supervises other processes.
 
-A row says what is looked at, how often, by which function, and what follows a finding; the finding names who is to
-blame. The supervisor's table is in `relax_core/control/supervisor.py`, the controller's in
-`relax_core/control/controller.py`, and that of Ray's daemons in `relax_core/control/host/ray_session.py`. An engine's
-owner has one for its engine, and a pool has one for its engines (`relax_core/engines/engine_pool.py`). A check that may
-wait for a process without an answer runs beside the loop, in a thread of its own, or starts a task in the loop of a
-pool.
+A row holds a check's function, its interval, and the action on a finding; the finding names the failed part. The
+supervisor's table is in `relax_core/control/supervisor.py`, the controller's in `relax_core/control/controller.py`, and
+the table for Ray's daemons in `relax_core/control/host/ray_session.py`. An engine's owner has a table for its engine,
+and a pool has one for its engines (`relax_core/engines/engine_pool.py`). A check that may block on a process that does
+not answer runs in its own thread beside the loop, or starts a task in the event loop of a pool.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-LONGEST_GAP_S = 3.0  # between two looks; a longer gap was a pause of this process and does not count as silence
-# Records, while a block runs, what a worker waits for and, as ``on``, who owes it.
+LONGEST_GAP_S = 3.0  # between two checks; a longer gap was a pause of this process and does not count as silence
+# Records, while a block runs, what a worker waits for and the task that has to act (``on``).
 Waiting = Callable[..., AbstractContextManager[None]]
-JOIN_S = 3.0  # how long the end waits for a thread, whose last look may wait for its deadline
+JOIN_S = 3.0  # longest wait for the threads at the end; a thread's last check may run until its deadline
 
 
 def not_recorded(what: str, *, on: str) -> AbstractContextManager[None]:
-    """Is a `Waiting` that records nothing."""
+    """Implements `Waiting` without recording anything."""
     return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Says who is to blame for a failure, and how it failed, as a clause that follows the name."""
+    """Describes a failure: ``blames`` names the failed part, and ``how`` is a clause that follows this name."""
 
     blames: str
     how: str
@@ -45,11 +44,11 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Is one row of a table.
+    """Holds one row of a table.
 
-    ``look`` is called every ``every_s`` seconds. It returns None while all is well, and it may raise what ends the
-    loop. ``act`` gets what it finds; a row whose ``look`` finds nothing needs none. A check ``beside`` the loop looks
-    and acts in its own thread, its first finding is its last, and ``at_end`` is called there when it has ended.
+    ``look`` is called every ``every_s`` seconds. It returns None or a finding; an exception ends the loop. ``act`` gets
+    the finding; a row whose ``look`` never returns a finding needs no ``act``. A check ``beside`` the loop runs in its
+    own thread and stops after its first finding; ``at_end`` is called there at its end.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Check:
     at_end: Callable[[], None] | None = None
 
     def found(self, finding: Finding) -> None:
-        """Does what follows a finding."""
+        """Runs the action for a finding."""
         assert self.act is not None, f"{self.name} has no consequence, and it found: {finding}"
         self.act(finding)
 
@@ -72,7 +71,7 @@ class Monitor:
         self._clock = clock
         self._due = {check: 0.0 for check in checks if not check.beside}
         self._ended = threading.Event()
-        self._broken: BaseException | None = None  # what a check beside the loop raised
+        self._broken: BaseException | None = None  # the exception of a check beside the loop
         self._threads = [
             threading.Thread(target=self._beside, args=(check,), name=f"monitor-{check.name}", daemon=True)
             for check in checks
@@ -97,11 +96,11 @@ class Monitor:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """Ends the checks beside the loop, without waiting for a look that goes on."""
+        """Ends the checks beside the loop, without waiting for a check in progress."""
         self._ended.set()
 
     def tick(self, *, at_once: Collection[str] = (), only: Collection[str] | None = None) -> None:
-        """Looks at all that is due, or at what is due of ``only``, and at the checks named in ``at_once``."""
+        """Runs the checks that are due (of ``only``, if given), and the checks in ``at_once``."""
         if self._broken is not None:
             raise self._broken
         now = self._clock()
@@ -127,7 +126,7 @@ class Monitor:
 
 
 class Elapsed:
-    """Measures the time between two looks, without what this process was paused for."""
+    """Measures the time between two checks, without pauses of this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

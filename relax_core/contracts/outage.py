@@ -1,4 +1,4 @@
-"""Tells an outage of a disk, which may end by itself, from other errors, and repeats an action that meets one.
+"""Retries an action during a disk outage, which may end by itself, and distinguishes outages from other errors.
 
 A disk may be full or mounted read-only for a while, a network disk may be interrupted, and another program may hold a
 lock on a database.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 RETRY_S = 1.0  # between the starts of two tries
-OUTAGE_SHARE = 0.9  # of run.stall_timeout_s; then the outage ends the run, before all services would start again
+OUTAGE_SHARE = 0.9  # fraction of run.stall_timeout_s after which an outage ends the run, before services restart
 
 _NUMBERS = frozenset(
     {
@@ -30,49 +30,49 @@ _SQLITE_CODES = frozenset(
         *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
     }
 )
-SQLITE_CODE_MASK = 0xFF  # an extended code of SQLite has its primary code in these bits
+SQLITE_CODE_MASK = 0xFF  # these bits of an extended SQLite code are its primary code
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 def is_outage(error: BaseException) -> bool:
-    """Returns True for an OSError or an error of SQLite that may not occur again when the action is repeated."""
+    """Returns whether an OSError or SQLite error may disappear when the action is repeated."""
     if isinstance(error, sqlite3.OperationalError):
         return sqlite_code(error) in _SQLITE_CODES
     return isinstance(error, OSError) and error.errno in _NUMBERS
 
 
 def sqlite_code(error: sqlite3.Error) -> int:
-    """Returns the primary code of an error of SQLite, 0 for an error of Python's module."""
+    """Returns the primary code of an SQLite error, 0 for an error of Python's module."""
     return int(getattr(error, "sqlite_errorcode", 0)) & SQLITE_CODE_MASK
 
 
 class Outage:
-    """Knows whether an outage is under way, why, and since when; thread-safe for one writer.
+    """Holds the current outage, its cause and its start; thread-safe for one writer.
 
-    ``what`` names the file or the work that waits. The begin and the end of an outage are logged as warnings, and
-    ``report`` is called with a text after each try that failed.
+    ``what`` names the file or the work that waits. The start and the end of an outage are logged as warnings, and
+    ``report`` is called with a text after each failed attempt.
     """
 
     def __init__(self, what: str, *, report: Callable[[str], None] = lambda text: None) -> None:
         self._what, self._report = what, report
-        self._now: tuple[str, float] | None = None  # the newest cause, and the monotonic time of the begin
+        self._now: tuple[str, float] | None = None  # (newest cause, monotonic time of the start)
 
     @property
     def problem(self) -> str:
-        """Is such as "No space left on device since 12 s"; "" without an outage."""
+        """Returns text such as "No space left on device since 12 s"; "" without an outage."""
         now = self._now
         return "" if now is None else f"{now[0]} since {time.monotonic() - now[1]:.0f} s"
 
     @property
     def seconds(self) -> float:
-        """Is how long the outage has lasted, 0 without an outage."""
+        """Returns how long the outage has lasted, 0 without an outage."""
         now = self._now
         return 0.0 if now is None else time.monotonic() - now[1]
 
     def met(self, error: BaseException) -> None:
-        """Records that a try has failed by an outage."""
+        """Records an attempt that failed because of an outage."""
         cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         if self._now is None:
             log.warning("%s waits for the disk: %s", self._what, cause)
@@ -80,17 +80,17 @@ class Outage:
         self._report(f"{self._what}: waits for the disk ({self.problem})")
 
     def over(self) -> None:
-        """Records that a try has succeeded."""
+        """Records a successful attempt."""
         if self._now is not None:
             log.warning("%s goes on after %.1f s: %s", self._what, time.monotonic() - self._now[1], self._now[0])
             self._now = None
 
 
 def wait_out(action: Callable[[], T], outage: Outage, *, limit_s: float, given_up: threading.Event | None = None) -> T:
-    """Returns the value of ``action``, which is repeated every `RETRY_S` while it fails by an outage.
+    """Repeats ``action`` every `RETRY_S` while it fails because of an outage, and returns its value.
 
-    It raises the newest error once ``limit_s`` seconds have passed since the first one, or once ``given_up`` is set;
-    any other error of ``action`` at once.
+    Raises the newest error once ``limit_s`` seconds have passed since the first error, or once ``given_up`` is set.
+    Raises other errors of ``action`` at once.
     """
     wait = threading.Event() if given_up is None else given_up
     first: float | None = None

@@ -1,4 +1,4 @@
-"""Checks the paths that a user names for a command's output, so that no command replaces or removes what exists."""
+"""Checks the output paths of commands, so that no command overwrites or removes existing files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def check_output_file(path: Path, *, option: str) -> None:
 
 
 def numbered(path: Path, *, suffix: str = "") -> Iterator[Path]:
-    """Yields ``path``, and then without an end the same name with a number in front of ``suffix``: NAME-2, NAME-3."""
+    """Yields ``path``, then endlessly the same name with a number before ``suffix``: NAME-2, NAME-3."""
     name = path.name.removesuffix(suffix)
     return itertools.chain([path], (path.with_name(f"{name}-{number}{suffix}") for number in itertools.count(2)))
 
 
 def next_free(path: Path) -> Path:
-    """Returns ``path``, or with the next free number: trace.json, trace-2.json, trace-3.json."""
+    """Returns the first free path of ``path`` and its numbered names: trace.json, trace-2.json, trace-3.json."""
     return next(each for each in numbered(path, suffix=path.suffix) if not (each.exists() or each.is_symlink()))
 
 
 def new_private_folder(wanted: Path, *, key: str) -> Path:
-    """Makes ``wanted`` as `private_folder` does if it is missing or empty, or else the next free DIR-2.
+    """Makes folder ``wanted`` as `private_folder` does if it is missing or empty, else the next free DIR-2.
 
     Returns the folder. Raises as `private_folder` does.
     """

@@ -1,4 +1,4 @@
-"""Defines the error for a wrong result of a plug-in, and what all checks of results share."""
+"""Helpers to call plug-ins safely: errors for wrong results, containment of exits, copies and number conversion."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from typing import Any, NoReturn
 
 from relax_core.contracts.foreign_values import shown
 
-# The largest size of a number of a reward. Its square, and a sum of some thousand squares, are finite in float32.
+# The largest absolute value of a reward. Its square, and a sum of some thousand squares, are finite in float32.
 MOST_REWARD = 1e15
 
 
 class WrongResult(TypeError):
-    """A plug-in returned what its contract does not allow."""
+    """A plug-in returned a result that its contract does not allow; the text names both."""
 
 
-_plugin_process: ContextVar[int] = ContextVar("_plugin_process")  # whose block runs a plug-in
+_plugin_process: ContextVar[int] = ContextVar("_plugin_process")  # id of the process that runs plug-in code now
 _exit_process = os._exit
 
 
 def contain_exits() -> None:
-    """Makes ``os._exit`` in code of a plug-in a failure of the plug-in in this process, which others share."""
+    """Turns ``os._exit`` in plug-in code into an error of the plug-in, for a process that runs other code, too."""
     os._exit = _exit
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends the process as ``os._exit`` does, unless a plug-in would end the process that called it."""
+    """Ends the process as ``os._exit`` does, but raises if a plug-in calls it in the process that runs the plug-in."""
     if _plugin_process.get(0) == os.getpid():
         raise _ProcessExit(f"it called os._exit({status})")
     _exit_process(status)
 
 
 class PluginStopped(RuntimeError):
-    """A plug-in raised what is no `Exception`, such as SystemExit, or called ``os._exit``; the text says which."""
+    """A plug-in raised a non-`Exception` such as SystemExit, or called ``os._exit``; the text says which."""
 
 
 class _ProcessExit(BaseException):
@@ -52,10 +52,10 @@ class _ProcessExit(BaseException):
 
 
 class Contained:
-    """Raises `PluginStopped` for any exception of its block that is no `Exception`; the block is code of a plug-in.
+    """Wraps a block of plug-in code and raises `PluginStopped` for exceptions that are no `Exception`.
 
-    A cancellation of the running task, and the KeyboardInterrupt of a signal, pass as they are. Behind `contain_exits`
-    it raises `PluginStopped` for ``os._exit``, too, but in a child process that the block forks.
+    A cancellation of the running task and the KeyboardInterrupt of a signal pass unchanged. After `contain_exits` it
+    also raises `PluginStopped` for ``os._exit``, except in a child process that the block forks.
     """
 
     def __enter__(self) -> None:
@@ -64,7 +64,7 @@ class Contained:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, GeneratorExit):  # which a coroutine that nobody awaits gets in another context
+        if not isinstance(error, GeneratorExit):  # raised in another context if a coroutine is never awaited
             _plugin_process.reset(self._token)
         if error is None or isinstance(error, Exception) or _comes_from_outside(error):
             return
@@ -73,8 +73,8 @@ class Contained:
 
 
 def _comes_from_outside(error: BaseException) -> bool:
-    """Returns whether an exception may be a signal's or a cancellation, and not the plug-in's own."""
-    if isinstance(error, KeyboardInterrupt):  # Python raises that of a signal in the main thread alone
+    """Returns whether an exception may come from a signal or a cancellation, not from the plug-in."""
+    if isinstance(error, KeyboardInterrupt):  # Python raises it for a signal only in the main thread
         return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT))
     if isinstance(error, asyncio.CancelledError):
         try:
@@ -86,7 +86,7 @@ def _comes_from_outside(error: BaseException) -> bool:
 
 
 def contained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a plug-in's function within `Contained`; it is async if ``function`` is."""
+    """Returns a plug-in's function wrapped in `Contained`; it is async if ``function`` is."""
     if is_async(function):
 
         @functools.wraps(function, updated=())
@@ -111,15 +111,15 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def contained_spec(spec: Any) -> Any:
-    """Returns a SPEC with all its functions within `Contained`."""
+    """Returns a SPEC with all its functions wrapped in `Contained`."""
     values = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "config"}
     return replace(spec, **{name: contained(value) for name, value in values.items() if callable(value)})
 
 
 def own_copy(value: Any) -> Any:
-    """Returns a value of a data row whose lists and mappings belong to the receiver; texts, bytes and media are shared.
+    """Returns a copy of a data row's value with new lists and mappings; texts, bytes and media are shared.
 
-    What a plug-in changes in it reaches no other sample, epoch or evaluation.
+    So a plug-in's changes do not affect other samples, epochs or evaluations.
     """
     if isinstance(value, Mapping):
         return {name: own_copy(one) for name, one in value.items()}
@@ -133,7 +133,7 @@ def own_copy(value: Any) -> Any:
 
 
 class PluginFunction:
-    """Holds the plug-in's function that returned a result, in the words with which an error begins."""
+    """Describes a plug-in's function and makes errors about its results."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
         whole = inspect.unwrap(function)  # the function may be an object with __call__
@@ -147,7 +147,7 @@ class PluginFunction:
         return WrongResult(f"{self._words} returned{of}{shown(came)} of type {type(came).__name__}. Wanted: {wanted}.")
 
     def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
-        """Returns the error for a result that is not the wanted tensor, with its shape and dtype."""
+        """Returns the error for a result that is not the expected tensor, with the result's shape and dtype."""
         if not hasattr(came, "shape"):
             return self.wrong(came, wanted, what=what)
         described = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
@@ -164,7 +164,7 @@ def not_awaited(came: Any) -> Any:
 def as_number(value: object) -> float | None:
     """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object.
 
-    It is infinite for an integer or a fraction that no float holds. An object that fails to give its value is none.
+    The result is infinite for an integer or a fraction beyond the range of floats. An object that raises gives None.
     """
     if isinstance(value, numbers.Real):
         return _as_float(value)
@@ -176,7 +176,7 @@ def as_number(value: object) -> float | None:
 
 
 def too_large(number: float) -> str | None:
-    """Returns why a number is none to train on; None if it is finite and at most `MOST_REWARD` in size."""
+    """Returns why a number cannot be trained on; None if it is finite and its absolute value at most `MOST_REWARD`."""
     if not math.isfinite(number):
         return "which is no number to train on"
     if abs(number) > MOST_REWARD:
@@ -189,5 +189,5 @@ def _as_float(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-    except Exception:  # the number of a plug-in is foreign code
+    except Exception:  # a plug-in's number type is untrusted code
         return None

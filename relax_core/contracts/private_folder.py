@@ -1,4 +1,4 @@
-"""Makes and checks folders that no other user of the machine can read, change or lock: run folders and caches."""
+"""Creates and checks private folders, such as run folders and caches, that no other user can read, change or lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 MODE = 0o700
 CACHE_KEY = "XDG_CACHE_HOME"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton keep compiled code below it
-_OTHERS = 0o077  # the rights of a group and of everybody
+_OTHERS = 0o077  # the permissions of group and others
 _ROOT = 0
 _MOST_LINKS = 40  # as many as the kernel follows in one path
 _ALL_USERS = ["0", "0", str(2**32 - 1)]
@@ -28,12 +28,12 @@ def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
     """Makes a folder of mode 0700 with its missing parents, or makes an existing folder private, and returns it.
 
     ``key`` names the setting in errors, and on stderr when the mode of an existing folder is changed. Raises
-    ValueError, with key, value and fix, if the folder, a parent, or a link on the way belongs to another user, or if
-    everybody may rename a parent: another user could then replace the folder. A folder below /tmp is fine, where only
-    the owner of a file may rename it; /tmp itself is none, since all users share it. Raises FileExistsError if the
-    folder exists and ``exist_ok`` is False, and OSError if it cannot be made.
+    ValueError, with key, value and fix, if the folder, a parent, or a link in the path belongs to another user, or if
+    all users may rename a parent: another user could then replace the folder. A folder below /tmp is allowed, because
+    only the owner of a file may rename it there; /tmp itself is refused, because all users share it. Raises
+    FileExistsError if the folder exists and ``exist_ok`` is False, and OSError if it cannot be made.
 
-    A folder that a group may write into is accepted as a parent: members of a group are trusted.
+    A group-writable parent is accepted: members of a group are trusted.
     """
     named = f"{key}={folder}"
     left, current, links = [*reversed((Path.cwd() / folder).parts[1:])], Path("/"), 0
@@ -67,18 +67,18 @@ def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
 
 
 def _made(entry: Path) -> tuple[bool, os.stat_result]:
-    """Makes a folder if nothing is there; returns whether it did, and the state of what is there, of a link its own."""
+    """Makes a folder if the path does not exist; returns whether it did, and the path's lstat."""
     try:
         return False, entry.lstat()
     except FileNotFoundError:
-        with suppress(FileExistsError):  # somebody has just made it: it is checked as any other
+        with suppress(FileExistsError):  # another process has just made it: it is checked like any other folder
             entry.mkdir(mode=MODE)
             return True, entry.lstat()
         return False, entry.lstat()
 
 
 def _target(link: Path, state: os.stat_result, *, named: str, links: int) -> Path:
-    """Returns where a link of this user or of root leads; ``links`` counts those of the path."""
+    """Returns the target of a link that belongs to this user or to root; ``links`` counts the links of the path."""
     if links > _MOST_LINKS:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
     if state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
@@ -90,8 +90,8 @@ def _target(link: Path, state: os.stat_result, *, named: str, links: int) -> Pat
 
 
 def _check_parent(parent: Path, state: os.stat_result, *, named: str) -> None:
-    """Raises ValueError if another user could rename what is in a folder."""
-    # Root of a container may work below a mounted folder of the person who started the container.
+    """Raises ValueError if another user could rename entries of a folder."""
+    # Root in a container may work below a mounted folder of the user who started the container.
     if os.geteuid() != _ROOT and state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
         raise ValueError(
             f"{named}: {parent} belongs to another user (uid {state.st_uid}), who could replace the folder. "
@@ -106,7 +106,7 @@ def _check_parent(parent: Path, state: os.stat_result, *, named: str) -> None:
 
 @cache
 def _missing_user() -> int | None:
-    """Returns the number that stands for every user whom this process's namespace lacks; None if it has all.
+    """Returns the uid that stands for all users outside this process's user namespace; None if it has all users.
 
     The root folder of some containers, and folders that are mounted into one, belong to such a user.
     """
@@ -116,7 +116,7 @@ def _missing_user() -> int | None:
 
 
 def _make_private(folder: Path, *, named: str) -> None:
-    """Takes the rights of other users from a folder of this user; ``folder`` is no link."""
+    """Removes other users' permissions from a folder of this user; ``folder`` is not a link."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -135,9 +135,9 @@ def _make_private(folder: Path, *, named: str) -> None:
 
 
 def user_cache(*names: str) -> Path:
-    """Returns a path in the user's cache of Relax: ``$XDG_CACHE_HOME/relax``, by default ``~/.cache/relax``.
+    """Returns a path in Relax's user cache: ``$XDG_CACHE_HOME/relax``, by default ``~/.cache/relax``.
 
-    ``names`` are the parts of the path below it. The cache is made private if it exists, and not made otherwise.
+    ``names`` are the parts of the path below it. An existing cache is made private; a missing cache is not created.
     """
     folder = Path(os.environ.get(CACHE_KEY) or Path.home() / ".cache", "relax")
     if folder.exists():
@@ -146,7 +146,7 @@ def user_cache(*names: str) -> Path:
 
 
 def set_compile_cache(environment: MutableMapping[str, str]) -> None:
-    """Sets the folder of code that torch compiles, unless the user has set it.
+    """Sets the folder for torch's compiled code, unless the user has set it.
 
     torch's own default is /tmp/torchinductor_NAME. Another user could make that folder first and put code into it.
     """
@@ -155,13 +155,13 @@ def set_compile_cache(environment: MutableMapping[str, str]) -> None:
 
 
 def set_private_files() -> int:
-    """Lets this process, and those that it will start, make files for this user alone. Returns the earlier umask."""
+    """Makes new files of this process and its later children private to this user. Returns the earlier umask."""
     return os.umask(_OTHERS)
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Does the same until the block ends."""
+    """Makes new files private to this user until the block ends."""
     earlier = set_private_files()
     try:
         yield
@@ -171,7 +171,7 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def unshared_writes() -> Iterator[None]:
-    """Lets this process make files that no other user can write; who may read them is left to the user's umask."""
+    """Makes new files writable only by this user until the block ends; the user's umask still decides about reads."""
     earlier = set_private_files()
     os.umask(earlier | 0o022)
     try:
@@ -185,9 +185,9 @@ _POLL_S = 0.1
 
 @contextmanager
 def file_locked(path: Path, *, deadline_s: float, makes: str) -> Iterator[None]:
-    """Holds a lock file against other processes. The kernel releases it when the process dies.
+    """Holds a lock file that excludes other processes. The kernel releases it when the process dies.
 
-    Raises TimeoutError, which says that another process ``makes`` something, if it holds the lock for ``deadline_s``.
+    Raises TimeoutError if another process holds the lock for ``deadline_s``; ``makes`` says in the error what it makes.
     """
     give_up = time.monotonic() + deadline_s
     with path.open("w") as file:
@@ -208,8 +208,8 @@ def folder_made_once(folder: Path, make: Callable[[Path], None], *, deadline_s: 
     """Returns a folder of the user's cache, which ``make`` fills on first use.
 
     ``make`` gets an empty temporary folder, which is then renamed, so that no process sees a half-made folder. Other
-    processes that call it at the same time wait for the first. Raises as ``make`` does, and as `private_folder` and
-    `file_locked` do; nothing half-made is left behind.
+    processes that call it at the same time wait for the first. Raises as ``make``, `private_folder` and `file_locked`
+    do, and then removes the temporary folder.
     """
     if folder.is_dir():
         return folder

@@ -1,7 +1,7 @@
-"""Kills processes and all of their children, also stopped ones.
+"""Kills processes and all their children, including stopped processes.
 
-It uses signals and psutil, because Ray's own kill takes seconds for a process that does not answer. A subreaper is a
-process whose descendants become its children if they lose their parent, so that it can kill them all. Linux offers
+It uses signals and psutil, because Ray's kill takes seconds for a process that does not answer. A subreaper is a
+process whose descendants become its children if they lose their parent, so that it can kill all of them. Linux offers
 this through prctl(2), which neither the standard library nor psutil wraps.
 """
 
@@ -53,7 +53,7 @@ def kill_trees(pids: Iterable[int]) -> None:
 
 
 def _has_exited(process: psutil.Process) -> bool:
-    """Is True also for a zombie, for which its parent has not waited yet."""
+    """Returns whether a process has exited; a zombie, whose parent has not waited for it yet, counts as exited."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -63,16 +63,16 @@ def _has_exited(process: psutil.Process) -> bool:
 class OwnedProcesses:
     """Kills processes of this machine whose owners have exited.
 
-    Such a process notices its owner's end by itself, unless it is stopped or hangs.
+    Such a process normally ends by itself after its owner, unless it is stopped or hangs.
     """
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[psutil.Process, list[psutil.Process]]] = {}
 
     def record(self, name: str, owner: int, owned: Iterable[int]) -> None:
-        """Records that process ``owner`` of the name ``name`` owns these processes.
+        """Records that process ``owner``, called ``name``, owns these processes.
 
-        If another process had that name before, the processes that it owned are killed.
+        If another process had that name before, its processes are killed.
         """
         known = self._owners.get(name)
         if known is not None and known[0].pid != owner:
@@ -84,7 +84,7 @@ class OwnedProcesses:
             self._owners[name] = process, [seen.get(pid) or psutil.Process(pid) for pid in owned]
 
     def forget(self, name: str) -> None:
-        """Kills the processes that the owner of this name owned, and forgets it."""
+        """Kills the processes of the owner with this name, and removes the owner."""
         if name in self._owners:
             self._end(name)
 
@@ -115,12 +115,12 @@ def prctl(option: int, value: int | ctypes.c_char_p) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of all its descendants that lose their own, so that `end_children` finds them."""
+    """Makes this process the parent of descendants that lose their parent, so that `end_children` finds them."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children(*, spare: int | None = None) -> None:
-    """Kills all descendants of this process but the child ``spare``, and waits until they have exited.
+    """Kills all descendants of this process except the child ``spare``, and waits until they have exited.
 
     Raises RuntimeError, which names the processes that SIGKILL does not end within `EXIT_TIMEOUT_S` seconds.
     """
@@ -133,6 +133,6 @@ def end_children(*, spare: int | None = None) -> None:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         for child in children:
-            with suppress(ChildProcessError):  # the child of a child
+            with suppress(ChildProcessError):  # an indirect child
                 os.waitpid(child.pid, os.WNOHANG)
         time.sleep(POLL_S)

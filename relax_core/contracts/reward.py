@@ -1,4 +1,4 @@
-"""The contract of a reward: a function of a response and its data row, run in the rollout or in a worker process."""
+"""The contract of a reward: a function of a response and its data row that runs in the rollout or a worker process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from relax_core.contracts.judge import JudgePlan
 
-AUTO = "auto"  # reward.shadow: the one that the reward's SPEC names
+AUTO = "auto"  # reward.shadow: the shadow reward in the reward's SPEC
 WARN, REFUSE, OFF = "warn", "refuse", "off"  # reward.audit
 REPORT, MASK, HALT = "report", "mask", "halt"  # reward.on_hack
-EVALUATED = "eval/"  # begins the uids of episodes of evaluations
+EVALUATED = "eval/"  # prefix of the uids of evaluation episodes
 _SHOWN = 100  # characters of each side of a comparison
 
 
@@ -27,17 +27,17 @@ class RewardInput:
     """Holds the input of a reward for one response.
 
     ``response`` is the text of the sampled tokens without the stop token. ``stop_string`` is the string of rollout.stop
-    that ended it and stands in it, empty if none did. ``stopped`` is False if the response was cut at the token limit.
-    ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's uid and
-    ``where`` the data row's file and line, or its number in an evaluation set.
+    that ended the response and is part of it, else empty. ``stopped`` is False if the response was cut at the token
+    limit. ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's uid
+    and ``where`` the data row's file and line, or its number in an evaluation set.
 
-    In an env with turns, ``response`` and ``stopped`` are those of the last turn. ``turns`` has the texts of all
-    responses, in order. ``turn_rewards`` has the env's reward for each, None if it gave none. ``messages`` is the whole
-    conversation with the responses. ``ended`` is the reason why the episode ended (`relax_core.contracts.env.Ended`).
-    These four are empty if one response answers a data row.
+    In a multi-turn env, ``response`` and ``stopped`` are those of the last turn. ``turns`` has the texts of all
+    responses, in order. ``turn_rewards`` has the env's reward for each turn, None if it gave none. ``messages`` is the
+    whole conversation with the responses. ``ended`` is the reason why the episode ended
+    (`relax_core.contracts.env.Ended`). These four are empty in single-turn episodes.
 
-    ``media`` describes the items of the conversation, in order; `frames` and `features` give their tensors. No field
-    holds their bytes: the row and the messages name a file, or say how many bytes an item without a file had.
+    ``media`` describes the items of the conversation, in order; `frames` and `features` return their tensors. No field
+    holds their bytes: the row and the messages have a file name, or the number of bytes of an item without a file.
     ``media_folder`` is the folder of the items' files.
     """
 
@@ -57,7 +57,7 @@ class RewardInput:
 
     @property
     def is_trained(self) -> bool:
-        """Returns whether the answer belongs to training, and not to an evaluation or to no run."""
+        """Returns whether the answer belongs to training, not to an evaluation or to a call outside of a run."""
         return bool(self.uid) and not self.uid.startswith(EVALUATED)
 
     @property
@@ -68,15 +68,15 @@ class RewardInput:
     def frames(self, number: int) -> np.ndarray:
         """Returns the pixels of ``media[number]`` as the model sees them.
 
-        They are read-only uint8 ``[frames, height, width, 3]`` and are read from the item's file, in a worker process
-        too. Raises ValueError if the file is not there or if the item is a sound.
+        They are read-only uint8 ``[frames, height, width, 3]``, mapped from the item's file, also in worker processes.
+        Raises ValueError if the file is missing or if the item is a sound.
         """
         return self._tensor(number, "frames")
 
     def features(self, number: int) -> np.ndarray:
-        """Returns the features of the sound of ``media[number]``, read-only float32 ``[mel bins, frames]``.
+        """Returns the audio features of ``media[number]``, read-only float32 ``[mel bins, frames]``.
 
-        Raises ValueError if its file is not there or if the item has no sound.
+        Raises ValueError if its file is missing or if the item has no sound.
         """
         return self._tensor(number, "features")
 
@@ -96,16 +96,16 @@ class RewardInput:
 class RewardOutput:
     """Holds the result of a reward for one response.
 
-    ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` says
-    that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
-    ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
-    if the reward found none, and None if the whole response is the answer. ``why`` is a short text that says what was
-    compared with what, or what a judge wrote. ``cause`` is one word in lower case, such as ``timeout``, by which
-    metrics count answers without a reward.
+    ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` is True
+    if the answer is fully correct; it determines accuracy. ``reason`` says why there is no reward, else it is empty.
+    ``answer`` is the answer that the reward extracted, for majority votes (maj@k) in evaluations; it is empty if the
+    reward found no answer, and None if the whole response is the answer. ``why`` is a short explanation: the compared
+    texts, or a judge's output. ``cause`` is one lower-case word, such as ``timeout``; metrics count answers without a
+    reward by cause.
 
-    Numbers are finite and at most 1e15 in size; a larger one means that there is no reward. Of ``why``, ``reason``,
-    ``answer`` and ``cause`` the first `MOST_WHY`, `MOST_REASON`, `MOST_ANSWER` and `MOST_CAUSE` characters are kept.
-    There are at most `MOST_PARTS` parts.
+    Numbers must be finite and at most 1e15 in absolute value, otherwise there is no reward. ``why``, ``reason``,
+    ``answer`` and ``cause`` are cut at `MOST_WHY`, `MOST_REASON`, `MOST_ANSWER` and `MOST_CAUSE` characters. There are
+    at most `MOST_PARTS` parts.
     """
 
     reward: float | None
@@ -118,10 +118,10 @@ class RewardOutput:
 
 
 def with_shadow(output: RewardOutput, shadow: RewardOutput, *, mask: bool) -> RewardOutput:
-    """Returns an output with two more parts: whether the shadow finds the answer right, and the gap.
+    """Returns the output with two more parts: whether the shadow reward accepts the answer, and the gap.
 
-    The gap is 1 if the reward alone finds the answer right, -1 if the shadow alone does, and 0 if they agree. An answer
-    that one of the two gives no reward keeps its output. With ``mask`` an answer with a gap of 1 has no reward.
+    The gap is 1 if only the reward accepts the answer, -1 if only the shadow does, and 0 if they agree. If one of the
+    two gives no reward, the output is not changed. With ``mask`` an answer with a gap of 1 has no reward.
     """
     if output.reward is None or shadow.reward is None:
         return output
@@ -133,36 +133,36 @@ def with_shadow(output: RewardOutput, shadow: RewardOutput, *, mask: bool) -> Re
 
 
 def compared(found: str | None, wanted: str) -> str:
-    """Returns text for `RewardOutput.why`: what was found in a response, None for nothing, and what was wanted."""
+    """Returns text for `RewardOutput.why`: the answer in a response (None for no answer) and the reference answer."""
     return f"{'no answer' if found is None else repr(found[:_SHOWN])} against {wanted[:_SHOWN]!r}"
 
 
 class RewardUnusable(ValueError):
-    """The reward cannot score any answer, because its settings or its server are wrong; the run ends with the text."""
+    """The reward cannot score any answer, because its settings or server are wrong; the run ends with this error."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Holds the settings that every reward has.
+    """Holds the settings that all rewards share.
 
-    ``timeout_s`` is the time in seconds that the scoring of one answer may take. ``memory_gib`` is the memory in GiB
-    that the process of an isolated reward may have while it scores. ``max_failed`` is the share of answers that may
-    have no reward, over the newest data rows; above it the run ends.
+    ``timeout_s`` is the time limit in seconds to score one answer. ``memory_gib`` is the memory limit in GiB of an
+    isolated reward's process while it scores. ``max_failed`` is the largest share of answers without a reward, over the
+    newest data rows; above it the run ends.
 
     With ``sandbox`` "auto" the processes of isolated rewards run in the sandbox if the machine has one; "none" is for
-    rewards that need files, variables or a network of this user.
+    rewards that need this user's files, variables or network.
 
-    ``by`` is the column of the data that names a row's reward; a row without it has the reward ``name``. ``parts``
-    describes other rewards (`reward_parts`): those that a reward with ``combine`` is made of, or, with ``by``, the
-    settings of rewards that rows name.
+    ``by`` is the data column that names a row's reward; a row without a value uses the reward ``name``. ``parts``
+    describes other rewards (`reward_parts`): the parts of a reward with ``combine``, or, with ``by``, the settings of
+    the rewards that rows name.
 
-    ``audit`` is warn, refuse or off: the result of the check for wrong answers that the reward awards, before the
-    start. A family of such answers is named if it is awarded in more than the share ``audit_limit`` of the rows.
+    ``audit`` is warn, refuse or off: the reaction if the check before the start finds that the reward accepts wrong
+    answers. A family of wrong answers is reported if it is accepted in more than the share ``audit_limit`` of the rows.
 
     ``shadow`` is the name of an independent, stricter reward that scores the same answers and is never trained, or an
-    entry such as those of ``parts``; "auto" takes the `RewardSpec.shadow` of the reward, and None takes none.
-    ``shadow_share`` is the share of the groups that it scores. ``on_hack`` is report, mask or halt: what happens with
-    answers that the reward finds right and the shadow does not.
+    entry as in ``parts``; "auto" uses the reward's `RewardSpec.shadow`, and None uses no shadow. ``shadow_share`` is
+    the share of the groups that it scores. ``on_hack`` is report, mask or halt: the reaction to answers that the reward
+    accepts and the shadow rejects.
     """
 
     name: str
@@ -180,22 +180,22 @@ class RewardConfig:
 
 
 SHADOW, SHADOW_GAP = "shadow", "shadow_gap"  # parts of an answer's reward, see `with_shadow`
-UNCONFIRMED = "unconfirmed"  # the cause if an answer has no reward because the shadow does not find it right
+UNCONFIRMED = "unconfirmed"  # the cause if an answer has no reward because the shadow rejects it
 Scored = RewardOutput | float
 MOST_WHY = 300  # characters
 MOST_REASON = 2000  # characters
 MOST_ANSWER = 10_000  # characters
-MOST_CAUSE = 100  # characters; of the name of a part, too
+MOST_CAUSE = 100  # characters; also the limit of a part's name
 MOST_PARTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPart:
-    """Is a reward as an entry of ``reward.parts`` describes it.
+    """Holds one entry of ``reward.parts``: a reward with settings, weight and condition.
 
-    ``label`` names the part in metrics. ``reward`` is the name of a reward and ``settings`` are its own settings.
-    ``weight`` is its factor in a sum. ``when`` maps columns to the values of the data rows that the part scores, all
-    rows if it is empty. Without ``optional``, an answer that this part gives no reward has none at all.
+    ``label`` is the part's name in metrics. ``reward`` is the name of a reward and ``settings`` are its settings.
+    ``weight`` is its factor in a sum. ``when`` maps columns to allowed values and selects the data rows that the part
+    scores; empty means all rows. Without ``optional``, an answer without a reward of this part has no reward at all.
     """
 
     label: str
@@ -210,14 +210,14 @@ class RewardPart:
         return all(row.get(column) in values for column, values in self.when.items())
 
 
-_OF_PART = ("reward", "name", "weight", "when", "optional")  # the keys of an entry that are no settings of its reward
+_OF_PART = ("reward", "name", "weight", "when", "optional")  # the keys of an entry that are not its reward's settings
 
 
 def reward_parts(config: RewardConfig) -> list[RewardPart]:
     """Returns the entries of ``config.parts``, in order.
 
     Raises ValueError (key, value, fix) for an entry without a reward, a weight that is no finite number, a condition
-    that is no mapping, two entries with one name, and an entry that is itself by column or made of parts.
+    that is no mapping, two entries with the same name, and an entry with ``by`` or ``parts``.
     """
     found: list[RewardPart] = []
     for number, entry in enumerate(config.parts):
@@ -257,37 +257,37 @@ def reward_part(entry: Mapping[str, Any], *, where: str) -> RewardPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """Is the record of one reward, with exactly one of three functions.
+    """Describes one reward, with exactly one of three functions: ``score``, ``score_group`` or ``combine``.
 
     ``score`` takes one answer. ``score_group`` takes a list of the answers to one data row and returns a list with one
-    entry for each. ``combine`` takes an answer and the outputs of those of ``config.parts`` that apply to its data row
-    and have a reward, by their labels, and runs in the rollout's event loop. A function may return a plain number
-    instead of a `RewardOutput`; the answer is then exact if the number is 1.
+    entry for each. ``combine`` runs in the rollout's event loop; it takes an answer and the outputs, by label, of all
+    ``config.parts`` that apply to its data row and have a reward. A function may return a plain number instead of a
+    `RewardOutput`; the answer is then exact if the number is 1.
 
     An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s`` seconds
-    for each answer. Several calls may run at the same time; those of plain functions run in threads. ``tasks`` are the
-    generated tasks (``data.task``) that it scores if it scores no others; empty for any task. ``scores_turns``: it
-    reads what an env gave for its turns, so an env of one turn is refused.
+    for each answer. Several calls may run at the same time; plain functions run in threads. ``tasks`` lists the
+    generated tasks (``data.task``) to which the reward is limited; empty means any task. ``scores_turns``: it reads the
+    env's turn rewards, so a single-turn env is refused.
 
-    ``isolated``: the function runs library code that may hang or crash, so it runs in a worker process that is killed
+    ``isolated``: the function calls library code that may hang or crash, so it runs in a worker process that is killed
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
-    plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for settings that make
-    no sense. ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
+    plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for invalid settings.
+    ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
     ``check_row`` raises ValueError for a data row whose answer or other columns the reward cannot read; it runs before
-    the start, so it is quick. ``right_answers`` returns responses that name the answer of a label in the reward's own
-    format; before the start the reward scores them, and a label for which one of them is not exact is reported.
+    the start, so it must be fast. ``right_answers`` returns correct responses for a label in the reward's own format;
+    before the start the reward scores them, and a label with a response that is not exact is reported.
 
-    ``needs_sandbox``: the library of an isolated reward evaluates answers as programs. The run does not start without a
-    sandbox, and each call gets a process of its own, in which no program, file or process can be made. ``reads``
-    returns files and folders beside the reward's own file that an isolated reward may read in the sandbox.
+    ``needs_sandbox``: the library of an isolated reward executes answers as programs. The run does not start without a
+    sandbox, and each call gets its own process, which cannot create programs, files or processes. ``reads`` returns the
+    files and folders, in addition to the reward's file, that an isolated reward may read in the sandbox.
 
     ``shadow`` names the reward that checks this reward during a run (``reward.shadow=auto``), empty for none.
 
-    ``judges`` returns the judges that an async reward asks; its inputs are then of the class
+    ``judges`` returns the judges that an async reward calls; its inputs are then of the class
     `relax_core.contracts.judge.JudgedInput`.
 
-    Raises ValueError if not exactly one function is given, and for a function that is async and isolated, that asks
-    judges and is not async, or that needs a sandbox and is not isolated.
+    Raises ValueError unless exactly one function is given, and for an isolated async function, for ``judges`` without
+    an async function, and for ``needs_sandbox`` without ``isolated``.
     """
 
     name: str
@@ -332,7 +332,7 @@ class RewardSpec:
 
     @property
     def is_async(self) -> bool:
-        """Is True if the function has to be awaited; the function may be an object with an ``async def __call__``."""
+        """Returns whether the function must be awaited; it may be an object with an ``async def __call__``."""
         if self.combine is not None:
             return False
         function = inspect.unwrap(self.score or self.score_group)  # type: ignore[arg-type]  # one of them is there

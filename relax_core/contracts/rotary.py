@@ -1,7 +1,7 @@
-"""Rotary positions with three axes (time, height, width), which follow from a tree and its media items.
+"""Computes rotary positions with three axes (time, height, width) from a tree and its media items.
 
-Text moves all three positions by 1. An item adds its offsets to the position at which it begins, and then moves the
-positions by its advance. A branch goes on from its parent. So no positions travel.
+A text token advances all three positions by 1. An item adds its offsets to its first position, and then moves the
+positions by its advance. A branch continues from its parent. So positions need not be stored or sent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rotary_of_sequence(length: int, media: Sequence[Media]) -> tuple[np.ndarray,
 
 
 def _path_sums(runs: Chains, values: np.ndarray) -> np.ndarray:
-    """Returns for each row the sum of ``values`` over the rows of its path, itself included."""
+    """Returns for each row the sum of ``values`` over the rows of its path, including itself."""
     sums = np.cumsum(values)
     before = sums - values
     shift = -before[runs.start]  # so that each chain starts its own sum

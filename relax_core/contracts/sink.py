@@ -1,4 +1,4 @@
-"""Defines a metrics sink, which takes the records that a run reports, and stores or sends them."""
+"""The contract of a metrics sink, which stores or sends the metric, text and histogram records of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 TextCell = str | int | float | bool | None
-SAMPLED_MARKS = ("⟦", "⟧")  # they stand around what the model sampled, in the texts of episodes of several turns
+SAMPLED_MARKS = ("⟦", "⟧")  # they enclose sampled text in the texts of multi-turn episodes
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True, tag="numbers", tag_field="type"):
@@ -26,10 +26,10 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True, tag="numbers", tag
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True, tag="texts", tag_field="type"):
     """Holds texts of one ``kind`` at ``step``.
 
-    Each row is a dict. A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of
-    the evaluation set if the set has one. The response of an episode of several turns is the whole conversation, one
-    message after the other, with `SAMPLED_MARKS` around what the model sampled, and how it ended. A row of
-    `bad_rows_kind` has row (the number of the data row), reason and text.
+    Each row is a dict. A row of kind "eval" has prompt, answer (the reference answer), response and exact, and the name
+    of the evaluation set if the set has one. The response of a multi-turn episode is the whole conversation, message by
+    message, with `SAMPLED_MARKS` around sampled text, and the reason of its end. A row of `bad_rows_kind` has row (the
+    number of the data row), reason and text.
     """
 
     kind: str
@@ -39,9 +39,9 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True, tag="texts", tag_fie
 
 
 class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True, tag="histogram", tag_field="type"):
-    """Holds the distribution of the values of ``name`` that ``source`` had at ``step``.
+    """Holds the distribution of the values of ``name`` that ``source`` reported for ``step``.
 
-    ``counts[k]`` values lie above ``limits[k - 1]`` (without a lower limit for k = 0) and up to ``limits[k]``.
+    ``counts[k]`` values are above ``limits[k - 1]`` (no lower limit for k = 0) and at most ``limits[k]``.
     ``total`` and ``total_of_squares`` are sums over the values. ``time_s`` is Unix time, in seconds.
     """
 
@@ -62,43 +62,43 @@ Record = MetricRecord | TextRecord | HistogramRecord
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStart:
-    """Holds what a sink is opened with. ``run_dir`` is the run's folder, which has a ``config.yaml``."""
+    """Holds the inputs to open a sink. ``run_dir`` is the run's folder, which has a ``config.yaml``."""
 
     run_dir: Path
 
 
 class BaseSink(ABC):
-    """Is an open sink in a process of its own, whose methods are called one after the other, so each of them may wait.
+    """Declares an open sink. It runs in its own process, and its methods are called one at a time, so each may block.
 
-    If a method raises, or the process dies or hangs, the run reports it and goes on. The batch stays in the run's event
-    log and is given again, after growing pauses. So a sink may get a record twice, and loses none.
+    If a method raises, or the process dies or hangs, the run reports it and continues. The batch stays in the run's
+    event log and is sent again after increasing pauses. So a sink may get a record twice, but loses none.
     """
 
     @abstractmethod
     def write(self, batch: Sequence[Record]) -> None:
-        """Takes records in the order in which they came, and ignores kinds of records that it does not know."""
+        """Stores or sends records, in order of arrival. Ignores unknown kinds of records."""
 
     def flush(self) -> None:  # noqa: B027  # most sinks have nothing to do here
-        """Passes on what the sink has collected. It is called behind each batch."""
+        """Flushes buffered records. It is called after each batch."""
 
     def close(self) -> None:  # noqa: B027  # most sinks have nothing to do here
-        """Ends the sink. It is called once, when the run has ended and every record was written."""
+        """Closes the sink. It is called once, when the run has ended and all records were written."""
 
 
 @dataclass(frozen=True)
 class SinkConfig:
-    """Is the base of every sink's configuration."""
+    """Holds the settings that all sinks share."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkSpec:
-    """Is the record of one metrics sink.
+    """Describes one metrics sink.
 
-    ``open(start, config)`` returns the open sink. It is called with the first records, and again if it raises, if its
-    process has died, and in a resumed run, so a sink appends to what it finds. ``check(config)`` raises ValueError for
-    a configuration without meaning, before anything starts.
+    ``open(start, config)`` returns the open sink. It is called before the first records, and again if it raises, if its
+    process has died, and in a resumed run, so a sink must append to its existing output. ``check(config)`` raises
+    ValueError for an invalid configuration, before anything starts.
     """
 
     name: str

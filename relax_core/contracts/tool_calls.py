@@ -1,4 +1,4 @@
-"""Schemas of the tools that an environment offers, and the calls of tools that a model writes."""
+"""Tool calling: JSON schemas of an environment's tools, and the model's calls of these tools."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ToolSchema = dict[str, Any]  # {"type": "function", "function": {"name": …, "d
 def tool_schema(function: Callable[..., Any]) -> ToolSchema:
     """Returns the schema of a function: its name, its docstring, and its parameters.
 
-    A parameter is described as ``Annotated[int, "the first factor"]``. Raises ValueError for a function without a
-    docstring, and for a parameter without a type or with one that JSON cannot hold.
+    Describe a parameter as in ``Annotated[int, "the first factor"]``. Raises ValueError for a function without a
+    docstring, and for a parameter without a type or with a type that JSON cannot represent.
     """
     if not (summary := inspect.getdoc(function)):
         raise ValueError(f"tool {function.__name__}: it has no docstring, which is what the model reads about it.")
@@ -62,9 +62,9 @@ def _described(hint: Any) -> Any:
 
 
 def json_types(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the types of JSON that a value of ``schema`` may have; none if the schema names none.
+    """Returns the JSON types that a value of ``schema`` may have; empty if the schema names no type.
 
-    ``whole`` is the schema in which a reference such as #/$defs/NAME is looked up. Both may be of any form.
+    ``whole`` is the schema in which references such as #/$defs/NAME are looked up. Both may be malformed.
     """
     found: set[str] = set()
     left, looked_up = [schema], set[str]()
@@ -89,7 +89,7 @@ def json_types(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
 
 
 def json_type(value: Any) -> frozenset[str]:
-    """Returns the types of JSON that a value has; a whole number has two."""
+    """Returns the JSON types of a value; an integer has two."""
     if isinstance(value, bool | None):
         return frozenset({"null" if value is None else "boolean"})
     if isinstance(value, int):
@@ -100,7 +100,7 @@ def json_type(value: Any) -> frozenset[str]:
 
 
 def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[ToolSchema]:
-    """Returns the schemas of an env's tools. Raises ValueError for a wrong one and for two tools of one name."""
+    """Returns the schemas of an env's tools. Raises ValueError for a wrong schema and for two tools of one name."""
     schemas = [tool_schema(one) if callable(one) else one for one in tools]
     names: list[str] = []
     for one in schemas:
@@ -119,10 +119,10 @@ def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[To
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """Is one call of a tool that a response asks for.
+    """Holds one tool call of a response.
 
-    ``name`` is what the model wrote, plain text that need not be the name of a tool. ``arguments`` holds values that
-    JSON can hold. ``id`` is empty unless the model wrote one.
+    ``name`` is the model's text, which need not be the name of a tool. ``arguments`` holds JSON values. ``id`` is empty
+    unless the model wrote an id.
     """
 
     name: str
@@ -135,10 +135,10 @@ class ToolMistake(ValueError):
 
 
 def call_tool(functions: Sequence[Callable[..., Any]], call: ToolCall) -> Any:
-    """Returns what the function with the call's name returns; for an ``async def`` function that is to be awaited.
+    """Calls the function with the call's name and returns its result; an ``async def`` function returns an awaitable.
 
-    Raises `ToolMistake` for an unknown name, and for arguments that are missing, unknown or of another type than the
-    function's annotations say. What the function itself raises passes through.
+    Raises `ToolMistake` for an unknown name, and for arguments that are missing, unknown or do not match the function's
+    annotations. Exceptions of the function itself are not caught.
     """
     named = {function.__name__: function for function in functions}
     function = named.get(call.name)

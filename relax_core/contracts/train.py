@@ -1,4 +1,4 @@
-"""What the training back end (`relax_core/train/`) reports of a step: metrics over all ranks, and a rank's times."""
+"""Reports of the training back end (`relax_core/train/`) on a step: metrics over all ranks, and a rank's timings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 class StepMetrics:
     """Holds the metrics of one train step over all ranks.
 
-    ``algorithm`` maps a metric to its mean, and ``algorithm_counts`` to the number of values, such as tokens, that the
-    mean is over; groups that are not computed have no values.
-    ``moe`` says how evenly the tokens were routed to the experts (`relax_core.train.model.moe.balance_metrics`).
+    ``algorithm`` maps a metric to its mean, and ``algorithm_counts`` to the number of values, such as tokens, in that
+    mean; groups that are not computed have no values.
+    ``moe`` has metrics of the experts' load balance (`relax_core.train.model.moe.balance_metrics`).
     ``timings_ms`` has the durations of parts of the step on this rank, in milliseconds. ``rows`` counts the token rows
     that were computed; a row that several micro-batches or ranks compute counts once for each.
     """
@@ -31,16 +31,16 @@ class StepMetrics:
     rows: int = 0
 
 
-OWN_PARTS = ("pack", "forward", "sums", "backward")  # parts of a rank's update without a wait for other replicas
+OWN_PARTS = ("pack", "forward", "sums", "backward")  # parts of a rank's update that do not wait for other replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Holds when one rank worked on a train step, and how long the parts of its work took.
+    """Holds one rank's timings of a train step: its start and end, and the durations of its parts.
 
     ``began_s`` and ``ended_s`` are Unix times in seconds. ``wall_ms`` and ``cpu_ms`` map a part to milliseconds of wall
-    time and of processor time of the rank's main thread. ``core_wait_ms`` is the time in `OWN_PARTS` in which that
-    thread was ready to run and got no core. ``rows`` counts the token rows of its passes.
+    time and of CPU time of the rank's main thread. ``core_wait_ms`` is the time in `OWN_PARTS` in which that thread was
+    ready to run but had no core. ``rows`` counts the token rows of its passes.
     """
 
     began_s: float

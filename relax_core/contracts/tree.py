@@ -1,9 +1,9 @@
-"""Defines the token tree, the one data structure of a group, from the rollout to the gradient.
+"""Defines the token tree, the data structure of a group's episodes from the rollout to the gradient.
 
-Rows are tokens in depth-first order. Each is stored once, even if several episodes share it: the prompt is the trunk,
-answers are branches, another turn grows a branch, and a rewritten history forks one. ``end[k]`` is the row behind the
-subtree of row k, so row q sees row k iff ``k <= q < end[k]``. A group may be a forest. The last token of a branch is a
-row too.
+Rows are tokens in depth-first order. Each token is stored once, even if several episodes share it: the prompt is the
+trunk, responses are branches, a further turn extends a branch, and a rewritten history forks it. ``end[k]`` is the row
+after the subtree of row k, so row q attends to row k iff ``k <= q < end[k]``. A group may be a forest. The last token
+of a branch is a row too.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from relax_core.contracts.chains import Chains, chains_of, rows_of_episodes
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 
-TRUNCATED = "truncated"  # the ledger's reason for an episode that is not trained because it was cut at its token limit
+TRUNCATED = "truncated"  # the ledger's reason for an episode that is dropped because it was cut at its token limit
 NOT_SAMPLED = -1  # the version of a row that was not sampled
 
-# These extras have one entry for each token and not for each row: two episodes that share a sampled row have one each.
+# These extras have one entry per token, not per row: each of two episodes that share a sampled row has its own entry.
 BY_TOKEN = frozenset({"advantages", "returns", "on_policy"})
-_CACHED = {"runs", "sampled", "computed", "tokens", "lengths"}  # properties that depend on the rows alone
+_CACHED = {"runs", "sampled", "computed", "tokens", "lengths"}  # properties that depend only on the rows
 
-_NOTICEABLE = 2.0**-10  # a share of the spread of rewards
+_NOTICEABLE = 2.0**-10  # smallest relevant rounding error, as a share of the spread of rewards
 _ROUNDING = 2.0**-46  # relative to the largest reward: 128 units in the last place of float64
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Holds one response, which sampled the neighbouring rows ``start`` to ``end`` (exclusive).
+    """Holds one response, whose sampled rows are ``start`` to ``end`` (exclusive).
 
-    ``versions`` lists (weight version, tokens) in order, for the ledger; the tree's ``versions`` has the version of
-    each row. ``finish`` is the engine's finish reason. ``reward`` is this turn's own, if the environment gives one.
-    Times are in Unix seconds, 0 if they are not known. ``state_key`` names the state in which the response was given;
-    turns of a group with equal keys begin in equal states. ``tools`` names the tools that the response calls, and
-    ``env_ms`` is the time of the environment's calls behind it, in milliseconds.
+    ``versions`` lists (weight version, number of tokens) in order, for the ledger; the tree's ``versions`` has the
+    version of each row. ``finish`` is the engine's finish reason. ``reward`` is the environment's reward of this turn,
+    None if there is none. Times are in Unix seconds, 0 if unknown. ``state_key`` identifies the state in which the
+    response was given; turns of a group with equal keys begin in equal states. ``tools`` names the tools that the
+    response calls, and ``env_ms`` is the duration of the environment's calls after it, in milliseconds.
     """
 
     start: int
@@ -55,11 +55,11 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Is one pass of model and environment through a prompt, with one uid, one reward and one end in the ledger.
+    """Holds one episode (sample): all turns of model and environment for a prompt, with one reward and one ledger end.
 
     ``leaves`` has the last row of each of its segments. ``reward`` is None if it could not be computed; the episode is
     then dropped and never trained as 0. ``ended`` is the reason why it ended; for a single turn it is the response's
-    finish reason. ``why`` is what the reward says of it in a short text, such as a judge's name, verdict and text.
+    finish reason. ``why`` is the reward's short explanation, such as a judge's name, verdict and text.
     """
 
     uid: str
@@ -75,15 +75,15 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenTree:
     """Holds all tokens of a group. Arrays are flat over the rows, ``[rows]``, and callers treat them as read-only.
 
-    ``loss_mask`` marks the rows that are trained; each of them was sampled. ``logprobs`` has the natural log-prob of
-    each sampled token given its path, under the distribution that it was sampled from. ``versions`` has the weight
-    version that sampled it, -1 if the row was not sampled. ``kept`` has the set that each row's token was sampled from,
-    if top_k, top_p or min_p leaves tokens out.
+    ``loss_mask`` marks the rows that are trained, which are all sampled. ``logprobs`` has the natural log-prob of each
+    sampled token given its path, under the sampling distribution. ``versions`` has the weight version that sampled the
+    row, -1 if the row was not sampled. ``kept`` has the set that each row's token was sampled from, if top_k, top_p or
+    min_p excludes tokens.
 
     ``extras`` maps a name to an array that a role adds, with one entry for each row (``[rows]`` or ``[rows, …]``);
-    those in `BY_TOKEN` have one for each token. The **tokens** of a tree are its (episode, sampled row) pairs, episode
-    by episode, rows ascending; they are what the algorithms see. ``counts_group``: if a group is split into several
-    trees, exactly one of them counts as the group.
+    arrays in `BY_TOKEN` have one entry for each token. The **tokens** of a tree are its (episode, sampled row) pairs,
+    episode by episode, rows ascending; they are the input of the algorithms. ``counts_group``: if a group is split into
+    several trees, exactly one of them counts as the group.
     """
 
     group_uid: str
@@ -115,7 +115,7 @@ class TokenTree:
 
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for each token the number of its episode and its row, int64 ``[tokens]`` each."""
+        """Returns the episode number and the row of each token, int64 ``[tokens]`` each."""
         whole = self._one_branch_an_episode()
         if whole is not None:
             return whole
@@ -124,7 +124,7 @@ class TokenTree:
     def _one_branch_an_episode(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns `tokens` if every sampled row is in the last chain of one episode's only segment, else None.
 
-        Groups of one turn are such trees, and the general way takes three times as long for them.
+        Single-turn groups are such trees, and the general algorithm takes three times as long for them.
         """
         runs, sampled = self.runs, self.sampled
         leaves = np.array([one.leaves[0] for one in self.episodes])
@@ -143,12 +143,12 @@ class TokenTree:
 
     @property
     def rewards(self) -> np.ndarray:
-        """Returns the rewards of the episodes as `reward_array` does, ``[episodes]``; each of them has one."""
+        """Returns the rewards of the episodes as `reward_array` does, ``[episodes]``; each episode must have one."""
         return reward_array([math.nan if one.reward is None else one.reward for one in self.episodes])
 
     @cached_property
     def computed(self) -> np.ndarray:
-        """Returns the rows that the trainer computes, bool ``[rows]``: all but the last of each branch.
+        """Returns the rows that the trainer computes, bool ``[rows]``: all but the last row of each branch.
 
         The last row of a branch predicts nothing.
         """
@@ -160,7 +160,7 @@ class TokenTree:
         return int(np.count_nonzero(self.computed))
 
     def path(self, row: int) -> np.ndarray:
-        """Returns the rows that ``row`` sees, int64; ``row`` itself is the last."""
+        """Returns the rows that ``row`` attends to, int64; ``row`` itself is the last."""
         return np.flatnonzero(self.end[: row + 1] > row)
 
     def of_tokens(self, name: str) -> np.ndarray | None:
@@ -177,8 +177,8 @@ class TokenTree:
     def oldest_versions(self, *, trained: bool) -> np.ndarray:
         """Returns the oldest version among each episode's tokens, int64 ``[episodes]``.
 
-        If ``trained``, only trained tokens count, which decide the staleness (docs/design.md); an episode without one
-        then has the version of its newest token.
+        If ``trained``, only trained tokens count, which determine the staleness (docs/design.md); an episode without a
+        trained token then has the version of its newest token.
         """
         episodes, rows = self.tokens
         versions = self.versions[rows].astype(np.int64)
@@ -212,9 +212,9 @@ class TokenTree:
         return other
 
     def take(self, numbers: Sequence[int]) -> TokenTree:
-        """Returns the tree of the episodes with these numbers, ascending, with the rows of their paths.
+        """Returns the tree of the episodes with these numbers, ascending, and of the rows on their paths.
 
-        It counts as no group.
+        It does not count as a group.
         """
         rows = self.rows_of(numbers)
         kept = np.zeros(self.rows, dtype=bool)
@@ -237,10 +237,10 @@ class TokenTree:
 
 
 def reward_array(rewards: Sequence[float]) -> np.ndarray:
-    """Returns the rewards that are compared with each other, ``[rewards]``, in float32 if it holds their differences.
+    """Returns rewards that are compared with each other, ``[rewards]``, in float32 if it preserves their differences.
 
-    They are in float64 if rounding to float32 would change the differences noticeably, as for 1e9 + 0.1 and 1e9 + 0.2.
-    Differences that only come from rounding in float64, as between 0.3 and 0.1 + 0.2, do not count.
+    They are float64 if rounding to float32 would change the differences noticeably, as for 1e9 + 0.1 and 1e9 + 0.2.
+    Differences that come only from rounding in float64, as between 0.3 and 0.1 + 0.2, do not count.
     """
     exact = np.array(rewards, dtype=np.float64)
     rounded = exact.astype(np.float32)
@@ -250,7 +250,7 @@ def reward_array(rewards: Sequence[float]) -> np.ndarray:
 
 
 def check_tree(tree: TokenTree) -> None:
-    """Raises ValueError, with the group's uid and the fix, for a tree whose parts contradict each other."""
+    """Raises ValueError, with the group's uid and the fix, for an inconsistent tree."""
 
     def wrong(text: str) -> ValueError:
         return ValueError(f"group {tree.group_uid}: {text}")
@@ -289,7 +289,7 @@ def check_tree(tree: TokenTree) -> None:
 
 
 def _fault_of_turns(tree: TokenTree) -> str | None:
-    """Returns why the turns of a tree cannot be those of their episodes; None if they can.
+    """Returns why the turns of a tree contradict their episodes' rows; None if they do not.
 
     The caller has checked that the turns name rows of the tree.
     """
@@ -297,7 +297,7 @@ def _fault_of_turns(tree: TokenTree) -> str | None:
     bounds = np.array([(turn.start, turn.end) for _, turn in turns], dtype=np.int64).ravel()
     if not len(bounds):
         return None
-    # One entry is appended, so that a turn may end with the last row. The results between two turns are ignored.
+    # One entry is appended, so that a turn may end at the last row. The results between two turns are ignored.
     oldest = np.minimum.reduceat(np.append(tree.versions, 0), bounds)[::2].tolist()
     reaches = np.minimum.reduceat(np.append(tree.end, 0), bounds)[::2].tolist()
     for (one, turn), version, reach in zip(turns, oldest, reaches, strict=True):
@@ -311,7 +311,7 @@ def _fault_of_turns(tree: TokenTree) -> str | None:
 
 
 def _fault_of_media(tree: TokenTree) -> str | None:
-    """Returns why the media of a tree cannot be those of its rows; None if they can.
+    """Returns why the media items of a tree contradict its rows; None if they do not.
 
     A tree that was decoded without its tokens has negative ids, which are not compared.
     """

@@ -1,7 +1,7 @@
-"""Orders more engines while the trainer waits for samples, and fewer while it does not and engines are idle.
+"""Autoscaler: orders more engines while the trainer waits for samples, and fewer while engines are idle.
 
-It looks at what matters to the run: the share of the train steps' time in which the trainer waits. Busy engines are no
-reason for more of them while the trainer waits for nothing.
+The main signal is the fraction of the train steps' time in which the trainer waits. Busy engines alone are no reason
+for more engines.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from relax_core.observe.event_log import ACTOR, MetricRecord
 from relax_core.server.order_book import OrderBook
 from relax_core.server.orders import Refusal, ScaleDecision
 
-OUT_WAIT, IN_WAIT = 0.20, 0.05  # shares of the steps' time: above the first one more engine, below the second one fewer
-FULL_CACHE = 0.85  # share of the caches' tokens above which engines take no more samples at once though none waits
-IN_IDLE = 0.5  # an engine goes only if all were idle for more than this share of the time
-LOAD_S = 1.0  # how often the load of the engines is noted, and a decision is made
-HELD = 10  # cooldowns for which a number of engines that was too small is not gone back to
-TIMEOUT_S = 600.0  # of an order
+OUT_WAIT, IN_WAIT = 0.20, 0.05  # trainer's wait, as a fraction of step time: one engine more above, one fewer below
+FULL_CACHE = 0.85  # fraction of cache tokens in use above which engines count as full even if no sample waits
+IN_IDLE = 0.5  # an engine is removed only if all were idle for more than this fraction of the time
+LOAD_S = 1.0  # interval of load samples and decisions
+HELD = 10  # cooldowns during which a number of engines that was too small is not chosen again
+TIMEOUT_S = 600.0  # timeout of an order
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signals:
-    """Holds the numbers of one window, which are those of `ScaleDecision`."""
+    """Holds the signals of one window, with the meaning that they have in `ScaleDecision`."""
 
     wait_share: float
     waiting: float
@@ -40,32 +40,32 @@ class Signals:
 
 
 class SignalWindow:
-    """Holds what was seen in the newest ``window_s`` seconds; all times are in seconds of one clock."""
+    """Holds train steps and engine loads of the newest ``window_s`` seconds; all times are seconds of one clock."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._since: float | None = None
-        self._steps: deque[tuple[float, float, float]] = deque()  # when it ended, its seconds, those of waiting
-        # When, samples that ran, samples that waited, and the share of the caches' tokens that was taken.
+        self._steps: deque[tuple[float, float, float]] = deque()  # end time, duration, wait time
+        # Time, running samples, waiting samples, and the fraction of cache tokens in use.
         self._loads: deque[tuple[float, int, int, float]] = deque()
 
     def clear(self) -> None:
-        """Forgets everything, because the number of engines changes."""
+        """Clears the window, because the number of engines changes."""
         self._since = None
         self._steps.clear()
         self._loads.clear()
 
     def add_step(self, now: float, *, step_s: float, wait_s: float) -> None:
-        """Notes a train step that has ended."""
+        """Records a finished train step."""
         self._steps.append((now, step_s, wait_s))
 
     def add_load(self, now: float, *, running: int, waiting: int, cache_share: float = 0.0) -> None:
-        """Notes the samples of all engines together, and the mean share of their caches' tokens that is taken."""
+        """Records the samples of all engines together, and the mean fraction of cache tokens in use."""
         self._since = now if self._since is None else self._since
         self._loads.append((now, running, waiting, cache_share))
 
     def signals(self, now: float) -> Signals | None:
-        """Returns the numbers, or None while the window is not full or no train step ended in it."""
+        """Returns the signals, or None while the window is not full or no train step ended in it."""
         for seen in (self._steps, self._loads):
             while seen and seen[0][0] < now - self._window_s:
                 seen.popleft()
@@ -81,10 +81,10 @@ class SignalWindow:
 
 
 class ScaleRules:
-    """Decides about the number of engines, which stays between ``least`` and ``most``.
+    """Decides the number of engines, between ``least`` and ``most``.
 
-    After a change nothing changes for ``cooldown_s`` seconds. A number of engines from which the run had to go up again
-    is not gone back to for `HELD` cooldowns, so a load between two numbers does not make engines come and go.
+    After a change nothing changes for ``cooldown_s`` seconds. A number of engines that was too small is not chosen
+    again for `HELD` cooldowns, so a load between two numbers does not make the number oscillate.
     """
 
     def __init__(self, *, least: int, most: int, cooldown_s: float) -> None:
@@ -92,10 +92,10 @@ class ScaleRules:
         self._least, self._most = least, most
         self._cooldown_s = cooldown_s
         self._changed = -math.inf
-        self._too_few: dict[int, float] = {}  # a number of engines that was too small → when that was seen
+        self._too_few: dict[int, float] = {}  # number of engines that was too small → time of that decision
 
     def decide(self, now: float, *, engines: int, signals: Signals | None) -> tuple[int, str]:
-        """Returns how many engines the run is to have, and why; call `changed` if that comes about."""
+        """Returns the target number of engines and the reason; call `changed` if the change is made."""
         if signals is None:
             return engines, "the window is not full yet"
         told = f"the trainer waits {signals.wait_share:.0%} of its steps' time"
@@ -118,14 +118,14 @@ class ScaleRules:
         return engines, told
 
     def changed(self, now: float, *, engines: int, target: int) -> None:
-        """Notes that the number of engines changes."""
+        """Records a change of the number of engines."""
         self._changed = now
         if target > engines:
             self._too_few[engines] = now
 
 
 class Autoscaler:
-    """Looks at one run and orders engines through its order book, as a client would.
+    """Monitors one run and orders engines through its order book, as a client would.
 
     ``clock`` returns monotonic seconds.
     """
@@ -146,13 +146,13 @@ class Autoscaler:
         self._began = time.time()
 
     def tick(self, records: Iterable[MetricRecord], beats: Mapping[str, Beat], *, stopping: bool) -> None:
-        """Notes what has happened, and decides once a second; ``records`` are the new ones.
+        """Records new train steps and loads, and decides once a second; ``records`` are the new metrics.
 
-        Where an order cannot be written now, the next second decides.
+        If an order cannot be written, the decision is made again in the next second.
         """
         now = self._clock()
         for record in records:
-            if record.source == ACTOR and record.time_s >= self._began:  # not those of an attempt before
+            if record.source == ACTOR and record.time_s >= self._began:  # no records of earlier attempts
                 values = record.values
                 self._window.add_step(now, step_s=values["step_ms"] / 1e3, wait_s=values["wait_ms"] / 1e3)
         if now - self._looked < LOAD_S:
@@ -207,7 +207,7 @@ class Autoscaler:
         self._book.decided(decision)
 
     def _place(self, target: int, *, more: bool) -> str | None:
-        """Places the order and returns its id; None if a client was faster."""
+        """Places the order and returns its id; None if the book refuses it, because a client was faster."""
         body = (
             {"num_replicas": target, "partial": "rollback_all", "timeout_secs": TIMEOUT_S}
             if more

@@ -1,13 +1,13 @@
-"""The controller's loop: it starts the services of a run, looks after them, and starts them again when they are lost.
+"""The controller's loop: starts the services of a run, monitors them, and restarts them when they are lost.
 
 **Start** (`run_services`): each attempt has its own Ray namespace and its own folder of weights, so a remaining process
 of an earlier attempt finds no service of the new one, and the weight versions of two attempts do not mix. `Services`
 starts the bus and the workers at the same time; they discover each other.
 
-**Meanwhile** (`Controller.run`): one loop over the table of `Controller.checks` (`relax_core/contracts/monitor.py`). A
-worker that died or froze starts again in place (tier 1, `worker_health.py`). If the services are lost (`ServicesLost`),
-all of them are killed and start again from the newest checkpoint within the same Ray (tier 2), and from another Ray if
-that is not enough. No train step waits for this process.
+**Monitoring** (`Controller.run`): one loop over the table of `Controller.checks` (`relax_core/contracts/monitor.py`). A
+worker that died or froze restarts in place (tier 1, `worker_health.py`). If the services are lost (`ServicesLost`), all
+of them are killed and restart from the newest checkpoint within the same Ray (tier 2), or in a new Ray if that fails.
+No train step waits for this process.
 
 **Shutdown**: the trainer ends after its last step, or after a checkpoint if a stop was requested; the last evaluation
 ends; the bus closes, so that no worker waits on it; the workers end, and the owners of engines end theirs.
@@ -55,23 +55,23 @@ from relax_core.server.order_book import OrderBook
 if TYPE_CHECKING:  # it imports Ray Serve
     from relax_core.control.serve_deployments import ServeDeployments
 
-TICK_S = 0.25  # the longest delay after which the end, a failure or a signal is noticed
+TICK_S = 0.25  # maximum delay until the end, a failure or a signal is noticed
 STATUS_S = 1.0
-FIRST_STEP_S = 1.0  # how long a stop waits for the train step that may just be done
+FIRST_STEP_S = 1.0  # how long a stop waits for a first train step that is just finishing
 TRAINER = worker_name("actor", 0)
-MEDIA = "media"  # the name of the folder of media items
-STALL = ("stalled", "no train step")  # the event and the cause of the alarm
-SHOWN = ("train steps and records", "stragglers", "alarms and learning signal", "panel")  # rows of what the user sees
+MEDIA = "media"  # name of the folder of media items
+STALL = ("stalled", "no train step")  # event and cause of the alarm
+SHOWN = ("train steps and records", "stragglers", "alarms and learning signal", "panel")  # checks that update the view
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """Holds the parts of a run that exist beside all attempts of its services.
+    """Holds the parts of a run that outlive the attempts of its services.
 
-    ``events`` writes what the controller reports. ``ray_lost`` ends this process, so that the supervisor starts another
-    one with a new Ray. ``engines`` are those of the run, and ``book`` holds the orders for them and the autoscaler's
-    decisions; it is None without a gateway. ``alarms`` tells somebody what happens. ``serve`` has the roles' Serve
-    deployments, None without ``run.serve``. ``checks`` are those of processes that exist beside all attempts.
+    ``events`` writes the controller's records. ``ray_lost`` ends this process, so that the supervisor starts a new
+    controller with a new Ray. ``book`` holds the orders for ``engines`` and the autoscaler's decisions, None without a
+    gateway. ``alarms`` sends notifications. ``serve`` has the roles' Serve deployments, None without ``run.serve``.
+    ``checks`` monitor processes that outlive the attempts.
     """
 
     events: EventWriter
@@ -88,7 +88,7 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Says how the services ended without a failure.
+    """Holds the result of services that ended without a failure.
 
     ``stopped`` is True if the run was asked to end before its last step. ``progress`` is the last answer of the bus.
     """
@@ -99,10 +99,10 @@ class RunEnd:
 
 # -- Attempts ---------------------------------------------------------------------------------------------------------
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
-    """Executes the services until the trainer is done, and restarts them from checkpoints when they are lost.
+    """Runs the services until the trainer is done, and restarts them from checkpoints when they are lost.
 
     ``resume`` is the checkpoint from which the run began. Raises `RunFailed` with the first cause when the run cannot
-    recover any more. After a loss during a stop the services recover once, and the stop goes on.
+    recover any more. After a loss during a stop the services recover once, and the stop continues.
     """
     point = resume
     lost_in_stop = False
@@ -133,11 +133,11 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
 
 
 def attempt_context(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
-    """Returns the context of the services for their start number ``number``, counted from 0.
+    """Returns the context of attempt ``number`` of the services, counted from 0.
 
-    Each has its own folder of media items inside its folder of weights: whatever a process of an earlier attempt writes
-    or removes there, this attempt does not see it. In a joined Ray, the weights are on a disk that all nodes see, and
-    the media in the shared memory of each node.
+    Each attempt has its own folder of media items inside its folder of weights, so processes of an earlier attempt
+    cannot change it. In a joined Ray cluster the weights are on a shared disk, and the media are in the shared memory
+    of each node.
     """
     weights_folder = context.weights_folder / str(number)
     media_folder: Path | None = weights_folder / MEDIA
@@ -161,11 +161,11 @@ def _newest(context: RunContext, lost: ServicesLost) -> ResumePoint | None:
     try:
         return find_resume_point(replace(context.config, resume="auto"))
     except ValueError as error:
-        raise RunFailed(f"{lost}; the run cannot go on from its checkpoint either: {error}", log=lost.log) from error
+        raise RunFailed(f"{lost}; the run cannot continue from its checkpoint either: {error}", log=lost.log) from error
 
 
 def _exhausted(lost: ServicesLost, recoveries: Recoveries, *, limit: int) -> RunFailed:
-    """Returns the failure of a run that may not recover again. It names the first cause before the last one."""
+    """Returns the failure of a run that may not recover again; its text has the first cause, then the last."""
     if recoveries.count(FROM_CHECKPOINT) == 0:
         return RunFailed(f"{lost} (run.max_recoveries={limit})", log=lost.log)
     text = f"{recoveries.first_cause(FROM_CHECKPOINT)}; recovered, then: {lost} (run.max_recoveries={limit})"
@@ -178,7 +178,7 @@ def _run_attempt(context: RunContext, point: ResumePoint | None, parts: RunParts
         services = Services(context, point.snapshot if point else None, engines=parts.engines)
     except (BusLost, TimeoutError, RayError) as error:
         lost = ServicesLost(f"the services did not start: {type(error).__name__}: {error}")
-        if number > 0 and context.config.launcher.ray_address is None:  # a new start in this Ray was not enough
+        if number > 0 and context.config.launcher.ray_address is None:  # a restart within this Ray was not enough
             parts.ray_lost(str(lost))
         raise lost from error
     if parts.recoveries.count(FROM_CHECKPOINT) == 0:  # after a recovery, Serve deployments wait for the next train step
@@ -188,7 +188,7 @@ def _run_attempt(context: RunContext, point: ResumePoint | None, parts: RunParts
     except ServicesLost:
         services.kill()
         raise
-    except KeyboardInterrupt:  # the user has sent a second stop signal
+    except KeyboardInterrupt:  # the user sent a second stop signal
         with suppress(LedgerUnwritable, BusTimeout):
             services.close_at_once(reason="the run was ended at once")
         raise
@@ -211,10 +211,9 @@ def _deploy(context: RunContext, parts: RunParts) -> None:
 
 # -- One attempt ------------------------------------------------------------------------------------------------------
 class Controller:
-    """Looks after one attempt of the services until the trainer is done.
+    """Monitors one attempt of the services until the trainer is done.
 
-    It reports to the supervisor when a train step is done, and learns there that the user or the machine has asked the
-    run to end early.
+    It reports finished train steps to the supervisor, and receives stop requests of the user or the machine from it.
     """
 
     def __init__(self, context: RunContext, services: Services, parts: RunParts) -> None:
@@ -224,7 +223,7 @@ class Controller:
         self._step = context.start_step
         self._progress = 0  # of the trainer in a long operation
         self._stopping_since: float | None = None
-        self._message = ""  # what the panel says of the run
+        self._message = ""  # state of the run for the panel
         self._bus = BusHealth(services.bus, heartbeat_timeout_s=heartbeat_timeout_s)
         self._health = WorkerHealth(
             services,
@@ -270,7 +269,7 @@ class Controller:
             self._autoscaler = Autoscaler(config, parts.book)
 
     def checks(self) -> list[Check]:
-        """Returns the table of the checks of one attempt, in the order in which a pass of the loop makes them."""
+        """Returns the checks of one attempt, in the order of execution."""
         view, serve = self._parts.view, self._parts.serve
         deployments = [Check(name="Serve", every_s=STATUS_S, look=serve.look, act=_run_failed)] if serve else []
         return [
@@ -297,8 +296,8 @@ class Controller:
     def run(self) -> RunEnd:
         """Returns when the trainer is done.
 
-        Raises `ServicesLost` if the services have to start again, and `RunFailed` with the first cause of a failure
-        that a new start would not repair.
+        Raises `ServicesLost` if the services have to restart, and `RunFailed` with the first cause of a failure that a
+        restart would not repair.
         """
         config, supervisor = self._context.config, self._parts.supervisor
         supervisor.watch_steps()
@@ -322,7 +321,7 @@ class Controller:
 
     # -- workers and bus ----------------------------------------------------------------------------------------------
     def _look_at_workers(self) -> None:
-        """Polls the workers; a long operation of the trainer, such as a checkpoint, is progress and no stall."""
+        """Polls the workers; progress in a long operation of the trainer, such as a checkpoint, resets the watchdog."""
         self._health.check(bus_lost=self._bus.lost, step=self._step)
         self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})
         progress = self._health.progress(TRAINER)
@@ -362,7 +361,7 @@ class Controller:
     def _record_processes(self) -> None:
         self._process_numbers.record(self._health.beats, step=self._step)
 
-    # -- what the user sees -------------------------------------------------------------------------------------------
+    # -- progress and panel -------------------------------------------------------------------------------------------
     def _read(self) -> None:
         progress = self._bus.progress
         if progress is not None and progress.version != self._step:
@@ -380,7 +379,7 @@ class Controller:
     def _look_for_stop(self) -> None:
         """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.
 
-        The trainer reports the metrics of a step just before the bus has the step, so the bus gets a second for it.
+        The metrics of a step appear just before the bus has the step, so the check waits a second for the bus.
         """
         supervisor = self._parts.supervisor
         if not supervisor.stop_requested() or self._stopping_since is not None:
@@ -408,7 +407,7 @@ class Controller:
         return Finding(blames="the trainer", how=f"did not stop within {limit_s:.0f} s, a tenth of run.stall_timeout_s")
 
     def _await_last_evaluation(self, monitor: Monitor) -> None:
-        """Waits for the last evaluation, or returns at once if a stop was requested.
+        """Waits for the last evaluation; returns at once if a stop is requested.
 
         Raises `RunFailed` if the evaluation does not end within run.stall_timeout_s.
         """

@@ -1,4 +1,4 @@
-"""Forks the controller as a child process of the supervisor, receives its heartbeats, and learns how it ends."""
+"""Runs the controller as a forked child of the supervisor: heartbeats, stop signals, and the report of its end."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from relax_core.contracts.process_trees import PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 
 FAILED = 1
-POLL_S = 0.2  # the longest delay after which an end, a finding or a signal is noticed
-AT_ONCE_S = 5.0  # how long a controller that was asked to end at once may take
-ANSWER_S = 10.0  # how long a controller may take to say whether a train step was done when a stop came
-CONTROLLER = "relax-control"  # its name in `ps` and `top`, of at most 15 characters
+POLL_S = 0.2  # maximum delay until an end, a finding or a signal is noticed
+AT_ONCE_S = 5.0  # how long a controller may take to end at once
+ANSWER_S = 10.0  # how long a controller may take to answer a stop with whether a train step is done
+CONTROLLER = "relax-control"  # process name in `ps` and `top`, at most 15 characters
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerEnd:
-    """Says how the controller ended.
+    """Describes the end of the controller.
 
     ``how`` is "ended" if it reported its exit code ``code``, "died" if it did not, "unstarted" if its Ray did not
-    start, and "stopped" if it has to be killed after a stop. ``cause`` says why, for the user.
+    start, and "stopped" if it has to be killed after a stop. ``cause`` is the reason, for the user.
     """
 
     how: Literal["ended", "died", "unstarted", "stopped"]
@@ -46,19 +46,19 @@ class ControllerProcess:
     """Starts a child process that calls ``main`` and exits with its result.
 
     The stop signals are blocked in the child and in all processes that it starts. With ``has_own_ray`` all processes of
-    the run are descendants of the child, so a run that has done no train step is stopped by killing them. Whether it
-    has done one is the controller's answer to the stop message, because its last report may be a second old.
+    the run are descendants of the child, so a run without a finished train step is stopped by killing them. The
+    controller answers the stop message with whether a step is done, because its last report may be a second old.
     """
 
     def __init__(self, main: Callable[[SupervisorPipe], int], signals: StopSignals, *, has_own_ray: bool) -> None:
-        end_starter()  # the checks before the start have ended their sandboxes
+        end_starter()  # the sandboxes of the checks before the start have ended
         assert threading.active_count() == 1, "a fork copies the calling thread alone"
         self._signals = signals
         self._has_own_ray = has_own_ray
         self._heard = b""
         self._trained = self._untrained = False
-        self._stopped_at: float | None = None  # on the monotonic clock: when the stop message was sent
-        self._killed_at: float | None = None  # on the monotonic clock: the deadline of an end at once
+        self._stopped_at: float | None = None  # monotonic time of the stop message
+        self._killed_at: float | None = None  # monotonic deadline of an end at once
         self._elapsed, self._silent_s, self._spoke = Elapsed(), 0.0, False
         self._last: tuple[str, str] | None = None
         sys.stdout.flush()
@@ -89,9 +89,9 @@ class ControllerProcess:
         return Check(name="controller", every_s=0.0, look=look, act=lambda finding: os.kill(self._pid, signal.SIGKILL))
 
     def wait(self, monitor: Monitor) -> ControllerEnd:
-        """Waits until the controller has ended, or until a stop requires that everything ends now.
+        """Waits until the controller has ended, or until a stop requires that all processes are killed.
 
-        ``monitor`` looks several times a second at what the supervisor looks after.
+        ``monitor`` runs the supervisor's checks several times a second.
         """
         try:
             while True:
@@ -103,7 +103,7 @@ class ControllerProcess:
                 monitor.tick()
                 self._spoke = bool(select.select([self._read_from], [], [], POLL_S)[0])
                 if self._spoke and not self._listen():
-                    time.sleep(POLL_S)  # the controller has closed its pipe and is exiting
+                    time.sleep(POLL_S)  # the controller closed its pipe and is exiting
                 if self._signals.received is not None and (cause := self._stop(self._signals.received)):
                     return ControllerEnd(how="stopped", cause=cause)
         finally:
@@ -125,7 +125,7 @@ class ControllerProcess:
         return bool(part)
 
     def _stop(self, number: int) -> str:
-        """Sends each stop message to the controller once. Returns the cause if the controller has to be killed."""
+        """Sends each stop message to the controller once. Returns the cause if the controller must be killed, or ""."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             self._send(f"{STOP} {number}")
@@ -144,7 +144,7 @@ class ControllerProcess:
             os.write(self._write_to, f"{line}\n".encode())
 
     def _end(self, exit_code: int) -> ControllerEnd:
-        """Returns how the controller ended, from its last message, or else from ``exit_code`` (-N after signal N)."""
+        """Returns the end of the controller by its last message, or else by ``exit_code`` (-N after signal N)."""
         word, rest = self._last or ("", "")
         if word == ENDED:
             return ControllerEnd(how="ended", code=int(rest))
@@ -161,8 +161,8 @@ def _be_controller(main: Callable[[SupervisorPipe], int], pipe: SupervisorPipe) 
     """Executes ``main`` in the forked child and exits with its result."""
     code = FAILED
     try:
-        os.setpgid(0, 0)  # Ctrl-Z and Ctrl-\ in a terminal reach the supervisor alone
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # so that the child may still write to that terminal
+        os.setpgid(0, 0)  # Ctrl-Z and Ctrl-\ in a terminal reach only the supervisor
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the child may still write to that terminal
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SupervisorPipe raises it for an end at once
@@ -182,19 +182,19 @@ def _be_controller(main: Callable[[SupervisorPipe], int], pipe: SupervisorPipe) 
 
 BEAT_S = 1.0
 READ_BYTES = 4096
-# Messages of the controller; an empty line is a heartbeat. The last three are sent before it exits, and the rest of
-# their line is the exit code or the cause.
+# Messages of the controller; an empty line is a heartbeat. The last three are sent before it exits, followed by the
+# exit code or the cause.
 TRAINED, ENDED, RAY_LOST, RAY_UNSTARTED = "trained", "ended", "ray-lost", "ray-unstarted"
 UNTRAINED = "untrained"  # the answer of the controller to a stop message before a train step is done
 STOP, AT_ONCE = "stop", "at-once"  # messages of the supervisor
 
 
 class SupervisorPipe:
-    """Is the controller's side of the pipes.
+    """Holds the controller's side of the pipes to the supervisor. Thread-safe.
 
-    It may be used from any thread. ``stop_signal`` is the number of the signal that stops the run, or None. It is
-    SIGTERM if the supervisor has exited. ``ordered`` is True after `order_stop`, ``trained`` after `report_trained`.
-    ``write_to`` and ``read_from`` are file descriptors.
+    ``stop_signal`` is the number of the signal that stops the run, or None; it is SIGTERM if the supervisor has exited.
+    ``ordered`` is True after `order_stop`, ``trained`` after `report_trained`. ``write_to`` and ``read_from`` are file
+    descriptors.
     """
 
     def __init__(self, *, write_to: int, read_from: int) -> None:
@@ -209,12 +209,12 @@ class SupervisorPipe:
         threading.Thread(target=self._exchange, name="supervisor-pipe", daemon=True).start()
 
     def order_stop(self) -> None:
-        """Stops the run with a checkpoint, as SIGTERM does, because an order from outside says so."""
+        """Stops the run with a checkpoint, as SIGTERM does, for an order through the gateway."""
         if self.stop_signal is None:
             self.ordered, self.stop_signal = True, signal.SIGTERM
 
     def stop_requested(self) -> bool:
-        """Is True once the run shall stop."""
+        """Returns whether the run must stop."""
         return self.stop_signal is not None
 
     def report_trained(self) -> None:
@@ -224,14 +224,14 @@ class SupervisorPipe:
             self._send(TRAINED)
 
     def watch_steps(self) -> None:
-        """Says that the caller looks for train steps from now on, and answers a stop by one of the two reports.
+        """Declares that the caller from now on answers a stop with `report_trained` or `report_untrained`.
 
         Before this call no train step is done, so the thread answers the stop itself.
         """
         self._watches_steps = True
 
     def report_untrained(self) -> None:
-        """Reports that no train step was done when the stop came, so that the supervisor may end everything at once."""
+        """Reports that no train step was done at the stop, so that the supervisor may kill all processes at once."""
         self._send(UNTRAINED)
 
     def report_ended(self, code: int) -> None:
@@ -266,7 +266,7 @@ class SupervisorPipe:
                 *lines, heard = (heard + part).split(b"\n")
                 for line in lines:
                     self._take(line.decode())
-            if select.select([], [self._write_to], [], 0)[1]:  # a supervisor that is stopped reads nothing
+            if select.select([], [self._write_to], [], 0)[1]:  # a stopped supervisor reads nothing
                 self._send("")
         self.stop_signal = self.stop_signal or signal.SIGTERM  # without a supervisor the run ends with a checkpoint
 
@@ -281,16 +281,16 @@ class SupervisorPipe:
             _thread.interrupt_main()  # raises KeyboardInterrupt in the main thread
 
 
-# -- Stop signals of the supervisor: the first one asks for an orderly end, a later one for an end at once -------------
+# -- Stop signals of the supervisor: the first requests an orderly end, a later signal an end at once ------------------
 
 AGAIN_S = 1.0  # a service manager may send several signals for one stop
 
 
 class StopSignals:
-    """Handles the stop signals while it is used as a context manager in the main thread.
+    """Handles the stop signals as a context manager in the main thread.
 
-    ``received`` is the number of the first signal. ``again`` is True if another one came more than a second later. If
-    SIGHUP was ignored before, as under nohup, it stays ignored.
+    ``received`` is the number of the first signal. ``again`` is True if another signal came more than a second later.
+    If SIGHUP was ignored before, as under nohup, it stays ignored.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Brings engines into a running attempt of the services and takes them out again, without waiting for them.
+"""Adds engines to a running attempt of the services and removes them, without blocking.
 
-An engine that joins gets prompts only once it serves the newest published weights. An engine that leaves gets no new
-prompts; it finishes its open samples, or other engines continue them. Then its owner and its processes end.
+A joining engine gets prompts only after it serves the newest published weights. A leaving engine gets no new prompts;
+it finishes its open samples, or other engines continue them. Then its owner and its processes end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from relax_core.roles.role_context import ENGINE, RunContext, worker_name
 from relax_core.roles.worker import EngineReport
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest
 
-DRAIN_TIMEOUT_S = 30.0  # for the open samples of an engine that leaves; then other engines continue them
+DRAIN_TIMEOUT_S = 30.0  # for the open samples of a leaving engine; then other engines continue them
 STOP_S = 10.0  # how long an owner may take to end its engine before both are killed
-# Its owner starts; the owner starts the engine and asks whether it answers; it gets its weights; it serves.
+# The owner starts; the owner starts the engine and checks its health; the engine gets its weights; the engine serves.
 JoinStage = Literal["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
-MOVE_S = 10.0  # how long the samples of a leaving engine may take to be aborted before it counts as lost
+MOVE_S = 10.0  # how long aborting the samples of a leaving engine may take before it is removed anyway
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ class Probe(Protocol):
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
         """Starts a comparison; its result is "", or why the engine at ``url`` must not serve.
 
-        ``attached`` says that it is a server of somebody else.
+        ``attached`` says that it is an external server.
         """
 
 
@@ -59,19 +59,19 @@ class EngineServices(Protocol):
         """Asks an engine's owner to end; returns the Ray reference of the answer."""
 
     def remove_engine(self, number: int) -> None:
-        """Kills what is left of an engine and forgets it."""
+        """Kills the remaining processes of an engine and forgets it."""
 
     def open_samples(self, number: int) -> list[Any]:
-        """Asks each rollout worker how many samples an engine owes it; returns the Ray references of the answers."""
+        """Asks each rollout worker for its open samples at an engine; returns the Ray references of the counts."""
 
 
 @dataclass(kw_only=True)
 class _Joining:
-    """Is an engine that joins until ``deadline``.
+    """Holds the state of a joining engine, which must serve before ``deadline``.
 
-    ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine, and
-    ``url`` the address at which it was asked. ``told`` is what its owner waits for, such as weights that the engine
-    refuses.
+    ``wanted`` is the newest weight version at the time when the engine was up. ``probed`` is its comparison with
+    another engine, and ``url`` its address in that comparison. ``told`` is the reason why its owner waits, such as
+    weights that the engine refuses.
     """
 
     deadline: float
@@ -84,7 +84,7 @@ class _Joining:
 
 @dataclass(kw_only=True)
 class _Leaving:
-    """Is an engine that leaves; ``asked`` are the answers of the rollout workers that are awaited."""
+    """Holds the state of a leaving engine; ``asked`` are the pending answers of the rollout workers."""
 
     move_at: float
     asked: list[Any] = field(default_factory=list)
@@ -92,18 +92,18 @@ class _Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ending:
-    """Is an engine that is in no list any more, whose owner ends."""
+    """Holds the state of a removed engine whose owner is ending."""
 
     answer: Any
     deadline: float
 
 
 class EngineChanges:
-    """Moves engines of one attempt on at each `tick`, which takes milliseconds.
+    """Advances the joining and leaving engines of one attempt at each `tick`, which takes milliseconds.
 
-    ``folder`` holds the attempt's published weights. ``join_timeout_s`` is how long an engine may take to join, and
-    ``drain_timeout_s`` how long one that leaves may take to finish its open samples; what is open then is moved to
-    other engines. ``probe`` compares an engine that has its weights with one of the start. ``clock`` returns monotonic
+    ``folder`` holds the attempt's published weights. An engine must join within ``join_timeout_s`` seconds. A leaving
+    engine may finish its open samples within ``drain_timeout_s`` seconds; after that they move to other engines.
+    ``probe`` compares an engine that has its weights with an engine of the configuration. ``clock`` returns monotonic
     seconds.
     """
 
@@ -133,17 +133,17 @@ class EngineChanges:
         return _Joining(deadline=self._clock() + self._join_timeout_s)
 
     def join(self, number: int, url: str = "") -> None:
-        """Starts an engine with a reserved number, which joins; one with a ``url`` runs already."""
+        """Adds an engine with a reserved number as joining and starts its owner; a running server has a ``url``."""
         self._engines.add(number, url)
         self._joining[number] = self._deadline_of_join()
         self._services.start_engine(number)
 
     def stage(self, number: int) -> JoinStage:
-        """Returns how far an engine has come that joins, or has joined."""
+        """Returns the stage of a joining engine, or "ACTIVE" for an engine that has joined."""
         return self._joining[number].stage if number in self._joining else "ACTIVE"
 
     def leave(self, number: int, *, at_once: bool = False, timeout_s: float | None = None) -> None:
-        """Lets an added engine leave; with ``at_once`` its open samples are moved now. One that joins ends now.
+        """Makes an added engine leave; with ``at_once`` its open samples move now. A joining engine is removed now.
 
         ``timeout_s`` replaces ``drain_timeout_s``.
         """
@@ -155,22 +155,22 @@ class EngineChanges:
         self._leaving[number] = _Leaving(move_at=self._clock() + (0.0 if at_once else drain_s))
 
     def stay(self, number: int) -> bool:
-        """Lets an engine serve again that leaves; returns False if it has left the list already."""
+        """Makes a leaving engine serve again; returns False if it was already removed."""
         if self._leaving.pop(number, None) is None:
             return False
         self._engines.set_state(number, "serving")
         return True
 
     def draining(self) -> Collection[int]:
-        """Returns the engines that leave and can still stay."""
+        """Returns the leaving engines that can still stay."""
         return self._leaving.keys()
 
     def leaving(self) -> Collection[int]:
-        """Returns the engines whose leaving has not ended, those whose processes end included."""
+        """Returns all leaving engines, including those whose processes are ending."""
         return {*self._leaving, *self._ending}
 
     def tick(self, beats: Mapping[str, Beat], *, ended: Mapping[str, str]) -> None:
-        """Moves each engine on by its owner's newest heartbeat; ``ended`` are the owners that have ended, and why."""
+        """Advances each engine by its owner's newest heartbeat; ``ended`` maps owners that have ended to the reason."""
         for number in self._engines.added("joining", "serving", "leaving", "moving"):
             if why := ended.get(worker_name(ENGINE, number)):
                 self.fail(number, why)
@@ -190,7 +190,7 @@ class EngineChanges:
             status = beat.status
             joining.told = status.detail if status is not None and status.state == "waiting" else ""
         if joining.probed is not None and report is not None and report.url != joining.url:
-            joining.probed = joining.wanted = None  # its owner was restarted, and has started another engine process
+            joining.probed = joining.wanted = None  # its owner restarted and started another engine process
         if joining.probed is not None and joining.probed.done():
             if why := joining.probed.result():
                 self.fail(number, why)
@@ -212,7 +212,7 @@ class EngineChanges:
             self.fail(number, f"it {had} after {self._join_timeout_s:g} s{_because(joining)}")
 
     def _reference(self, beats: Mapping[str, Beat]) -> str | None:
-        """Returns the address of an engine of the start that has weights, or None."""
+        """Returns the address of an engine of the configuration that has weights, or None."""
         reports = (_report(beats, number) for number in range(self._engines.count))
         return next((one.url for one in reports if one is not None and one.version >= 0), None)
 
@@ -233,7 +233,7 @@ class EngineChanges:
             self._engines.set_state(number, "moving")
 
     def _owes_nothing(self, number: int, leaving: _Leaving) -> bool:
-        """Asks the rollout workers again and again, and is True when all have answered that it owes them nothing."""
+        """Polls the rollout workers; returns True when all have answered that they have no open samples there."""
         if not leaving.asked:
             leaving.asked = self._services.open_samples(number)
         if len(ray.wait(leaving.asked, num_returns=len(leaving.asked), timeout=0)[0]) < len(leaving.asked):
@@ -241,16 +241,16 @@ class EngineChanges:
         answers, leaving.asked = leaving.asked, []
         try:
             return not any(ray.get(answers, timeout=0))
-        except RayError as error:  # a rollout worker restarts, and its successor is asked
+        except RayError as error:  # a rollout worker restarts; the next poll asks its successor
             log.info("%s: %s", worker_name(ENGINE, number), error)
             return False
 
     def fail_late(self, number: int, why: str) -> None:
-        """Takes an engine out that joins for too long; what its owner waits for follows ``why``."""
+        """Removes an engine that did not join in time; the reason of its owner's wait is added to ``why``."""
         self.fail(number, f"{why}{_because(self._joining[number])}")
 
     def fail(self, number: int, why: str) -> None:
-        """Takes an added engine out at once because it failed; ``why`` says how."""
+        """Removes a failed engine at once; ``why`` is the reason."""
         log.warning("%s leaves the run: %s", worker_name(ENGINE, number), why)
         self._joining.pop(number, None)
         self._leaving.pop(number, None)
@@ -267,22 +267,22 @@ def _because(joining: _Joining) -> str:
 
 
 def _report(beats: Mapping[str, Beat], number: int) -> EngineReport | None:
-    """Returns what the owner of an engine tells of it, or None if the owner or the engine is not up."""
+    """Returns the report of an engine's owner, or None if the owner or the engine is not up."""
     beat = beats.get(worker_name(ENGINE, number))
     return beat.alive.engine if beat is not None and beat.alive is not None else None
 
 
-# -- Compares what an engine that joins computes with what an engine of the start computes, under the same weights ----
+# -- Compares log-probs of a joining engine with those of an engine of the configuration, under the same weights ------
 
 PROBE_TOKENS = 64
-TOLERANCE = 1e-4  # largest difference of a log-prob with which an engine joins
-PROBE_S = 30.0  # in this time both engines have scored the tokens under one version
+TOLERANCE = 1e-4  # maximum difference of a log-prob for an engine that may join
+PROBE_S = 30.0  # maximum time until both engines have scored the tokens under one version
 TRY_S = 0.05
 STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
 
 def probe_tokens(vocabulary: int, *, context_tokens: int) -> list[int]:
-    """Returns the fixed tokens, `PROBE_TOKENS` of them if a sample may have so many."""
+    """Returns fixed tokens: `PROBE_TOKENS`, or fewer if the context is shorter."""
     return [index * STRIDE % vocabulary for index in range(1, min(PROBE_TOKENS, context_tokens) + 1)]
 
 
@@ -293,10 +293,10 @@ class EngineProbe:
         self._context = context
 
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
-        """Compares the engine at ``url`` with that at ``reference`` in a thread.
+        """Compares the engine at ``url`` with the engine at ``reference`` in a thread.
 
-        The result is "" if they agree, and otherwise why the first one must not serve. ``attached`` says that the first
-        one is a server of somebody else.
+        The result is "" if they agree, otherwise why the first engine must not serve. ``attached`` says that the first
+        engine is an external server.
         """
         found: Future[str] = Future()
 
@@ -318,7 +318,7 @@ class EngineProbe:
         item = TokensToScore(input_ids=tokens, first=1)
         clients = [
             engine_client(self._context, one, attached=others, request_timeout_s=PROBE_S, control_timeout_s=PROBE_S)
-            for one, others in ((url, attached), (reference, False))  # engine.urls says whose engines of the start are
+            for one, others in ((url, attached), (reference, False))  # engine.urls decides for the reference
         ]
         deadline, last = time.monotonic() + PROBE_S, ""
         try:

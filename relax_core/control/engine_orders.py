@@ -1,7 +1,7 @@
-"""Executes the orders of the run's order book: engines are added and taken out, and the run is stopped.
+"""Executes the orders of the run's order book: adds and removes engines, and stops the run.
 
-The controller calls it a few times a second. It keeps nothing that is not in the book or in the set of engines, so
-another attempt, or another controller, goes on with the orders that are open.
+The controller calls it a few times a second. All state is in the order book and in the set of engines, so another
+attempt or another controller continues the open orders.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import EngineRow, Order, RunRow, State, engine_id, read_room
 from relax_core.weights.engine_members import EngineMember
 
-FAILED_ORDERS = 20  # of the newest orders, those that failed are told
+FAILED_ORDERS = 20  # failures among this many newest orders are reported
 log = logging.getLogger(__name__)
 
 
 def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, EngineSet]:
-    """Opens the order book of a run and returns it with the engines that the book says the run has.
+    """Opens the order book of a run and returns it with the run's engines according to the book.
 
-    ``count`` is that of the configuration. ``anew`` says that a command begins: then what an earlier one has left open
-    is ended, and the run has the engines of the configuration.
+    ``count`` is engine.count. ``anew`` says that a new command begins: then the open orders of an earlier command are
+    ended, and the run has only the engines of the configuration.
     """
     book = OrderBook(run_dir)
     if anew:
@@ -46,7 +46,7 @@ def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, Engi
 
 
 def end_book(book: OrderBook) -> None:
-    """Ends what is open because the run has ended; if that cannot be written now, the next command's start does it."""
+    """Ends the open orders at the end of the run; if the book cannot be written, the next command ends them."""
     try:
         book.end_orders()
     except OSError as error:
@@ -54,7 +54,7 @@ def end_book(book: OrderBook) -> None:
 
 
 def failed_orders(book: OrderBook) -> dict[str, str]:
-    """Returns why the newest orders failed that did, by their ids."""
+    """Returns order id → reason for the failed orders among the newest."""
     return {order.request_id: order.failure for order in book.orders()[:FAILED_ORDERS] if order.status == "FAILED"}
 
 
@@ -65,10 +65,10 @@ def order_answers(config: RelaxConfig, book: OrderBook, gateway: socket.socket) 
 
 
 class EngineOrders:
-    """Moves the open orders on for one attempt of the services.
+    """Executes the open orders in one attempt of the services.
 
-    ``changes`` and ``engines`` are those of the attempt and of the run; ``kind`` is that of the engines, and ``steps``
-    is run.steps. ``stop`` asks the run to end with a checkpoint.
+    ``changes`` belongs to the attempt and ``engines`` to the run; ``kind`` is engine.name, and ``steps`` is run.steps.
+    ``stop`` asks the run to end with a checkpoint.
     """
 
     def __init__(
@@ -90,10 +90,9 @@ class EngineOrders:
         self._unwritable = ""  # why the last tick could not write
 
     def tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
-        """Moves each open order on; ``trained`` says that a train step of this start is done.
+        """Advances each open order; ``trained`` says that a train step of this attempt is done.
 
-        A file that cannot be written is named in the log. Training goes on, and so do the orders at the first tick that
-        can write.
+        An unwritable file is logged. Training continues, and the orders continue at the first tick that can write.
         """
         try:
             self._tick(beats, step=step, trained=trained, stopping=stopping)
@@ -129,7 +128,7 @@ class EngineOrders:
             self._book.move(order, "STOPPING")
             self._stop()
 
-    # -- engines that come --------------------------------------------------------------------------------------------
+    # -- orders that add engines --------------------------------------------------------------------------------------
     def _tick_out(self, order: Order) -> None:
         if order.cancel_requested:
             self._take_back(order, "CANCELLED")
@@ -144,9 +143,9 @@ class EngineOrders:
             self._follow(order)
 
     def _numbered(self, urls: Sequence[str]) -> list[int]:
-        """Returns a number for each server, and writes which address has it before any of them joins.
+        """Returns a number for each server, and writes number and address to the book before any of them joins.
 
-        A server that is in was brought in by this order, before a controller was killed.
+        A server that is already present was added by this order before a controller was killed.
         """
         present = set(self._engines.present())
         numbers = {one.url: one.number for one in self._engines.members() if one.url and one.number in present}
@@ -159,19 +158,19 @@ class EngineOrders:
         return [(numbers | new)[url] for url in urls]
 
     def _follow(self, order: Order) -> None:
-        """Writes the state of an order whose engines join; one that fails or is late fails the order.
+        """Writes the state of an order whose engines join; an engine that fails or is late fails the order.
 
-        With partial=keep_partial the other engines of the order go on, and the order fails only without any.
+        With partial=keep_partial the other engines of the order continue, and the order fails only if all fail.
         """
         if failures := {one: why for one, why in self._engines.failures.items() if one in order.engines}:
             self._give_up(order, failures)
             return
         rows = {row.number: row for row in self._book.engines()}
         for number in set(order.engines) - set(self._engines.present()):
-            row = rows.get(number)  # of an external engine, which has one before it joins
-            # The order is new, or a controller was killed before it had started the engine.
+            row = rows.get(number)  # an external engine has a row before it joins
+            # The order is new, or a controller was killed before it started the engine.
             self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
-        age_s = time.time() - order.history[:2][-1].at  # since it was its turn
+        age_s = time.time() - order.history[:2][-1].at  # since the order left the queue
         stages: list[State] = [self._changes.stage(number) for number in order.engines]
         if set(stages) <= {"ACTIVE"}:
             self._book.move(self._book.move(order, "READY"), "ACTIVE")
@@ -186,7 +185,7 @@ class EngineOrders:
                 self._book.move(order, least)
 
     def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
-        """Writes why engines of an order do not join; those that are kept stay in the order."""
+        """Writes why engines of an order failed; kept engines stay in the order."""
         words = [f"{worker_name(ENGINE, number)}: {why}" for number, why in failures.items()]
         text = "; ".join([order.failure, *words] if order.failure else words)
         kept = [number for number in order.engines if number not in failures]
@@ -194,13 +193,13 @@ class EngineOrders:
         self._book.move(order, order.status, engines=engines, failure=text)
 
     def _take_back(self, order: Order, end: State) -> None:
-        """Takes the engines of an order out again, and ends the order when they are gone."""
+        """Removes the engines of an order, and ends the order when all are removed."""
         for number in set(order.engines) & set(self._engines.present()):
             self._changes.leave(number)
         if not set(order.engines) & {*self._engines.present(), *self._changes.leaving()}:
             self._book.move(order, end)
 
-    # -- engines that go ----------------------------------------------------------------------------------------------
+    # -- orders that remove engines -----------------------------------------------------------------------------------
     def _tick_in(self, order: Order, write: Callable[[], None]) -> None:
         if order.status == "PENDING":
             if order.cancel_requested:
@@ -214,7 +213,7 @@ class EngineOrders:
         if order.cancel_requested and order.status == "DRAINING":
             for number in open_ones:
                 self._changes.stay(number)
-            write()  # who sees the order's end sees them serve, and so does the target of the next order
+            write()  # readers of the order's end, and the next order, then find these engines serving
             left = [number for number in order.engines if number not in open_ones]
             self._book.move(order, "CANCELLED", engines=left)
         elif not set(order.engines) & set(self._changes.leaving()):
@@ -223,16 +222,16 @@ class EngineOrders:
             self._book.move(order, "REMOVING")
 
     def _chosen(self, order: Order) -> list[int]:
-        """Returns the engines that go: the named ones, or the newest ones beyond the number that stays."""
+        """Returns the engines to remove: the ids in the order, or the newest engines beyond num_replicas."""
         added = [one for one in self._engines.present() if one >= self._engines.count]
         if order.body.get("engine_ids"):
             return [number for number in order.body["engine_ids"] if number in added]
         more = len(self._engines.present()) - int(order.body["num_replicas"])
         return added[max(0, len(added) - more) :] if more > 0 else []
 
-    # -- what the book says of the run --------------------------------------------------------------------------------
+    # -- rows of the order book ---------------------------------------------------------------------------------------
     def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
-        """Writes what the engines do, and where the run stands."""
+        """Writes the rows of the engines and of the run."""
         now, known = time.time(), {row.number: row for row in self._book.engines()}
         rows = {one.number: self._row(one, beats, known.get(one.number), step=step) for one in self._engines.members()}
         for number in self._engines.failures.keys() - rows.keys() - known.keys():  # it failed before it had a row
@@ -273,5 +272,5 @@ class EngineOrders:
 
 
 def _keeps(order: Order) -> bool:
-    """Says whether the engines of an order stay of which others failed."""
+    """Returns whether the other engines of an order stay if some fail (partial=keep_partial)."""
     return bool(order.body["partial"] == "keep_partial")

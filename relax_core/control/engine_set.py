@@ -1,4 +1,4 @@
-"""Holds the engines of a run over all attempts of its services, and says how many of them it can have."""
+"""Holds the set of engines of a run over all attempts of its services, and computes its limits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from relax_core.weights.engine_members import EngineMember, MemberState, start_m
 
 
 class EngineSet:
-    """Holds the engines of the configuration, which never leave, and those that were added.
+    """Holds the engines of the configuration, which never leave, and the added engines.
 
-    ``count`` is the number of the former. ``added`` has the numbers of engines that a controller before this one had
-    added, and the address of each external one, "" for the others. ``used`` is the largest number that an engine of the
-    run has ever had. The numbers from there on are free, and each is given out once.
+    ``count`` is the number of engines of the configuration. ``added`` maps the numbers of engines that an earlier
+    controller added to their addresses: URLs of external engines, "" for others. ``used`` is the largest number that
+    any engine of the run has had; larger numbers are free, and each is used once.
     """
 
     def __init__(self, count: int, *, added: Mapping[int, str] | None = None, used: int = -1) -> None:
         self.count = count
-        self.failures: dict[int, str] = {}  # added engines that were removed because they failed, and why
+        self.failures: dict[int, str] = {}  # failed added engine → reason
         self._members = {member.number: member for member in start_members(count).members}
         self._members |= {number: _joining(number, url) for number, url in (added or {}).items()}
         self._next = max([used, *self._members]) + 1
@@ -36,7 +36,7 @@ class EngineSet:
     def begin(self, folder: Path) -> None:
         """Writes the list for a new attempt of the services, whose weights are published in ``folder``.
 
-        Engines that were leaving have left. Added ones join again, because they have the weights of no attempt before.
+        Leaving engines are removed. Added engines join again, because they must get the weights of the new attempt.
         """
         self._folder = folder
         kept = [one for one in self._members.values() if one.state in ("joining", "serving")]
@@ -44,12 +44,12 @@ class EngineSet:
         self._write()
 
     def reserve(self, engines: int) -> list[int]:
-        """Returns the numbers of so many engines that may be added."""
+        """Reserves and returns the numbers of this many new engines."""
         first, self._next = self._next, self._next + engines
         return list(range(first, self._next))
 
     def add(self, number: int, url: str = "") -> None:
-        """Adds an engine with a reserved number, which joins; ``url`` is the address of an external one."""
+        """Adds an engine with a reserved number as joining; ``url`` is the address of an external engine."""
         assert number < self._next and number not in self._members
         self._members[number] = _joining(number, url)
         self._write()
@@ -61,14 +61,14 @@ class EngineSet:
         self._write()
 
     def remove(self, number: int, *, failure: str = "") -> None:
-        """Removes an added engine; ``failure`` says why if it failed."""
+        """Removes an added engine; ``failure`` is the reason if it failed."""
         assert self._members.pop(number).origin != "start"
         if failure:
             self.failures[number] = failure
         self._write()
 
     def members(self) -> list[EngineMember]:
-        """Returns all engines in the order of their numbers."""
+        """Returns all engines, ordered by number."""
         return [self._members[number] for number in sorted(self._members)]
 
     def url_of(self, number: int) -> str:
@@ -80,7 +80,7 @@ class EngineSet:
         return [one.number for one in self.members() if one.state in ("joining", "serving")]
 
     def lost(self) -> dict[str, str]:
-        """Returns why added engines were taken out, by their names."""
+        """Returns worker name → reason for added engines that failed."""
         return {worker_name(ENGINE, number): why for number, why in self.failures.items()}
 
     def added(self, *states: MemberState) -> list[int]:
@@ -96,7 +96,7 @@ def _joining(number: int, url: str) -> EngineMember:
     return EngineMember(number=number, origin="external" if url else "added", state="joining", url=url)
 
 
-# -- Says which numbers of engines a run can have, and how many of them its samples in flight can fill ----------------
+# -- Limits: which orders for engines a run takes, and how many engines its samples in flight can fill ----------------
 
 
 def limits_of(config: RelaxConfig) -> Limits:
@@ -105,7 +105,7 @@ def limits_of(config: RelaxConfig) -> Limits:
     if config.mode.name is ModeName.colocate:
         refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
     if engine.urls:
-        no_more = "engine.urls: somebody else started this run's engines. Start another server and send engine_urls."
+        no_more = "engine.urls: this run does not start its engines. Start another server and send engine_urls."
     elif config.placement.gpus_per_node:
         no_more = "placement.gpus_per_node: engines on GPUs are placed at the start. Send engine_urls of a server."
     if find_engine(engine.name).attach is None:
@@ -125,7 +125,7 @@ def limits_of(config: RelaxConfig) -> Limits:
 
 
 def usable_engines(config: RelaxConfig) -> int:
-    """Returns how many engines the samples in flight can fill; more of them would have nothing to do."""
+    """Returns how many engines the samples in flight can fill; more engines would be idle."""
     rollout = config.rollout
     groups = config.mode.versions_in_flight * rollout.prompts_per_step + rollout.spare_prompts
     return math.ceil(groups * config.algo.group_size / config.engine.max_running_samples)

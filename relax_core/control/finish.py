@@ -39,17 +39,16 @@ from relax_core.server.order_book import order_history
 from relax_core.train.checkpoints.checkpoint_store import unremoved
 
 FAILURE_LOG = "failure.log"
-CLOSE_S = 10.0  # what a tracker has not taken by then waits in the log
+CLOSE_S = 10.0  # records that a tracker has not read by then remain in the log
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """Holds what the log of a run has at its end.
+    """Holds the content of a run's event log at its end.
 
-    ``texts`` are the first and the newest answers of evaluations. ``bad_rows`` are the first few data rows that were
-    skipped (`relax_core.observe.event_log.TextRecord`). ``problems`` has a sentence for each problem of the log and the
-    trackers, and ``lacking`` maps each tracker, and "events" for the log itself, to the number of records that it
-    lacks.
+    ``texts`` are the first and the newest answers of evaluations. ``bad_rows`` are the first few skipped data rows
+    (`relax_core.observe.event_log.TextRecord`). ``problems`` are sentences about problems of the log and the trackers.
+    ``lacking`` maps each tracker, and "events" for the log itself, to its number of missing records.
     """
 
     records: list[MetricRecord]
@@ -63,7 +62,7 @@ class RunRecords:
 def collect(
     events: EventWriter, trackers: Trackers, progress: BusProgress, *, run_dir: Path, rollout_workers: int
 ) -> RunRecords:
-    """Writes what the controller still has to report, reads the log and ends the trackers."""
+    """Flushes the controller's records, reads the log and ends the trackers."""
     problems: list[str] = []
     try:
         events.close(timeout_s=CLOSE_S)
@@ -81,7 +80,7 @@ def collect(
                 gaps += event.records
     lines, lacking = trackers.close(records=reader.count, timeout_s=CLOSE_S)
     rows = {
-        row["row"]: row  # one that several workers skipped is named once
+        row["row"]: row  # a row that several workers skipped is reported once
         for kind in map(bad_rows_kind, range(rollout_workers))
         for text in texts.get(kind, [])[-1:]
         for row in text.rows
@@ -125,10 +124,7 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Says how the run ended.
-
-    ``records`` is None if the run failed before there was anything to report.
-    """
+    """Describes the end of the run. ``records`` is None if the run failed before there were any."""
 
     word: Literal["finished", "stopped", "failed"]
     failure: RunFailed | None = None
@@ -138,7 +134,7 @@ class Outcome:
 
 
 def tell_end(alarms: RunAlarms, outcome: Outcome, run_dir: Path) -> None:
-    """Tells somebody how the run ended, and prints what could not be told."""
+    """Sends the notification about the run's end, and prints the last lines of the alarms."""
     why = f"{outcome.failure}" if outcome.failure is not None else f"in {run_dir}"
     for line in alarms.close(outcome.word, why):
         print(f"relax: {line}", file=sys.stderr)
@@ -160,7 +156,7 @@ def write_outcome(outcome: Outcome, config: RelaxConfig, *, started: float) -> d
 
 
 def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
-    """Returns how many samples and tokens each engine has sampled, by the ledger; nothing before there is one."""
+    """Returns engine → (samples, tokens) by the ledger; empty without a ledger."""
     try:
         with LedgerFile(run_dir / "ledger.sqlite") as ledger:
             return {engine: (share.samples, share.tokens) for engine, share in ledger.engine_shares().items()}
@@ -169,7 +165,7 @@ def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
 
 
 def report_failure(outcome: Outcome, config: RelaxConfig, *, started: float) -> None:
-    """Prints the cause, and writes its traceback to the logs and a summary unless the disk is full."""
+    """Prints the cause, and writes its traceback to the logs, and a summary, unless the disk is full."""
     assert outcome.failure is not None
     log = Path(config.run.dir) / "logs" / FAILURE_LOG
     print(f"relax: failed: {outcome.failure}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Starts the gateway as a child process of the supervisor, starts it again if it dies, and ends it with the run."""
+"""Runs the gateway as a child process of the supervisor: starts it, restarts it if it dies, ends it with the run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from relax_core.engines.held_port import listening_socket, refuse_waiting
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 from relax_core.server.order_desk import channel
 
-PORTS = 100  # ports from gateway.port on that are tried
+PORTS = 100  # number of ports to try, from gateway.port
 START_S = 60.0
 STOP_S = 5.0
 AGAIN_S = 1.0  # seconds between two starts of a gateway that dies
 
 
 class GatewayUnstarted(RuntimeError):
-    """Says why the gateway did not start."""
+    """Raised if the gateway does not start; the text is the cause."""
 
 
 @contextmanager
@@ -62,9 +62,9 @@ def listener_of(host: str, first_port: int) -> socket.socket:
 class GatewayProcess:
     """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them.
 
-    It also owns the listening socket, so that nobody else can take the port while the gateway is started again.
-    Connections wait at the socket meanwhile; after the last restart they are refused. ``controller_end`` is the end of
-    the channel at which the run's controllers answer.
+    It also owns the listening socket, so that no other process can take the port during a restart. Connections wait at
+    the socket meanwhile; after the last restart they are refused. ``controller_end`` is the controllers' end of the
+    channel for requests.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
@@ -85,7 +85,7 @@ class GatewayProcess:
         )
         self._child = self._start()
         self._started = time.monotonic()
-        self.is_up = False  # whether this process has answered with its address
+        self.is_up = False  # whether the current process has reported its address
 
     @property
     def pid(self) -> int:
@@ -105,7 +105,7 @@ class GatewayProcess:
         return child
 
     def _look_for_address(self) -> Finding | None:
-        """Greets the user once the gateway has its address, and finds a gateway that died or is late before that."""
+        """Prints the gateway's address once it is known, and finds a gateway that died or is late before that."""
         try:
             line = self._child.first_line(wait_s=0.0)
         except ChildLost as lost:
@@ -120,7 +120,7 @@ class GatewayProcess:
     def _greet(self, address: GatewayAddress) -> None:
         port = self._listener.getsockname()[1]
         lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
-        if sys.stderr.isatty():  # a log that others may read gets no link
+        if sys.stderr.isatty():  # no link in a log that others may read
             lines.append(f"page: {address.page} (it works once; {self._folder / FILE} has the next link)")
         else:
             lines.append(f"page: its link, which works once, is in {self._folder / FILE}")
@@ -129,10 +129,10 @@ class GatewayProcess:
         _report(*lines)
 
     def check(self) -> Check:
-        """Returns the check that reports the gateway's address once it is up, and starts it again if it is lost.
+        """Returns the check that reports the gateway's address once it is up, and restarts it if it is lost.
 
-        It is started again at most run.max_restarts times, under its port and its token. This holds for a gateway that
-        dies before it is up, and for one that is not up within `START_S` seconds. After that the run goes on without.
+        It restarts at most run.max_restarts times, with the same port and token, also if it dies before it is up or is
+        not up within `START_S` seconds. After that the run continues without a gateway.
         """
         return Check(name="gateway", every_s=0.0, look=self._look, act=self._start_again)
 

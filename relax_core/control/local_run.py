@@ -1,8 +1,8 @@
 """Executes one run on this machine, from a validated configuration to an exit code.
 
 The start, in order: Ray with the monitor of its daemons, while a thread makes built-in models; the event log, the
-trackers and the view of the run; the gateway's orders; then the services (`controller.py`). The end comes in reverse
-order, and the summary last.
+trackers and the view of the run; the gateway's orders; then the services (`controller.py`). The end is in reverse
+order; the summary is written last.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _in_session(
     supervisor: SupervisorPipe,
     alarms: RunAlarms,
 ) -> Outcome:
-    """Starts Ray, executes the run and ends Ray. If Ray is lost meanwhile, this process exits."""
+    """Starts Ray, executes the run and ends Ray. If Ray is lost, this process exits."""
     run_dir = Path(config.run.dir)
 
     def ray_lost(cause: str) -> NoReturn:
@@ -97,7 +97,7 @@ def _in_session(
             supervisor.report_ray_lost(cause)
         else:
             supervisor.report_ray_unstarted(f"{cause} before Ray had started.")
-        os._exit(FAILED)  # the main thread may wait for Ray without end
+        os._exit(FAILED)  # the main thread may wait for Ray forever
 
     session = RaySession(
         config.launcher,
@@ -197,7 +197,7 @@ def _run_services(
 
 
 def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: RunAlarms, *, at_step: int) -> Recoveries:
-    """Returns the recoveries of the run; another attempt is one more, after ``at_step`` train steps."""
+    """Returns the recoveries of the run; a restarted controller adds one, after ``at_step`` train steps."""
 
     def begun(tier: int, cause: str) -> None:
         if tier == FROM_CHECKPOINT:
@@ -215,7 +215,7 @@ def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: Ru
 def _orders_and_engines(
     context: RunContext, attempt: Attempt, undo: ExitStack, alarms: RunAlarms
 ) -> tuple[OrderBook | None, EngineSet]:
-    """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open.
+    """Returns the order book (None without a gateway) and the engines of the run; ``undo`` ends the open orders.
 
     A new command turns the autoscaler on or off as configured.
     """
@@ -230,5 +230,5 @@ def _orders_and_engines(
     undo.callback(end_book, book)
     undo.enter_context(order_answers(config, book, attempt.gateway))
     alarms.watch(engine_lost=engines.lost, order_failed=partial(failed_orders, book))
-    undo.callback(alarms.watch_no_more)  # before the orders that are open are ended
+    undo.callback(alarms.watch_no_more)  # before the open orders are ended
     return book, engines

@@ -1,4 +1,4 @@
-"""Finds the model folders of a run's teachers and judges, and checks them before anything starts."""
+"""Finds the model folders of a run's student, teachers and judges, checks them, and makes built-in models."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Made = TypeVar("Made")
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
-    """Returns name → folder, in the order of the configuration.
+    """Returns name → folder of the teachers, in the order of the configuration; empty without teachers.
 
-    It is empty for an algorithm without teachers. ``student`` is the folder of the model that learns. A built-in
-    teacher is made on first use, which takes seconds. Raises ValueError for a teacher that does not fit the student.
+    ``student`` is the folder of the trained model. A built-in teacher is made on first use, which takes seconds. Raises
+    ValueError for a teacher that does not fit the student.
     """
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
@@ -100,11 +100,11 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
 def _unlike_patches(
     tower: VisionTower | None, folder: Path, *, student: Path, key: str, family: str | None
 ) -> Iterator[str]:
-    """Yields why a teacher cannot see what the student sees: an item's rows are made for the student's patches."""
+    """Yields why a teacher's vision tower does not fit: the rows of an item depend on the student's patch sizes."""
     if tower is None:
         yield (
-            f"{key}={folder}: it reads text only, and prompts may have images or video. Choose a teacher that sees, or "
-            "train on text alone with modality=text."
+            f"{key}={folder}: it reads text only, and prompts may have images or video. Choose a teacher with vision, "
+            "or train only on text with modality=text."
         )
         return
     own = folder_architecture(student, also=family).vision
@@ -114,7 +114,7 @@ def _unlike_patches(
         if ours != theirs:
             yield (
                 f"{key}={folder}: its vision tower has {name}={theirs}, that of the model that learns has {ours}, so "
-                "an image has other rows. Choose a teacher whose tower cuts images alike."
+                "an image has other rows. Choose a teacher with the same patch sizes."
             )
 
 
@@ -138,11 +138,11 @@ def _key(name: str) -> str:
     return f"algo.teachers.{name}"
 
 
-# -- Finds the model folders of a run's judges, and checks the judges before anything starts --------------------------
+# -- Judges: model folders, and checks before the start ---------------------------------------------------------------
 
 
 def judge_folders(config: RelaxConfig) -> dict[str, Path]:
-    """Returns name → folder of the judges that have engines of the run; a built-in model is made on first use."""
+    """Returns name → folder of the judges that the run serves itself; a built-in model is made on first use."""
     plan = judge_plan(config)
     if plan is None:
         return {}
@@ -229,7 +229,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
             yield f"{key}={judge.model}: {error}"
         return
     folder = _judge_path(judge)
-    # What it says of engine.context_length is about the model that learns.
+    # Its problem of engine.context_length is about the trained model.
     if problems := [one for one in folder_problems(config, folder, key=key) if one.startswith(key)]:
         yield from problems
         return
@@ -243,7 +243,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
 
 
 def _context_problems(config: RelaxConfig, judge: JudgeConfig, prompt: JudgePrompt, *, key: str) -> Iterator[str]:
-    """Yields a context that cannot hold the shortest prompt of a judge with its answer."""
+    """Yields a problem if the context cannot hold the shortest prompt of a judge with its answer."""
     folder = _judge_path(judge)
     context = judge_engine(config.engine, judge, positions=judge_positions(folder)).context_tokens
     tokens = len(PromptTokenizer(folder).encode([{"role": "user", "content": prompt.fixed_text()}]))
@@ -273,7 +273,7 @@ def _judge_path(judge: JudgeConfig) -> Path:
 
 
 def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Made:
-    """Returns what a thread makes; raises TimeoutError with the cause if it is not made in the time of a start."""
+    """Returns the thread's result; raises TimeoutError with the cause after run.start_timeout_s."""
     limit_s = config.run.start_timeout_s
     try:
         return folder.result(timeout=limit_s)
@@ -281,8 +281,8 @@ def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Mad
         if folder.done():  # making it raised this error
             raise
         raise TimeoutError(
-            f"run.start_timeout_s={limit_s:g}: {what} is still being made. It is kept when it is made: start the run "
-            "again, or raise run.start_timeout_s."
+            f"run.start_timeout_s={limit_s:g}: {what} is still being made. The result is kept: start the run "
+            "again later, or raise run.start_timeout_s."
         ) from error
 
 
@@ -295,7 +295,7 @@ def _student_folder(config: RelaxConfig) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolders:
-    """Holds the folders of the model that learns, and those of the teachers and of the judges' engines by name."""
+    """Holds the folder of the trained model, and the folders of teachers and of judges with engines, by name."""
 
     student: Path
     teachers: dict[str, Path]
@@ -303,7 +303,7 @@ class ModelFolders:
 
 
 def making_models(config: RelaxConfig, pool: ThreadPoolExecutor) -> Callable[[], ModelFolders]:
-    """Begins to make the built-in models of a run in ``pool``; the result waits for them and returns the folders."""
+    """Starts making the built-in models of a run in ``pool``; the returned function waits and returns the folders."""
     student = pool.submit(_student_folder, config)
     teachers = pool.submit(lambda: teacher_folders(config, student=student.result()))
     judges = pool.submit(judge_folders, config)

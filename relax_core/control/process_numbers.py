@@ -1,4 +1,4 @@
-"""Records what is known of the run's engines and what its processes use: cores, memory and GPUs."""
+"""Records metrics of the run's engines, and the CPU, memory and GPU usage of its processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CONTROLLER = "controller"
 
 
 class ProcessNumbers:
-    """Records the numbers of the workers, the bus and this process, whose children are the trackers.
+    """Records the resource usage of the workers, the bus and this process with its children, the trackers.
 
-    ``bus_pid`` is None if the bus may be on another host. ``record`` records numbers after so many train steps.
+    ``bus_pid`` is None if the bus may be on another host. ``record`` gets the number of train steps and the metrics.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ProcessNumbers:
         self._meters = {CONTROLLER: UsageMeter()} | ({} if bus_pid is None else {BUS: UsageMeter(bus_pid)})
 
     def record(self, beats: Mapping[str, Beat], *, step: int) -> None:
-        """Records the newest numbers."""
+        """Records the newest usage."""
         found = {name: beat.alive.usage for name, beat in beats.items() if beat.alive is not None}
         found |= {name: meter.newest() for name, meter in self._meters.items()}
         numbers: dict[str, float] = {}
@@ -42,16 +42,16 @@ class ProcessNumbers:
             self._put(step, numbers)
 
 
-# -- Records what is known of the run's engines, and tells which of them decodes more slowly than the others ----------
+# -- Metrics of the run's engines, and their decode times for the straggler detection ---------------------------------
 
-RECORD_S = 1.0  # the time between two looks; the engines are asked as often
+RECORD_S = 1.0  # interval of the check; the engines report as often
 
 
 class EngineNumbers:
-    """Records numbers of the engines that serve or have served prompts, and are still in.
+    """Records metrics of the present engines that serve or have served prompts.
 
-    ``record`` records numbers after so many train steps. ``add_decoding`` gets the decode times of each engine since
-    its start, with the number of train steps done.
+    ``record`` gets the number of train steps and the metrics. ``add_decoding`` gets the number of train steps and the
+    decode times of each engine since its start.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class EngineNumbers:
         add_decoding: Callable[[int, Mapping[str, DecodeTimes]], None],
     ) -> None:
         self._engines, self._put, self._add_decoding = engines, record, add_decoding
-        self._recorded = -1  # train steps done when the numbers were recorded last
+        self._recorded = -1  # train steps at the last record
 
     def record(self, beats: Mapping[str, Beat], *, step: int) -> None:
-        """Records the numbers once a train step."""
+        """Records the metrics once per train step."""
         if step == self._recorded:
             return
         statuses = {name: beats[name].alive for name in self._names() if name in beats}
@@ -92,7 +92,7 @@ class EngineNumbers:
 
 
 def _numbers_of(status: WorkerStatus) -> dict[str, float]:
-    """Returns what is known of one engine."""
+    """Returns the metrics of one engine."""
     report = status.engine
     if report is None:
         return {"version": -1.0, "restarts": float(status.restarts)}

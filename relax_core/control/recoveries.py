@@ -1,4 +1,4 @@
-"""Records the recoveries of a run: what died, how the run recovered, and how long no train step ended."""
+"""Records the recoveries of a run: the cause, the tier, and the time until the next train step."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def recoveries_file(run_dir: Path) -> Path:
 class Recovery:
     """Describes one recovery.
 
-    In tier 1 one process starts again in place; in tier 2 all services start from a checkpoint. ``at_step`` is the
-    number of train steps that were done when the loss was noticed. ``from_step`` is the step from which the run went
-    on. ``time_s`` is the Unix time in seconds at which the loss was noticed, and ``seconds`` the time from then until
-    the next train step was done, None before that.
+    In tier 1 one process restarts in place; in tier 2 all services restart from a checkpoint. ``at_step`` is the number
+    of train steps done when the loss was noticed. ``from_step`` is the step from which the run continued. ``time_s`` is
+    the Unix time in seconds at which the loss was noticed, and ``seconds`` the time from then until the next train step
+    was done, None before that.
     """
 
     tier: int
     cause: str
     at_step: int
     from_step: int
-    time_s: float | None = None  # missing in a file that an older Relax wrote
+    time_s: float | None = None  # missing in files of an older Relax
     seconds: float | None = None
 
 
 class Recoveries:
     """Holds all recoveries of a run, in order, and writes them to ``file``, where the next controller reads them.
 
-    ``report`` is called with one line when a recovery begins, and with another line when training goes on. ``begun`` is
-    called with the tier and the cause when one begins.
+    ``report`` is called with a line when a recovery begins, and with a line when training continues. ``begun`` is
+    called with the tier and the cause when a recovery begins.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Recoveries:
         self._open: list[tuple[Recovery, float]] = []
 
     def load(self) -> None:
-        """Reads the recoveries that an earlier controller of this run recorded."""
+        """Reads the recoveries that earlier controllers of this run recorded."""
         if self._file.exists():
             self._all = msgspec.json.decode(self._file.read_bytes(), type=list[Recovery])
 
     def begin(self, tier: int, cause: str, *, at_step: int, from_step: int, noticed: float | None = None) -> None:
-        """Records that a recovery begins now, or began at the time ``noticed`` on the clock."""
+        """Records that a recovery begins now, or began at the clock time ``noticed``."""
         now = self._clock()
         began = now if noticed is None else noticed
         time_s = time.time() - (now - began)
@@ -82,19 +82,19 @@ class Recoveries:
         self._keep()
 
     def _keep(self) -> None:
-        """Writes the file; in an outage of the disk the run goes on, and the next change writes it."""
+        """Writes the file; during a disk outage the run continues, and the next change writes the file."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             partial = self._file.with_name(f"{self._file.name}.partial")
             partial.write_bytes(msgspec.json.encode(self._all))
-            os.replace(partial, self._file)  # a controller that is killed before this leaves the earlier file whole
+            os.replace(partial, self._file)  # atomic: a killed controller leaves the earlier file intact
         except OSError as error:
             if not is_outage(error):
                 raise
             self._report(f"{self._file} is not written: {error}")
 
     def step_done(self) -> None:
-        """Records that a train step ended, so that every open recovery has succeeded."""
+        """Records the end of a train step, with which all open recoveries have succeeded."""
         for recovery, began in self._open:
             recovery.seconds = self._clock() - began
             self._report(
@@ -118,9 +118,9 @@ class Recoveries:
         return [asdict(recovery) for recovery in self._all]
 
 
-# -- Why a run ends or its services start again -----------------------------------------------------------------------
+# -- Errors that end a run or restart its services --------------------------------------------------------------------
 class RunFailed(RuntimeError):
-    """Says that the run cannot go on.
+    """Raised if the run has failed and cannot continue.
 
     The text is the first cause in one line, with its role. ``log`` is the traceback, for the run's logs. ``worker`` is
     the name of the worker that failed by itself.
@@ -133,9 +133,9 @@ class RunFailed(RuntimeError):
 
 
 class ServicesLost(RunFailed):
-    """Says that the services were lost and can start again from the newest checkpoint."""
+    """Raised if the services were lost and can restart from the newest checkpoint."""
 
 
 def run_failed(what: str, error: BaseException) -> RunFailed:
-    """Returns the failure for an error that ended the run outside of every worker. ``what`` begins its text."""
+    """Returns the failure for an error outside all workers that ended the run; its text begins with ``what``."""
     return RunFailed(f"{what}: {failure_line(error)}", log="".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run resumes: the newest whole one of its folder, or the one that the user named."""
+"""Finds the checkpoint from which a run resumes: the newest complete one in run.dir, or the folder in ``resume``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ REPORTED_DATA_KEYS = tuple(key for key in REPORTED_KEYS if key.startswith("data.
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Describes a checkpoint from which the run goes on.
+    """Describes a checkpoint from which the run continues.
 
-    ``folder`` is its folder, and ``step`` is its number of train steps.
-
-    ``snapshot`` is the state of the bus in the checkpoint. ``notes`` are lines for the user, e.g. about settings that
-    have changed. ``left`` says which newer checkpoints resume=auto skipped because they are not whole, and why.
-    ``template_date`` is data.template_date of the run, None for a run without it. ``dtype`` is its model.dtype.
+    ``folder`` is its folder, ``step`` its number of train steps, and ``snapshot`` the state of the bus. ``notes`` are
+    lines for the user, e.g. about changed settings. ``left`` are lines about newer checkpoints that resume=auto skipped
+    because they are incomplete. ``template_date`` is data.template_date of the run, or None. ``dtype`` is its
+    model.dtype.
     """
 
     folder: Path
@@ -49,9 +48,9 @@ class ResumePoint:
 def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoint | None:
     """Returns the checkpoint that ``resume`` selects, or None if the run starts from step 0.
 
-    With ``repair`` a checkpoint that a killed run had half replaced is put back; no other process may use the folder.
+    With ``repair`` a checkpoint whose replacement was interrupted is restored; no other process may use the folder.
     With resume=auto the result is None if there is no checkpoint yet. Raises ValueError if the named checkpoint, or
-    every checkpoint, is not whole, if it holds more steps than the run has, or if it belongs to a run with other data,
+    every checkpoint, is incomplete, if it has more steps than the run, or if it belongs to a run with other data,
     another model or another algorithm.
     """
     if config.resume is None:
@@ -96,14 +95,14 @@ def _named(folder: Path) -> WholeCheckpoint:
 def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
     """Returns notes on the settings that differ from the checkpoint's.
 
-    Raises ValueError if it is of another run. Data is compared by its content if the checkpoint records a digest of its
-    own data.
+    Raises ValueError if the checkpoint belongs to another run. Data is compared by content if the checkpoint has a
+    digest of its data.
     """
     before, now = _saved(found), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
     digest_now = data_digest(config.data) if digest else ""
     moved = DATA_LOCATION_KEYS if digest and digest_now == digest else ()
-    # The run takes these of the checkpoint.
+    # The run takes these values from the checkpoint.
     date = () if config.data.template_date else ("data.template_date",)
     dtype = ("model.dtype",) if isinstance(config.model.dtype, DtypeByMachine) else ()
     other = changes(before, now, keys=REFUSED, but=(*moved, *date, *dtype, *REPORTED_DATA_KEYS))

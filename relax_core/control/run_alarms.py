@@ -1,4 +1,4 @@
-"""Tells somebody what happens to a run: its start and end, what breaks, and the rules of ``notify.rules``."""
+"""Sends notifications about a run: its start and end, failures, and the alert rules of ``notify.rules``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.observe.summary import FIRST_STEPS, HACK, SIGNAL_RULES, first_steps_line, signal_line
 from relax_core.server.gateway_client import read_address
 
-REPEAT_S = 3600.0  # a cause that lasts or comes again is told again after so long
-RESTARTS_PER_HOUR = 3  # in place (tier 1), beyond which they are told
-DISK_GIB = 2.0  # free in the run's folder, below which it is told
+REPEAT_S = 3600.0  # minimum time between two notifications of one cause
+RESTARTS_PER_HOUR = 3  # restarts in place (tier 1) above which a notification is sent
+DISK_GIB = 2.0  # free space in the run's folder below which a notification is sent
 END_S = 20.0  # how long the end of the run waits for its last messages
 LOOK_S = 5.0
 HOUR_S = 3600.0
-UNKNOWN_RECORDS = 100  # of the source of a rule's number, after which a number that none of them had is reported
+UNKNOWN_RECORDS = 100  # records of a source after which a metric that none of them had is reported
 GIB = 1 << 30
-OF_PRESETS = frozenset(words for rules in PRESETS.values() for words in rules)  # some runs have no such number
-SEEN_ANYWAY = (*NOTICES, "failed")  # on the terminal, in words of their own
+OF_PRESETS = frozenset(words for rules in PRESETS.values() for words in rules)  # some runs do not have these metrics
+SEEN_ANYWAY = (*NOTICES, "failed")  # events that the terminal shows in other lines
 TITLES = {
     "started": "the run has started",
     "finished": "the run has finished",
@@ -53,10 +53,10 @@ TITLES = {
 
 
 class RunAlarms:
-    """Keeps the alarms of a run and sends them to those whom ``notify.urls_file`` names.
+    """Records the alarms of a run and sends them to the addresses in ``notify.urls_file``.
 
-    `happened` and `over` may be called by any thread, the other methods by one. With ``again`` an earlier process has
-    told the start.
+    `happened` and `over` may be called from any thread, the other methods from one thread. With ``again`` an earlier
+    process has reported the start.
     """
 
     def __init__(self, config: RelaxConfig, *, again: bool, clock: Callable[[], float] = time.time) -> None:
@@ -67,48 +67,48 @@ class RunAlarms:
         self._rules = {rule: RuleState() for rule in read_rules(notify.rules)}
         self._signal = {rule: RuleState() for rule in map(read_rule, SIGNAL_RULES)}
         self._signal_line = partial(signal_line, max_new_tokens=config.rollout.max_new_tokens)
-        self._first: list[MetricRecord] | None = []  # of the trainer's first steps; None once the run is beyond them
+        self._first: list[MetricRecord] | None = []  # records of the trainer's first steps; None after them
         self._first_line = partial(
             first_steps_line, temperature=config.rollout.temperature, group_size=config.algo.group_size
         )
-        self._without: dict[Rule, int] = {}  # records without the number of a rule
-        self._seen: set[Rule] = set()  # rules whose number was measured
+        self._without: dict[Rule, int] = {}  # rule → records without its metric
+        self._seen: set[Rule] = set()  # rules whose metric was recorded
         self._began_s = clock()
         self._events: deque[tuple[bool, str, str, str]] = deque()
         self._lines: deque[str] = deque()
         self._restarts: deque[float] = deque()
         self._failures: set[tuple[str, str]] = set()
-        self._failed: dict[str, Callable[[], Mapping[str, str]]] = {}  # by event
+        self._failed: dict[str, Callable[[], Mapping[str, str]]] = {}  # event → function for its failures
         self._step = 0
         self._sender = AlarmSender(self._receivers(notify.urls_file), self._lines.append)
         if not again:
             self.happened("started", "the run", f"{self._steps} train steps")
 
     def _receivers(self, urls_file: str | None) -> list[tuple[str, Notify]]:
-        """Returns whom to tell; a file that was right at the start and is wrong now does not end the run."""
+        """Returns the receivers; an invalid file is logged and does not end the run."""
         try:
             return [] if urls_file is None else read_receivers(Path(urls_file))
         except ValueError as error:
-            self._lines.append(f"notify: nobody is told: {error}")
+            self._lines.append(f"notify: no notifications are sent: {error}")
             return []
 
     def watch(
         self, *, engine_lost: Callable[[], Mapping[str, str]], order_failed: Callable[[], Mapping[str, str]]
     ) -> None:
-        """Names what to ask for the causes of all added engines and of the newest orders that have failed."""
+        """Sets the functions that return name → cause for failed added engines and for failed new orders."""
         self._failed = {"engine_lost": engine_lost, "order_failed": order_failed}
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
     def happened(self, event: str, cause: str, words: str) -> None:
-        """Notes an event; ``cause`` says what it is about, and ``words`` what there is to say. It returns at once."""
+        """Records an event with its cause and a text, and returns at once."""
         self._events.append((False, event, cause, words))
 
     def over(self, event: str, cause: str) -> None:
-        """Notes that what was noted is over. It returns at once."""
+        """Records the end of an event, and returns at once."""
         self._events.append((True, event, cause, ""))
 
     def restarted(self, cause: str) -> None:
-        """Notes a restart in place (tier 1); too many within an hour are an event."""
+        """Records a restart in place (tier 1); too many within an hour are an event."""
         now = self._clock()
         self._restarts.append(now)
         while self._restarts[0] < now - HOUR_S:
@@ -121,7 +121,7 @@ class RunAlarms:
             )
 
     def stragglers(self, told: Iterable[Straggler]) -> None:
-        """Notes who became slower than the equals, and who is not any more."""
+        """Records new and recovered stragglers."""
         for one in told:
             if one.ended:
                 self.over("straggler", one.who)
@@ -129,9 +129,9 @@ class RunAlarms:
                 self.happened("straggler", one.who, straggler_words(one))
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
-        """Looks at the newest records, in order, by all rules. Those of an earlier process do not count.
+        """Applies all rules to the newest records, in order; records of an earlier process do not count.
 
-        A line of the log says when the run trains without a learning signal.
+        A line is logged if the run trains without a learning signal.
         """
         for record in records:
             if record.time_s < self._began_s:
@@ -179,31 +179,31 @@ class RunAlarms:
             self._seen.add(rule)
 
     def watch_no_more(self) -> None:
-        """Looks for the last time at what `watch` was given."""
+        """Checks the functions of `watch` for the last time."""
         self.look()
         self._failed = {}
 
-    # -- what is told -------------------------------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------------------------------
     def tick(self, *, step: int) -> None:
-        """Tells what has happened since the last call. ``step`` is the number of train steps done."""
+        """Sends the events since the last call. ``step`` is the number of train steps done."""
         self._step = step
         while self._events:
             is_over, event, cause, words = self._events.popleft()
             self._tell(event, cause, words, is_over=is_over)
 
     def take_lines(self) -> list[str]:
-        """Returns lines for the run's log: what was told, and what could not be."""
+        """Returns lines for the run's log: sent notifications, and failures to send."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def close(self, word: Literal["finished", "stopped", "failed"], why: str) -> list[str]:
-        """Tells the end of the run and waits for its last messages; returns the last lines for the log."""
+        """Sends the end of the run and waits for its last messages; returns the last lines for the log."""
         self.happened(word, "the run", why)
         self.tick(step=self._step)
         self._sender.close(timeout_s=END_S)
         return self.take_lines()
 
     def look(self) -> None:
-        """Looks at what nobody notes: the disk, and the engines and orders that have failed."""
+        """Checks states without an event source: the free disk space, and failed engines and orders."""
         free_gib = shutil.disk_usage(self._run_dir).free / GIB
         if free_gib < DISK_GIB:
             self.happened("disk_low", "disk", f"{free_gib:.2f} GiB are free in the run's folder")
@@ -238,14 +238,14 @@ class RunAlarms:
         return f"{clean(words)}\n{self._where()}"
 
     def _where(self) -> str:
-        """Returns where the run stands and where it is to be seen."""
+        """Returns lines with the train step, the run's folder and the page."""
         page = _page(self._run_dir)
         where = f"train step {self._step} of {self._steps}\n{self._run_dir.resolve()}"
         return where if page is None else f"{where}\n{page}"
 
 
 def _page(run_dir: Path) -> str | None:
-    """Returns the address of the run's page, without the token that opens it; None without a gateway."""
+    """Returns the address of the run's page without its token; None without a gateway."""
     try:
         return f"page: {read_address(run_dir).url}"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Shows a run to the user over all attempts of its services: the panel, and lines about events."""
+"""Shows a run on the terminal over all attempts of its services: the live panel, and lines about events."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from relax_core.roles.process_placement import equal_trainers
 from relax_core.roles.role_context import RunContext
 
 EVENTS_LOG = "recoveries.log"
-READ_S = 0.5  # how long a call reads the log at most; the controller has other work
+READ_S = 0.5  # maximum time that one call reads the log, because the controller has other work
 TRACKERS_S = 5.0  # interval between two checks of the trackers
 
 
 class RunView:
-    """Feeds the panel.
+    """Feeds the panel, and reports events on the terminal and in the log.
 
-    ``step`` is the number of train steps done, ``records`` are the metrics that the newest `read` has got, and
-    ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``stragglers`` says who
-    is slower than its equals, and ``alarms`` tells somebody of the run, and the screen when the run trains without a
-    learning signal. The lines of ``samples`` are printed, and they stand in no log.
+    ``step`` is the number of train steps done, ``records`` are the metrics of the newest `read`, and ``progress`` is
+    the newest answer of any bus. ``gaps`` counts records that are in no file. ``stragglers`` detects workers and
+    engines that are slower than their peers. ``alarms`` sends notifications, and returns lines if the run trains
+    without a learning signal.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class RunView:
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
         self._problem = ""  # why this process cannot write events
-        self._unwritten: list[str] = []  # reported lines that the log lacks
+        self._unwritten: list[str] = []  # reported lines that are missing in the log
         self._ledger_problem = ""
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._alarms = alarms
         self._reported_drops = -1  # the step of the last report
 
     def report(self, event: str) -> None:
-        """Writes a line about the run to the screen and to ``logs/recoveries.log``.
+        """Writes a line about the run to the terminal and to ``logs/recoveries.log``.
 
-        In an outage of the disk the log gets it with a later line.
+        During a disk outage the log gets it with a later line.
         """
         self._panel.print_line(event)
         self._unwritten.append(event)
@@ -98,7 +98,7 @@ class RunView:
             self._unwritten.clear()
 
     def read(self, *, step: int, progress: BusProgress | None) -> None:
-        """Reads the newest records of the log, and takes how far the current attempt is."""
+        """Reads the newest records of the log, and sets the progress of the current attempt."""
         self.records = self._read()
         self._check_writing()
         self.step = step
@@ -122,11 +122,11 @@ class RunView:
         )
 
     def told_stragglers(self) -> list[dict[str, Any]]:
-        """Returns the stragglers of the run as summary.json has them."""
+        """Returns the stragglers of the run for summary.json."""
         return [msgspec.to_builtins(one) for one in self.stragglers.all_of_run()]
 
     def report_stragglers(self) -> None:
-        """Tells who was named a straggler, and who is none any more, on the screen and in the metrics."""
+        """Reports new and recovered stragglers, on the terminal and in the metrics."""
         self.stragglers.add_records(self.records)
         told = self.stragglers.take()
         if self._alarms is not None:
@@ -137,7 +137,7 @@ class RunView:
             self._events.record_texts(STRAGGLER, self.step, [straggler_row(one)])
 
     def tell_alarms(self) -> None:
-        """Looks at the newest records by the rules of `notify`, and tells what has happened since."""
+        """Applies the rules of `notify` to the newest records, and sends and logs the new events."""
         if self._alarms is not None:
             self._alarms.add_records(self.records)
             self._alarms.tick(step=self.step)
@@ -145,7 +145,7 @@ class RunView:
                 self.report(line)
 
     def _read(self) -> list[MetricRecord]:
-        """Returns the numbers that the log has gained; after a restart of this process that takes several calls."""
+        """Returns the new metrics of the log; after a restart of this process, reading all takes several calls."""
         found: list[MetricRecord] = []
         until = time.monotonic() + READ_S
         while events := self._reader.read():
@@ -159,7 +159,7 @@ class RunView:
         return found
 
     def _report_look(self, look: TextRecord) -> None:
-        """Reports an evaluation's notice that answers look like an exploit of the reward, if it has one."""
+        """Reports an evaluation's notice, if any, about answers that look like an exploit of the reward."""
         if notice := str(look.rows[0].get("notice") or "") if look.rows else "":
             self.report(f"evaluation of weights {look.step}: {notice}")
 
@@ -170,7 +170,7 @@ class RunView:
         self._problem = self._events.problem
 
     def _report_ledger(self, problem: str) -> None:
-        """Reports when the ledger begins to wait for the disk, and when it is written again."""
+        """Reports that the ledger waits for the disk, and that it is written again."""
         if problem and not self._ledger_problem:
             self.report(f"the ledger waits for the disk: {problem}")
         elif self._ledger_problem and not problem:
@@ -178,14 +178,14 @@ class RunView:
         self._ledger_problem = problem
 
     def check_trackers(self) -> None:
-        """Reports which trackers have begun to fail."""
+        """Reports trackers that have started to fail."""
         for problem in self._trackers.check():
             self.report(problem)
 
     def _report_drops(self, progress: BusProgress) -> None:
-        """Records the ledger's drop counts by reason, once a train step from the first dropped sample on.
+        """Records the ledger's drop counts by reason once per train step, from the first dropped sample on.
 
-        In a run with media it records the counts by modality, too, from the first train step on.
+        In a run with media it also records counts by modality, from the first train step on.
         """
         ledger = progress.ledger
         if (ledger.dropped or ledger.modalities) and progress.version != self._reported_drops:
@@ -199,14 +199,14 @@ class RunView:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRecords:
-    """Says of which ``sources`` an earlier command in the run's folder has recorded numbers, and its train steps."""
+    """Holds the ``sources`` of metrics that earlier commands in the run's folder recorded, and their train steps."""
 
     sources: frozenset[str]
     steps: int
 
     @classmethod
     def of(cls, run_dir: Path) -> EarlierRecords:
-        """Looks at each record once and keeps none: those of 20,000 train steps take 170 MB."""
+        """Reads each record once and keeps none: records of 20,000 train steps take 170 MB."""
         sources, steps = set(), 0
         for record in each_metric(run_dir):
             sources.add(record.source)
@@ -223,7 +223,7 @@ def open_view(
     earlier: EarlierRecords,
     alarms: RunAlarms,
 ) -> RunView:
-    """Returns the view of a run; what an earlier process told of stragglers is kept."""
+    """Returns the view of a run, with the stragglers that earlier processes reported."""
     config = context.config
     told = told_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
     return RunView(

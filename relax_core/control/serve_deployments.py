@@ -1,4 +1,4 @@
-"""Deploys the roles in Ray Serve, for programs that read their status or stop them: ``run.serve``.
+"""Deploys the roles in Ray Serve (``run.serve``), for programs that read their status or stop them.
 
 The workers are plain Ray actors and outlive the deployments. No train step waits for Serve, and Ray restarts its
 controller and its deployments.
@@ -23,7 +23,7 @@ from relax_core.roles.process_placement import roles_of
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.worker import WorkerStatus
 
-DEPLOY_TRIES = 3  # Serve's controller may die during a deployment
+DEPLOY_TRIES = 3  # because Serve's controller may die during a deployment
 TRY_S = 1.0
 ANSWER_S = 10.0  # a worker answers in milliseconds, even while it trains
 
@@ -34,7 +34,7 @@ ANSWER_S = 10.0  # a worker answers in milliseconds, even while it trains
 class RoleDeployment:
     """Answers for the workers of a role, which it finds by name on each call.
 
-    Serve restarts a deployment that dies, whatever state its workers are in; the workers do not notice.
+    Serve restarts a deployment that dies, in any state of its workers; the workers do not notice.
     """
 
     def __init__(self, role: str, workers: list[str], namespace: str) -> None:
@@ -61,7 +61,7 @@ class RoleDeployment:
 
 
 class ServeDeployments:
-    """Deploys one Serve app a role and, after a recovery, deploys it again for the new workers."""
+    """Deploys one Serve app per role and, after a recovery, deploys it again for the new workers."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -71,7 +71,7 @@ class ServeDeployments:
         self._deployed: Future[None] | None = None
 
     def follow(self, namespace: str) -> None:
-        """Deploys the apps for the workers of ``namespace``, unless that is done already. Returns at once."""
+        """Starts the deployment of the apps for the workers of ``namespace``, unless already done. Returns at once."""
         if namespace != self._namespace:
             self._namespace = namespace
             self._deployed = self._pool.submit(self._deploy, namespace)
@@ -84,9 +84,9 @@ class ServeDeployments:
         return Finding(blames="Ray Serve", how=f"did not start the roles' deployments: {failure_line(error)}")
 
     def close(self, *, timeout_s: float) -> None:
-        """Deletes the run's apps in a joined cluster; Serve in the run's own Ray ends with Ray a moment later.
+        """Deletes the run's apps in a joined cluster; in the run's own Ray, Serve ends with Ray.
 
-        A deployment that does not end within ``timeout_s`` seconds is reported, and the run ends without it.
+        A deployment that is not done within ``timeout_s`` seconds is reported, and the run ends anyway.
         """
         self._pool.shutdown(wait=False)
         if self._deployed is None:

@@ -32,9 +32,9 @@ from relax_core.roles.trainer.reference_logprobs import ActorFwdWorker, Referenc
 from relax_core.roles.trainer.teacher_worker import TeacherEngineOwner, TeacherWorker
 from relax_core.roles.worker import WorkerStatus, process_host
 
-WORKER_CALLS = 8  # concurrent calls that a worker answers beside its loop: status, stop, endpoint, waits
+WORKER_CALLS = 8  # concurrent calls that a worker answers in addition to its loop: status, stop, endpoint, waits
 
-CREATED_S = 30.0  # after the limit of the start, in which the calls that create the bus have ended by themselves
+CREATED_S = 30.0  # extra wait after the start timeout, in which the calls that create the bus time out themselves
 
 WORKERS: dict[str, Any] = {
     "engine": EngineOwner,
@@ -50,7 +50,7 @@ WORKERS: dict[str, Any] = {
 }
 # The classes of ranks > 0, for roles that span several processes.
 OTHER_RANKS: dict[str, type[RankWorker]] = {"actor": ActorRank, "actor_fwd": ActorFwdRank, "reference": ReferenceRank}
-AFTER_RESTORE = ("rollout",)  # roles that request admissions start when the bus has restored its checkpoint
+AFTER_RESTORE = ("rollout",)  # these roles request admissions, so they start after the bus has restored its checkpoint
 RESTARTED_IN_PLACE = (
     "engine",
     "rollout",
@@ -66,8 +66,7 @@ RESTARTED_IN_PLACE = (
 class Services:
     """Holds the bus and the workers of one attempt, which start at the same time and discover each other.
 
-    Raises the errors of the bus's start. The Serve deployments belong to the run and exist longer. ``engines`` are
-    those that the attempt begins with.
+    Raises the errors of the bus's start. ``engines`` are the engines at the start of the attempt.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Services:
         ).remote(name, self._context, rank)
 
     def _is_attached(self, role: str, rank: int) -> bool:
-        """Says whether a worker owns an engine that somebody else started."""
+        """Returns whether a worker owns an external engine."""
         return role == ENGINE and bool(self._context.config.engine.urls or self._engines.url_of(rank))
 
     def handles(self) -> Mapping[str, Any]:
@@ -171,7 +170,7 @@ class Services:
         return owner.join.remote(timeout_s)
 
     def remove_engine(self, number: int) -> None:
-        """Kills what is left of an engine on this machine and forgets it."""
+        """Kills the remaining processes of an engine on this machine and forgets it."""
         name = worker_name(ENGINE, number)
         ray.kill(self.workers.pop(name))
         status = self._statuses.pop(name, None)
@@ -179,12 +178,12 @@ class Services:
             kill_trees((status.pid, *status.child_pids))
 
     def open_samples(self, number: int) -> list[Any]:
-        """Asks each rollout worker how many samples an engine owes it; returns the Ray references of the answers."""
+        """Asks each rollout worker for its open samples at an engine; returns the Ray references of the counts."""
         rollouts = [self.workers[worker_name("rollout", rank)] for rank in range(self.roles["rollout"])]
         return [worker.open_samples.remote(number) for worker in rollouts]
 
     def dispensable(self) -> Collection[str]:
-        """Returns the owners of added engines, also of those that have left the list and are about to end."""
+        """Returns the owners of added engines, including removed engines whose owners are still ending."""
         needed = {worker_name(ENGINE, number) for number in range(self.roles[ENGINE])}
         return {name for name in self.workers if name.rpartition("-")[0] == ENGINE} - needed
 
@@ -207,7 +206,7 @@ class Services:
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
         """Kills a worker that does not answer.
 
-        Ray restarts it if ``max_restarts`` allows. On another host it uses Ray's own kill, which takes seconds for a
+        Ray restarts it if ``max_restarts`` allows. A worker on another host is killed by Ray, which takes seconds for a
         stopped process.
         """
         if status.host == process_host():
@@ -216,7 +215,7 @@ class Services:
             ray.kill(self.handles()[name], no_restart=False)
 
     def close_at_once(self, reason: str) -> None:
-        """Closes the bus and kills all processes. It does not ask the workers, which may be in a long operation."""
+        """Closes the bus and kills all processes, without a stop request: workers may be in a long operation."""
         try:
             with suppress(BusLost):
                 blocking(self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s))
@@ -226,8 +225,8 @@ class Services:
     def close(self, reason: str, *, failed: str | None = None) -> None:
         """Ends every process in order: the bus first, so that no worker waits on it, then the workers.
 
-        The owners of engines end their engines. The ranks of the role of the worker ``failed`` are killed without being
-        asked, because they may wait without end for that worker in a collective.
+        The owners of engines end their engines. The ranks of the role of the worker ``failed`` are killed without a
+        stop request, because they may wait forever for that worker in a collective.
 
         Raises LedgerUnwritable or BusTimeout, after every process has ended, if the ledger's last events did not reach
         its file.
@@ -247,12 +246,12 @@ class Services:
             self.bus.terminate()
 
     def _ranks_with(self, worker: str) -> set[str]:
-        """Returns the workers that are ranks of the same model as ``worker``, itself included; else an empty set."""
+        """Returns all ranks of the worker group of ``worker``; empty for a role without ranks."""
         role = worker.rpartition("-")[0]
         return {worker_name(role, rank) for rank in range(self.roles[role])} if role in OTHER_RANKS else set()
 
     def kill(self) -> None:
-        """Kills every process and waits until all have exited, so that none of them can change the run's files.
+        """Kills every process and waits until all have exited, so that none can change the run's files.
 
         Raises RuntimeError for a process that does not end.
         """
@@ -271,7 +270,7 @@ class Services:
             remove_placement_group(group)
 
     def _abandon(self) -> None:
-        """Kills the actors that were started, because the services did not start."""
+        """Kills the Ray actors of services that did not start completely."""
         self._kill_actors()
         with suppress(ValueError):  # the bus does not exist
             ray.kill(ray.get_actor(BUS, namespace=self._context.namespace))

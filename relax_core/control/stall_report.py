@@ -1,4 +1,4 @@
-"""Reports a stall: which worker waits for which worker, down to the worker that blocks the others, and its stacks."""
+"""Watchdog: reports a stall with the wait graph of the workers, the blockers, and the blockers' stacks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from relax_core.control.services import Services
 
 LOG = "watchdog.log"
-REPORTS = 5  # of a run without a train step, until all services start again
-BUS_S = 2.0  # timeout of the bus's answer, which takes milliseconds
+REPORTS = 5  # reports without a train step until all services restart
+BUS_S = 2.0  # timeout of the bus's answer, which normally takes milliseconds
 
 
 class Watchdog:
-    """Knows how long no train step has ended, and reports after each fifth of ``run.stall_timeout_s`` of it.
+    """Measures the time without a train step, and reports after each fifth of ``run.stall_timeout_s``.
 
-    A report is made in a thread of its own, because it calls processes that may not answer. ``stalled`` is then called
-    there with a few words, and ``goes_on`` when a train step ends after it.
+    A report is made in a separate thread, because it calls processes that may not answer. That thread calls ``stalled``
+    with a short text; ``goes_on`` is called when a train step ends after a report.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Watchdog:
         self._since = self._reported = time.monotonic()
 
     def moved(self) -> None:
-        """Restarts the time, because a train step ended or the trainer's checkpoint has made progress."""
+        """Resets the time, because a train step ended or the trainer's checkpoint made progress."""
         self._since = self._reported = time.monotonic()
         if self._told:
             self._told = False
             self._goes_on()
 
     def look(self, beats: Mapping[str, Beat], roles: Sequence[RoleState], *, step: int) -> Finding | None:
-        """Starts a report if it is due, and finds a stall past its limit; ``step`` is the number of train steps done.
+        """Starts a report if it is due, and finds a stall beyond its limit; ``step`` is the number of train steps done.
 
-        The first step after a start has ``run.start_timeout_s`` more.
+        The first step after a start may take ``run.start_timeout_s`` longer.
         """
         now, run = time.monotonic(), self._context.config.run
         if now - self._reported >= run.stall_timeout_s / REPORTS:
@@ -81,7 +81,7 @@ class Watchdog:
         return Finding(blames="no train step", how=f"ended for {limit_s:.0f} s ({keys}) at step {step}: {states}")
 
     def report(self, beats: Mapping[str, Beat], *, step: int) -> str:
-        """Returns the report of now; it calls processes that may not answer, which takes seconds."""
+        """Returns a current report. It takes seconds, because it calls processes that may not answer."""
         idle_s = time.monotonic() - self._since
         return self._text(beats, f"the newest progress is {idle_s:.1f} s old, at step {step}")
 
@@ -124,17 +124,17 @@ class Watchdog:
         return "\n".join(lines) + "\n"
 
 
-# -- Builds the wait graph, which says which worker waits for which worker, from the statuses of workers and bus ------
+# -- Builds the wait graph (which worker waits for which) from the statuses of workers and bus ------------------------
 
-SILENT_S = 3.0  # the waits of a worker that has not answered for so long are unknown
+SILENT_S = 3.0  # the waits of a worker without an answer for longer are unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """Holds the chain of waits from one worker.
 
-    ``lines`` describes all workers and the bus. ``blockers`` are the workers that do not answer and the workers at
-    which the chain ends. If the chain is a cycle, they are all of its members.
+    ``lines`` describes all workers and the bus. ``blockers`` are the workers that do not answer and the workers at the
+    end of the chain, or all members of a cycle.
     """
 
     lines: list[str]
@@ -172,7 +172,7 @@ def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]
 
 
 def _workers(role: str, beats: Mapping[str, Beat]) -> list[str]:
-    """Returns the workers of a role, or the one worker of that name. The trainer's lead stands for all of its ranks."""
+    """Returns the workers of a role, or the worker of that name. The trainer's lead represents all of its ranks."""
     if role == "actor":
         return ["actor-0"]
     return [name for name in beats if name.rpartition("-")[0] == role] or [role]

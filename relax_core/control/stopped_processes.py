@@ -1,8 +1,8 @@
-"""Kills processes of the run on this machine that the kernel reports as stopped.
+"""Kills processes of the run on this machine that the kernel reports as stopped (SIGSTOP).
 
-A process that is stopped before its first answer is noticed here alone: its owner waits for it and has no heartbeat of
-it yet. This covers every kind of process from its fork on, whether its owner is Ray, a worker or the supervisor. Who
-has heartbeats of a process notices a longer silence of it first, and names the cause.
+Only this check notices a process that is stopped before its first heartbeat, because its owner still waits for it. It
+covers all processes from their fork on, owned by Ray, a worker or the supervisor. Owners that already get heartbeats
+notice a silent process earlier, and report the cause.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import psutil
 from relax_core.contracts.monitor import Check, Elapsed
 
 LOOK_S = 1.0
-GRACE_S = 3.0  # after the heartbeat's time, in which the owner of a process kills it and names the cause
-# Programs of Relax, Ray and SGLang. Other descendants are programs of the user, such as the commands of an agent, which
-# may stop their own children.
+GRACE_S = 3.0  # after the heartbeat timeout, so that the owner of a process can kill it and report the cause
+# Programs of Relax, Ray and SGLang. Other descendants are programs of the user, such as agents' commands, which may
+# stop their own children.
 _OF_THE_RUN = re.compile(r"relax_core|^ray::|/ray/|sglang")
 
 
 class StoppedProcesses:
-    """Kills each descendant of process ``root`` that is stopped for ``frozen_after_s`` seconds and `GRACE_S` more.
+    """Kills each descendant of process ``root`` that is stopped for longer than ``frozen_after_s`` + `GRACE_S` seconds.
 
-    ``report`` is called with a line for each. The time of a pause of this process does not count.
+    ``report`` is called with a line for each. Pauses of this process do not count.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StoppedProcesses:
         self._stopped_s: dict[psutil.Process, float] = {}
 
     def check(self) -> Check:
-        """Returns the check."""
+        """Returns the check for a `Monitor`."""
         return Check(name="stopped processes", every_s=LOOK_S, look=self._look)
 
     def _look(self) -> None:

@@ -1,8 +1,8 @@
-"""The supervisor is the process that the user started.
+"""Supervisor: the process that the user starts. It forks the controller and restarts it if it dies.
 
-It forks the controller, so that the run survives its death. It passes stop signals on to the controller. A controller
-that died, froze or lost its Ray starts again from the newest checkpoint, with a new Ray. The supervisor is a subreaper,
-so it can kill every remaining process of the run. It never imports Ray.
+It forwards stop signals to the controller. A controller that died, froze or lost its Ray restarts from the newest
+checkpoint, with a new Ray. The supervisor is a subreaper, so it can kill every remaining process of the run. It never
+imports Ray.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from relax_core.control.stopped_processes import StoppedProcesses
 from relax_core.observe.alarms import clean
 from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
-TELL_S = 60.0
-RAY_STARTS = 3  # how often Ray is started before the run fails
+TELL_S = 60.0  # timeout of the process that sends a notification
+RAY_STARTS = 3  # failed starts of Ray after which the run fails
 SHOW_CURSOR = "\x1b[?25h"  # a live panel hides the cursor
 
 RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", SupervisorPipe], int]
@@ -45,8 +45,8 @@ class Attempt:
     """Describes one controller of a run.
 
     ``number`` is the number of controllers that died before it. ``started`` is the Unix time at which the user's
-    process began, or at which this run of a sweep began. ``causes`` says how the earlier controllers ended, in one line
-    each. ``gateway`` is where it answers the gateway's requests, None without one.
+    process began, or at which this run of a sweep began. ``causes`` has one line per earlier controller with the cause
+    of its end. ``gateway`` is the socket for the gateway's requests, None without a gateway.
     """
 
     number: int
@@ -58,9 +58,9 @@ class Attempt:
 def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
     """Executes ``run_once`` in a child process until it ends by itself, and returns its exit code.
 
-    If the child dies, it starts again from the newest checkpoint. When the run has used up ``run.max_recoveries``, the
-    exit code is 1. If signal N comes before a train step is done, the run ends at once with exit code 128 + N. No
-    process and no temporary folder of the run remains. Stale runs are removed first.
+    If the child dies, it restarts from the newest checkpoint, at most ``run.max_recoveries`` times; after that the exit
+    code is 1. If signal N comes before a train step is done, the run ends at once with exit code 128 + N. No process
+    and no temporary folder of the run remains. Stale runs are removed first.
     """
     with unread_streams(timeout_s=RUN_TIMEOUT_S):
         _remove_stale_runs()
@@ -126,21 +126,21 @@ def _supervise(
 
 
 def _failed(config: RelaxConfig, cause: str) -> int:
-    """Reports a failure of which no controller can tell, and returns the exit code."""
+    """Reports a failure that no controller can report, and returns the exit code."""
     _report(f"failed: {cause}")
     _tell(config, "failed", cause)
     return FAILED
 
 
 def _stopped(config: RelaxConfig, cause: str, signals: StopSignals) -> int:
-    """Reports that the run was stopped, which no controller can tell any more, and returns the exit code."""
+    """Reports a stop that no controller can report, and returns the exit code."""
     _report(cause)
     _tell(config, "stopped", cause)
     return signals.exit_code
 
 
 def _tell(config: RelaxConfig, event: str, cause: str) -> None:
-    """Sends one message to those whom `notify` names, in a process that ends after `TELL_S` seconds at the latest."""
+    """Sends a notification in a separate process, which is killed after `TELL_S` seconds."""
     if config.notify.urls_file is None or event not in config.notify.events:
         return
     title = f"{config.name}: {TITLES[event]}"
@@ -149,7 +149,7 @@ def _tell(config: RelaxConfig, event: str, cause: str) -> None:
     try:
         subprocess.run(command, timeout=TELL_S, check=False)
     except subprocess.TimeoutExpired:
-        _report(f"notify: nobody took {title!r} within {TELL_S:g} s")
+        _report(f"notify: {title!r} was not delivered within {TELL_S:g} s")
 
 
 def _report(line: str) -> None:
@@ -157,7 +157,7 @@ def _report(line: str) -> None:
 
 
 def _remove_stale_runs() -> None:
-    """Removes stale runs and reports them. A stale run that cannot be removed is reported too."""
+    """Removes stale runs and reports them, also if a stale run cannot be removed."""
     try:
         for stale_run in remove_stale_runs():
             _report(stale_run.removal())
@@ -166,7 +166,7 @@ def _remove_stale_runs() -> None:
 
 
 def _end_rest(gateway_process: GatewayProcess | None) -> None:
-    """Kills the remaining processes but the gateway. All processes that had to end in order have exited."""
+    """Kills the remaining processes except the gateway, after all processes with an orderly end have exited."""
     try:
         end_children(spare=None if gateway_process is None else gateway_process.pid)
     except RuntimeError as error:
@@ -174,14 +174,14 @@ def _end_rest(gateway_process: GatewayProcess | None) -> None:
 
 
 def _recoveries_done(config: RelaxConfig, attempt: Attempt) -> int:
-    """Returns how often all services have started again. A controller that died early has recorded nothing."""
+    """Returns how often all services have restarted. A controller that died early may not have recorded its own."""
     recoveries = Recoveries(recoveries_file(Path(config.run.dir)), report=_report)
     recoveries.load()
     return max(attempt.number, recoveries.count(FROM_CHECKPOINT))
 
 
 def _is_shared(config: RelaxConfig) -> bool:
-    """Is True if other machines may take part in the run, which share only the run's own folder with this one."""
+    """Returns whether other machines may take part in the run; they share only run.dir with this machine."""
     return config.launcher.ray_address is not None or bool(config.engine.urls)
 
 

@@ -1,4 +1,4 @@
-"""Polls every worker once a second and restarts dead or frozen ones in place."""
+"""Polls the heartbeats of all workers once a second, and restarts dead or frozen workers in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.control.recoveries import IN_PLACE, Recoveries, RunFailed, Servi
 from relax_core.observe.panel import RoleState, RoleStateName
 from relax_core.roles.worker import WorkerStatus, process_host
 
-POLL_S = 0.2  # timeout of the answers, which take milliseconds
+POLL_S = 0.2  # timeout of the answers, which normally take milliseconds
 
 
 class Killable(Protocol):
@@ -29,7 +29,7 @@ class Killable(Protocol):
         """Returns the Ray handle of every worker, by its name."""
 
     def dispensable(self) -> Collection[str]:
-        """Returns the workers whose end is no failure of the run."""
+        """Returns the workers that may end without a failure of the run."""
 
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
         """Kills a worker that does not answer."""
@@ -37,10 +37,10 @@ class Killable(Protocol):
 
 @dataclass(kw_only=True)
 class _Restarts:
-    """Holds what is recorded of the restarts of one worker.
+    """Holds the restarts of one worker.
 
-    ``count`` of them are recorded; ``under_way`` says that one is. ``killed`` says why the process ``killed_pid`` was
-    killed at the monotonic time ``killed_at``; it is "" once that is recorded.
+    ``count`` is the number of recorded restarts; ``under_way`` says that a restart is in progress. ``killed`` says why
+    the process ``killed_pid`` was killed at the monotonic time ``killed_at``; it is "" after that is recorded.
     """
 
     count: int = 0
@@ -51,13 +51,13 @@ class _Restarts:
 
 
 class WorkerHealth:
-    """Watches the workers of one attempt of the services.
+    """Monitors the workers of one attempt of the services.
 
-    A worker that has answered before and then gives no answer for ``heartbeat_timeout_s`` seconds is frozen: it was
+    A worker that has answered before and then does not answer for ``heartbeat_timeout_s`` seconds is frozen: it was
     stopped, or its interpreter hangs. It is killed, so that Ray restarts it. If a process does not give its first
-    answer within ``start_timeout_s`` seconds, all services start again, because Ray does not tell which process it is.
-    If a worker on this machine has exited, the processes that it owned, such as an engine, are killed, because they may
-    be frozen too.
+    answer within ``start_timeout_s`` seconds, all services restart, because Ray does not report which process it is. If
+    a worker on this machine has exited, its own processes, such as an engine, are killed, because they may be frozen
+    too.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class WorkerHealth:
         self._owned = OwnedProcesses()
         self.beats: dict[str, Beat] = {}
         self.roles: list[RoleState] = []
-        self.ended: dict[str, str] = {}  # dispensable workers that do not work any more, and why
+        self.ended: dict[str, str] = {}  # dispensable worker that has ended → reason
 
     def check(self, *, bus_lost: str | None, step: int) -> None:
         """Polls the workers and kills frozen ones.
 
         ``step`` is the number of train steps done.
 
-        Raises `ServicesLost` if all services have to start again, and `RunFailed` for an error that a role's own code
+        Raises `ServicesLost` if all services have to restart, and `RunFailed` for an error that a role's own code
         raised.
         """
         before = self.beats
@@ -120,7 +120,7 @@ class WorkerHealth:
         self._record_restarts(step)
 
     def done(self, name: str) -> bool:
-        """Is True if this worker has completed its part of the run."""
+        """Returns whether this worker has completed its part of the run."""
         beat = self.beats.get(name)
         return beat is not None and beat.status is not None and beat.status.state == "done"
 
@@ -130,7 +130,7 @@ class WorkerHealth:
         return beat.status.progress if beat is not None and beat.status is not None else 0
 
     def _forget(self, name: str) -> None:
-        """Forgets a worker that has left the run, and kills what it owned."""
+        """Forgets a worker that has left the run, and kills its processes."""
         self._owned.forget(name)
         self._watch.forget(name)
         self._restarts.pop(name, None)
@@ -146,7 +146,7 @@ class WorkerHealth:
         self._services.kill_frozen(beat.name, status)
 
     def _record_restarts(self, step: int) -> None:
-        """Records each restart once: when a worker is restarting, or when its process id or its count has changed."""
+        """Records each restart once: while a worker is restarting, or when its process id or count has changed."""
         for role in self.roles:
             known = self._restarts[role.name]
             more = role.restarts > known.count
@@ -161,12 +161,12 @@ class WorkerHealth:
             known.count = role.restarts
 
     def _own_process(self, name: str) -> str:
-        """Returns how the process ended that a running worker has restarted, such as its engine."""
+        """Returns how a child process of a worker, such as its engine, ended before the worker restarted it, or ""."""
         status = self.beats[name].alive
         return "" if status is None else status.last_restart
 
 
-# -- Polls every worker for its status without waiting for a worker that does not answer ------------------------------
+# -- Polls every worker for its status, without waiting for workers that do not answer --------------------------------
 
 Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the states of an actor
 
@@ -175,10 +175,8 @@ Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the
 class Beat:
     """Holds the state of a worker's process.
 
-    ``status`` is its newest answer, which a process that has exited may have given.
-
-    ``silent_s`` counts the seconds without an answer since the last one, or since its start. ``cause`` says how the
-    process died.
+    ``status`` is its newest answer, possibly of a process that has exited. ``silent_s`` are the seconds since the last
+    answer, or since the start. ``cause`` says how the process died.
     """
 
     name: str
@@ -189,7 +187,7 @@ class Beat:
 
     @property
     def alive(self) -> WorkerStatus | None:
-        """Returns the newest answer of a process that runs, else None."""
+        """Returns the newest answer of a live process, else None."""
         return self.status if self.life == "alive" else None
 
 
@@ -207,7 +205,7 @@ class Heartbeats:
     def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, Beat]:
         """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds.
 
-        A worker that is no longer among them is forgotten.
+        Workers that are not in ``workers`` any more are forgotten.
         """
         for name in self._beats.keys() - workers.keys():
             del self._beats[name]
@@ -237,13 +235,13 @@ class Heartbeats:
         return beat
 
 
-# -- Derives the states that the panel shows, and the cause that ends an attempt, from the workers' heartbeats --------
+# -- Derives the states for the panel, and the cause that ends an attempt, from the workers' heartbeats ---------------
 
 STATES: Mapping[str, RoleStateName] = {"restarting": "restarting", "dead": "failed", "starting": "starting"}
 
 
 class RoleWatch:
-    """Records each worker's process id, so that it can count restarts."""
+    """Records each worker's process id to count restarts."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
@@ -255,7 +253,7 @@ class RoleWatch:
         self._restarts.pop(name, None)
 
     def roles(self, beats: Mapping[str, Beat]) -> list[RoleState]:
-        """Returns the workers' states as the panel shows them."""
+        """Returns the workers' states for the panel."""
         return [self._role(beat) for beat in beats.values()]
 
     def _role(self, beat: Beat) -> RoleState:
@@ -282,12 +280,12 @@ class RoleWatch:
 
 
 def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, str], sure: bool) -> RunFailed | None:
-    """Returns the first cause for which these services cannot go on, or None.
+    """Returns the first cause for which these services cannot continue, or None.
 
-    ``bus`` says how the bus was lost. ``killed`` maps the workers that were killed because they froze to the evidence.
-    A process that has died comes before workers that failed because of it; among failed workers the earliest counts. An
-    error of a role's own code ends the run only if ``sure`` is True, because the death of another process, which may be
-    its cause, may be noticed a moment later.
+    ``bus`` says how the bus was lost. ``killed`` maps workers that were killed because they froze to the evidence. A
+    dead process comes before workers that failed because of it; among failed workers the earliest counts. An error of a
+    role's own code ends the run only if ``sure`` is True: its cause may be the death of another process, which may be
+    noticed a moment later.
     """
     if bus is not None:
         return ServicesLost(f"the bus {bus}")
@@ -310,7 +308,7 @@ def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, 
 
 
 def ended(beat: Beat) -> str:
-    """Returns why this worker does not work any more, or "" while it does."""
+    """Returns why this worker has ended, or "" while it works."""
     if beat.life == "dead":
         return "its process has exited and was restarted too often"
     failed = _failed(beat)
@@ -321,26 +319,26 @@ def _failed(beat: Beat) -> WorkerStatus | None:
     return beat.alive if beat.alive is not None and beat.alive.state == "failed" else None
 
 
-# -- The bus, from a thread of its own, so that a bus that hangs does not block the controller ------------------------
+# -- Polls the bus in a separate thread, so that a hanging bus does not block the controller --------------------------
 ASK_S = 0.25
 
 
 class BusHealth:
-    """Knows whether the bus answers.
+    """Monitors the bus.
 
-    ``progress`` is its newest answer, None before the first. ``lost`` says how the bus was lost, as a clause that
-    follows "the bus"; it is None while the bus answers.
+    ``progress`` is its newest answer, None before the first. ``lost`` says how the bus was lost, as a clause for a
+    sentence that begins with "the bus"; it is None while the bus answers.
     """
 
     def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:
         self.progress: BusProgress | None = None
         self.lost: str | None = None
         self._bus = bus
-        # The bus answers this call at once, so the client's extra wait is part of the deadline.
+        # The bus answers this call immediately, so the client's grace time is part of the deadline.
         self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
 
     def check(self) -> Check:
-        """Returns the check, which is beside the loop, so that a bus that hangs does not block the controller."""
+        """Returns the check, which runs in a separate thread, so that a hanging bus does not block the controller."""
         return Check(name="bus", every_s=ASK_S, look=self._look, act=self._lose, beside=True)
 
     def _look(self) -> Finding | None:

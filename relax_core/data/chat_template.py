@@ -1,4 +1,4 @@
-"""Reads and compiles the chat template of a model folder, and shows tools as text where a template does not show them.
+"""Reads and compiles the chat template of a model folder, and renders tools as text for templates without tool support.
 
 jinja2 renders the template, with the sandbox and the settings that transformers uses.
 """
@@ -46,7 +46,7 @@ _HOW = (
 
 
 def reads_clock(model_folder: Path) -> bool:
-    """Returns whether a chat template of the folder reads the clock. Raises ValueError for a folder without any."""
+    """Returns whether a chat template of the folder reads the clock. Raises ValueError if it has no template."""
     return any("strftime_now" in one for one in chat_templates(model_folder, read_json(model_folder / SETTINGS)))
 
 
@@ -56,12 +56,12 @@ def utc_date() -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file, or nothing if there is no file: only tokenizer.json must exist."""
+    """Returns the content of a JSON file, or an empty dict if it does not exist: only tokenizer.json is required."""
     return read_object(path) if path.exists() else {}
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that a template may name. Older folders write a token as an object."""
+    """Returns the special tokens that a template may use. Older model folders store a token as an object."""
     tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
     return {
         key: clean_text(text)
@@ -71,9 +71,9 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the chat template, and the one for conversations with tools, which most folders do not have apart.
+    """Returns the chat template and the tool-use template, which are the same in most folders.
 
-    They are chat_template.jinja and `_TOOL_TEMPLATE`, else in the entry of tokenizer_config.json or chat_template.json.
+    They come from chat_template.jinja and `_TOOL_TEMPLATE`, or else from tokenizer_config.json or chat_template.json.
     """
     file, tool_file = model_folder / "chat_template.jinja", model_folder / _TOOL_TEMPLATE
     template: Any = None
@@ -109,13 +109,13 @@ def check_template_arguments(arguments: Mapping[str, Any], template: str, model_
     read = meta.find_undeclared_variables(environment.parse(template)) - known
     for name in arguments:
         if name not in read:
-            what = f"it reads {', '.join(sorted(read))}" if read else "it reads no variable of a user's"
+            what = f"it reads {', '.join(sorted(read))}" if read else "it reads no user variable"
             problem = f"its chat template does not read data.chat_template_kwargs.{name}; {what}."
             raise ValueError(f"model folder {model_folder}: {problem}")
 
 
 def compile_template(template: str, *, what: str, clock: datetime) -> jinja2.Template:
-    """Compiles a template. Raises ValueError, which begins with ``what``, if it does not parse."""
+    """Compiles a template. Raises ValueError, with a text that begins with ``what``, if it does not parse."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -125,7 +125,7 @@ def compile_template(template: str, *, what: str, clock: datetime) -> jinja2.Tem
 
 
 def _environment(clock: datetime) -> jinja2.Environment:
-    """Returns a jinja2 environment with the sandbox, filters and globals that transformers gives a chat template.
+    """Returns a jinja2 environment with the sandbox, filters and globals that transformers provides to chat templates.
 
     ``clock`` is the time that a template reads.
     """
@@ -165,9 +165,9 @@ def _environment(clock: datetime) -> jinja2.Environment:
 
 # -- Tools ----------------------------------------------------------------------------------------------------------
 def check_template_shows_tools(tokenizer: PromptTokenizer) -> None:
-    """Raises ValueError if the chat template leaves out tools, a call of one, or its result.
+    """Raises ValueError if the chat template leaves out tools, tool calls or tool results.
 
-    A model would be trained on questions whose tools it never saw. Many templates leave them out without an error.
+    Many templates leave them out without an error. The model would then train on prompts without their tools.
     """
     shown = tokenizer.render([_ASKED], tools=[_PROBE])
     if _TOOL not in shown or _ABOUT not in shown:
@@ -211,7 +211,7 @@ def with_tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSchema])
 
 
 def with_results_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Returns messages in which the results of tools are texts of the user; adjacent results share a message."""
+    """Returns the messages with tool results as user messages; adjacent results share a message."""
     found: list[Message] = []
     joins = False  # whether the last message holds results
     for message in messages:
@@ -236,7 +236,7 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Returns plain text if all parts are text."""
+    """Returns plain text if all parts are text, else the list of parts."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return list(parts)

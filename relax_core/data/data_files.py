@@ -1,9 +1,9 @@
-"""Reads the data rows of a file by number, checks each, and stores its prompt and answer under "prompt" and "answer".
+"""Reads data rows by number from JSONL, JSON, CSV and Parquet files, and validates each row.
 
-A data row is checked when it is read. A row that cannot be used raises `BadRow`, and the others stay usable. For a
-JSONL file only the offsets of its lines are kept in memory, for a Parquet file one row group at a time
-(`relax_core/data/parquet_rows.py`). A CSV file and a JSON list are kept in memory as a whole. A row that is too large
-or nested too deeply is a bad one, and is not read.
+A data row is validated when it is read; its prompt and answer are stored under "prompt" and "answer". An unusable row
+raises `BadRow`, and the others stay usable. For a JSONL file only the offsets of its lines are in memory, for a Parquet
+file one row group at a time (`relax_core/data/parquet_rows.py`). A CSV file and a JSON list are in memory as a whole. A
+row that is too large or nested too deeply is a bad row, and is not read.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from relax_core.data.row_media import (
     without_base64,
 )
 
-MOST_ROW_BYTES, MOST_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # of a row without columns of media, and with some
-MOST_WHOLE_BYTES = 512 << 20  # of a file that is kept in memory
+MOST_ROW_BYTES, MOST_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # limits of a row without and with media columns
+MOST_WHOLE_BYTES = 512 << 20  # limit of a file that is in memory as a whole
 _MOST_LINE_BYTES = MOST_MEDIA_ROW_BYTES
-_PIECE_BYTES = 1 << 20  # of a line that is looked for
-_SHOWN = 200  # characters of a value, of which base64 is left out
+_PIECE_BYTES = 1 << 20  # read at a time when searching for line ends
+_SHOWN = 200  # characters of a value in an error, before base64 is left out
 _MISSING = object()
 _UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "zstd -d", ".zip": "unzip"}
 
@@ -73,8 +73,8 @@ class RowFile(Protocol):
 class RowKeys:
     """Names the keys of a data row: its prompt, its answer, and the columns with media.
 
-    A dotted key reaches into a column where no column has this name (`value_at`). ``row_group_bytes`` is the largest
-    row group of a Parquet file with columns of media. With ``may_be_empty`` the answer may be an empty text.
+    A dotted key reads a nested value unless a column has this name (`value_at`). ``row_group_bytes`` is the largest row
+    group of a Parquet file with media columns. With ``may_be_empty`` the answer may be an empty text.
     ``last_assistant`` is data.last_assistant.
     """
 
@@ -87,7 +87,7 @@ class RowKeys:
 
     @property
     def row_bytes(self) -> int:
-        """Returns how many bytes a row has at most."""
+        """Returns the maximum number of bytes of a row."""
         return max(self.row_group_bytes, MOST_MEDIA_ROW_BYTES) if self.media.columns else MOST_ROW_BYTES
 
 
@@ -118,7 +118,7 @@ def open_rows(path: Path, keys: RowKeys) -> RowFile:
 
 
 def arrow_to_parquet(files: Sequence[Path], target: Path) -> str:
-    """Returns the sentence with the command that writes Arrow files, as Hugging Face's datasets saves, as Parquet."""
+    """Returns a hint with the command that converts Arrow files of Hugging Face's datasets to Parquet."""
     made = target.with_suffix(".parquet")
     code = (
         "import pyarrow as a, pyarrow.parquet as p; "
@@ -129,7 +129,7 @@ def arrow_to_parquet(files: Sequence[Path], target: Path) -> str:
 
 
 def _of_hub(path: Path) -> str:
-    """Returns the hint for a path that looks like the name of a dataset of Hugging Face's hub; empty for others."""
+    """Returns a download hint if a path looks like a dataset name of the Hugging Face hub, else an empty text."""
     try:
         parts = path.relative_to(Path.cwd()).parts
     except ValueError:
@@ -196,15 +196,15 @@ class JsonlRows:
 
 
 def _read_object(content: bytes, keys: RowKeys) -> dict[str, Any]:
-    """Returns a JSON object; raises ValueError for what is none, and for a key that is there twice.
+    """Returns a JSON object. Raises ValueError for other content and for a duplicate key.
 
-    A label that is no integer is a `WrittenNumber` under ``keys.answer``.
+    A float label becomes a `WrittenNumber` under ``keys.answer``.
     """
     try:
         row = decode_json(content, dict[str, Any])
     except ValueError as error:
         raise ValueError(f"not a JSON object: {error}") from error
-    if any(content.count(f'"{key}"'.encode()) > 1 for key in row):  # a key, or else a text that is like it
+    if any(content.count(f'"{key}"'.encode()) > 1 for key in row):  # a duplicate key, or a text that equals a key
         json.loads(content, object_pairs_hook=_check_keys)
     if isinstance(value_at(row, keys.answer), float):
         row[keys.answer] = written_number(content, keys.answer)
@@ -218,9 +218,9 @@ def _check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
-    """Yields the bytes of each line and whether it is blank; a long line is read in pieces.
+    """Yields the number of bytes of each line and whether it is blank; a long line is read in pieces.
 
-    Raises ValueError for a line that makes the file none of lines.
+    Raises ValueError for a line of more than `_MOST_LINE_BYTES`.
     """
     count, blank = 0, True
     while piece := file.readline(_PIECE_BYTES):
@@ -239,9 +239,9 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
 
 
 class RowsInMemory:
-    """Holds data rows that are all in memory.
+    """Holds data rows in memory.
 
-    Each entry is (file and line, data row), or (file and line, (one word, text)) for a row that cannot be used.
+    Each entry is (file and line, data row), or (file and line, (reason, text)) for a row that cannot be used.
     """
 
     def __init__(self, rows: Sequence[tuple[str, Mapping[str, Any] | tuple[str, str]]], keys: RowKeys) -> None:
@@ -295,9 +295,9 @@ def _object(content: bytes, keys: RowKeys) -> dict[str, Any] | tuple[str, str]:
 
 
 def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
-    """Reads a .csv file with the columns' names in its first line.
+    """Reads a .csv file with the column names in its first line.
 
-    Every value is text; a label that a program wrote for a float, such as 72.0 or 1e-05, is a number.
+    Every value is text, except that a label in float notation, such as 72.0 or 1e-05, is a number.
     """
     csv.field_size_limit(keys.row_bytes)
     rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
@@ -322,13 +322,13 @@ def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
 
 
 def check_columns(path: Path, columns: Sequence[str], *, line: str = "") -> None:
-    """Raises ValueError for two columns of one name."""
+    """Raises ValueError for two columns with the same name."""
     if twice := [name for name, count in Counter(columns).items() if count > 1]:
         raise ValueError(f"data file {path}{line}: two columns have the name {twice[0]!r}. Rename or drop one.")
 
 
 def open_parquet(path: Path, keys: RowKeys) -> RowFile:
-    """Opens a .parquet file; its library takes a while to import."""
+    """Opens a .parquet file. Its library is imported here, because the import is slow."""
     from relax_core.data.parquet_rows import ParquetRows
 
     return ParquetRows(path, keys)
@@ -395,7 +395,10 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[Any]:
-    """Returns a conversation that the model is to answer. Raises `BadRow` for one that ends with an answer."""
+    """Applies data.last_assistant to a conversation that ends with an assistant message.
+
+    Raises `BadRow` if the key is not set, or if all messages are from the assistant.
+    """
     if prompt[-1]["role"] != "assistant" or keys.last_assistant is LastAssistant["continue"]:
         return prompt
     if keys.last_assistant is None:
@@ -412,9 +415,9 @@ def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[An
 
 
 def _without_null_keys(prompt: Any) -> Any:
-    """Returns a conversation without the keys of messages, parts and calls whose value is null.
+    """Returns a conversation without null-valued keys in messages, parts and tool calls.
 
-    A message with calls of tools has content, which is empty if it was null. The arguments of calls stay as they are.
+    A message with tool calls gets empty content if its content was null. The arguments of calls stay as they are.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt
@@ -425,7 +428,7 @@ def _without_null_keys(prompt: Any) -> Any:
 
 
 def _without_nulls(value: Any, *, but: str = "") -> Any:
-    """Returns a value without the keys that are null, also inside of it, but for what the key ``but`` holds."""
+    """Returns a value without null-valued keys at any depth, except below the key ``but``."""
     if isinstance(value, dict):
         return {
             key: one if key == but else _without_nulls(one, but=but) for key, one in value.items() if one is not None
@@ -434,12 +437,12 @@ def _without_nulls(value: Any, *, but: str = "") -> Any:
 
 
 def without_filled_nulls(row: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns a row of Arrow, which gives all messages of a column the same keys, without the nulls of its prompt."""
+    """Returns an Arrow row without the nulls in its prompt: Arrow gives all messages of a column the same keys."""
     return {**row, key: _without_nulls(row[key])} if isinstance(row.get(key), list) else row
 
 
 def too_large(where: str, most: int) -> BadRow:
-    """Returns the error for a row that is not read, because it has more than ``most`` bytes."""
+    """Returns the error for a row of more than ``most`` bytes, which is not read."""
     return BadRow.because("too_large", f"{where}: {_too_large(most)}")
 
 
@@ -452,7 +455,7 @@ def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
     inner = [f"{name}.{one}" for name, value in present.items() if isinstance(value, Mapping) for one in value]
     csv = " The first line of a .csv file has the names." if ".csv" in where else ""
     if csv and len(present) == 1 and any(mark in name for name in present for mark in ";\t|"):
-        csv = " Its columns are separated by another mark than a comma, which alone is read."
+        csv = " Its columns are not separated by commas; no other separator is read."
     return (
         f"{where}: no key {key!r}; its keys are {', '.join(sorted([*present, *inner]))}. "
         f"Set data.prompt_key and data.answer_key to yours.{csv}"

@@ -1,4 +1,4 @@
-"""The sets of data rows that an evaluation asks (held-out rows, or files by name), and the statistics of shares."""
+"""The evaluation sets (held-out rows, or files by name), and confidence intervals of shares."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def wilson(share: float, count: float, *, z: float = Z_95) -> tuple[float, float
 
 
 def too_many_bad(bad: int, checked: int, *, rows: int, most: float) -> bool:
-    """Returns whether more than the share ``most`` of all ``rows`` is bad, if ``bad`` of the ``checked`` ones are.
+    """Returns whether more than the share ``most`` of all ``rows`` is bad, given ``bad`` of ``checked`` rows.
 
-    If all rows were checked, the share itself decides. Otherwise a few bad ones may be chance: the result is True only
-    if there are more than `NAMED_ROWS` of them and chance alone would hardly ever (`Z_SURE`) give so many.
+    If all rows were checked, the share itself decides. Otherwise a few bad rows may be chance: the result is True only
+    for more than `NAMED_ROWS` bad rows and a share that is significantly above ``most`` (`Z_SURE`).
     """
     if checked >= rows or most == 0.0:
         return bad > most * rows
@@ -44,7 +44,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def held_out_count(config: RelaxConfig) -> int:
-    """Returns how many held-out rows of the training data an evaluation asks; 0 if none of its sets is that one."""
+    """Returns how many held-out rows of the training data an evaluation uses; 0 if none of its sets has them."""
     return config.eval.rows if config.eval.every and asks_held_out(config) else 0
 
 
@@ -65,7 +65,7 @@ def eval_sets(config: RelaxConfig, source: PromptSource | None) -> list[EvalSet]
 def eval_sets_alone(config: RelaxConfig) -> list[EvalSet]:
     """Returns the sets of an evaluation without training, as `eval_sets` does.
 
-    Where the data has too few rows to hold some out, its first ``eval.rows`` rows take the place of the held-out ones.
+    If the data has too few rows for a held-out split, its first ``eval.rows`` rows are used instead.
     """
     held_out = None
     if asks_held_out(config):
@@ -87,7 +87,7 @@ def _all_sets(config: RelaxConfig, held_out: EvalSet | None) -> list[EvalSet]:
 def check_bad_rows(name: str, usable: int, bad: Sequence[BadRow], *, most: float) -> None:
     """Raises ValueError if all rows of an evaluation set, or more than the share ``most`` of them, cannot be used.
 
-    The remaining rows would be another set.
+    The remaining rows would be a different evaluation set.
     """
     rows = usable + len(bad)
     if bad and (not usable or too_many_bad(len(bad), rows, rows=rows, most=most)):

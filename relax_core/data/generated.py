@@ -32,16 +32,16 @@ REVERSE_DIGITS, ARITHMETIC, SUMS = "reverse_digits", "arithmetic", "sums"  # the
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
-MOST_SEEDS = 1 << 20  # rows of one run's seed; another seed has other rows
-_FIRST_HELD_OUT_SEED = 9 * 10**15  # above those of every run's seed
+MOST_SEEDS = 1 << 20  # rows for each run seed; another run seed has other rows
+_FIRST_HELD_OUT_SEED = 9 * 10**15  # above the training rows of every run seed
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Is one prompt and its reference answer, as plain text.
+    """Holds a prompt and its reference answer as plain text.
 
-    ``sources`` are the media that stand before the prompt. ``part`` names the part of a task that has several.
-    ``seed`` is the number of a row that is nothing else.
+    ``sources`` are the media before the prompt. ``part`` names the part of a task that has several. ``seed`` is the
+    number of a row of the task `SEEDS`, which has no other content.
     """
 
     prompt: str
@@ -76,7 +76,7 @@ def _arithmetic(rng: random.Random) -> Example:
 
 
 def _sums(rng: random.Random) -> Example:
-    """Returns a sum of two numbers with two digits, in the words with which a chat model is asked."""
+    """Returns a sum of two numbers with two digits, phrased as a question to a chat model."""
     first, second = rng.randint(10, 99), rng.randint(10, 99)
     return Example(f"What is {first} + {second}? Reply with just the number.", str(first + second))
 
@@ -91,7 +91,7 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 _ALL_FILES = {split: count + TONE_VARIANTS[split] * len(TONES) for split, count in FILES.items()}
 LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SUMS: 44, SEEDS: 21}  # characters
 LONGEST_PROMPT |= {name: 14 if name.startswith(TONE_OF_PICTURE) else 13 for name in MEDIA_TASKS}
-MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MOST_ROWS)  # rows of a prompt's media, at most
+MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MOST_ROWS)  # maximum media rows of a prompt
 # Files of each split, which examples draw at random.
 MEDIA_FILES = {name: FILES if name.startswith(SEE) else _ALL_FILES for name in MEDIA_TASKS}
 
@@ -102,7 +102,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def parts_of(task: str) -> tuple[str, ...]:
-    """Returns the parts of a task whose figures are told apart."""
+    """Returns the parts of a task that have separate metrics."""
     if task.startswith(SEE):
         return PARTS
     return MODALITY_PARTS if task.startswith(FOUR_MODALITIES) else ()

@@ -1,9 +1,9 @@
-"""The generated tasks "see", "four_modalities" and "tone_of_picture", and the folders that their files are made in.
+"""The generated multimodal tasks "see", "four_modalities" and "tone_of_picture", and the cache folders of their files.
 
-"see" asks for the colour of a picture (PNG) or the direction in a video (MP4), or has a word to copy.
-"four_modalities" asks for the pitch of a tone (WAV), too; the parts take turns, and so do the four answers of each.
-"tone_of_picture" shows a picture and a tone and asks whether they belong together: the first colour with the first
-tone, and so on. In a control, the files of the exchanged kinds are any row's, so that they carry no information.
+"see" asks for the colour of a picture (PNG) or the direction of motion in a video (MP4), or gives a word to copy.
+"four_modalities" asks for the pitch of a tone (WAV), too. The parts alternate, and so do the four answers of each.
+"tone_of_picture" shows a picture and a tone and asks whether they match: the first colour matches the first tone, and
+so on. In a control task, the files of the exchanged kinds are chosen at random, so that they carry no information.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MAKE_DEADLINE_S = 120.0
 
 
 def cache_folder() -> Path:
-    """Returns the folder below which all folders of `made_folder` lie."""
+    """Returns the parent folder of all folders of `made_folder`."""
     return user_cache().resolve()
 
 
 def made_folder(name: str, make: Callable[[Path], None], *, what: str) -> Path:
-    """Returns the folder ``name``, which ``make`` fills if it is not there; ``what`` names its content in an error.
+    """Returns the folder ``name``, which ``make`` fills if it does not exist; ``what`` names its content in errors.
 
-    It is made in a temporary folder that is renamed, so that no process sees a half-made one.
+    The files are written to a temporary folder that is then renamed, so that no process reads an incomplete folder.
     """
     root = cache_folder()
     folder = root / name
@@ -73,7 +73,7 @@ _SEE_VERSION = 1  # to be raised when the files below change
 
 
 class SeenExample(NamedTuple):
-    """Is one example; ``source`` is None for a word to copy."""
+    """Holds one example of the task "see"; ``source`` is None for a word to copy."""
 
     part: str
     prompt: str
@@ -82,7 +82,7 @@ class SeenExample(NamedTuple):
 
 
 def see_example(*, split: str, rng: random.Random, index: int, exchange: bool) -> SeenExample:
-    """Returns example ``index`` of a split. With ``exchange`` its picture is any row's, so that it tells nothing."""
+    """Returns example ``index`` of a split. With ``exchange`` its media show a random answer."""
     part, turn = PARTS[index % len(PARTS)], index // len(PARTS) % 4
     if part == WORD:
         return SeenExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
@@ -138,7 +138,7 @@ def _ground(rng: random.Random, height: int, width: int) -> Any:
 
 
 def _write_picture(file: Path, rng: random.Random, colour: tuple[int, int, int]) -> None:
-    """Writes a block of the colour on a dark ground, of any size and at any place."""
+    """Writes a picture of random size: a block of the colour at a random place on a dark ground."""
     from PIL import Image
 
     height, width = (rng.randint(*SIDES) for _ in range(2))
@@ -218,7 +218,7 @@ _QUESTIONS = {**QUESTIONS, TONE: "which tone?", MATCH: "do they match?"}
 
 
 class ModalityExample(NamedTuple):
-    """Is one example; its ``sources`` stand before the prompt, in order."""
+    """Holds one example; its ``sources`` precede the prompt, in order."""
 
     part: str
     prompt: str
@@ -247,7 +247,7 @@ def _match_example(task: MediaTask, *, split: str, rng: random.Random, index: in
 
 
 def _source(task: MediaTask, part: str, turn: int, *, split: str, rng: random.Random) -> MediaSource:
-    """Returns a file that shows answer ``turn`` of a part, or any answer if the task exchanges the part's kind."""
+    """Returns a file that shows answer ``turn`` of a part, or a random answer if the task exchanges the part's kind."""
     kind = {COLOUR: "image", DIRECTION: "video", TONE: "audio"}[part]
     shown = MODALITY_ANSWERS[part][rng.randrange(4) if kind in task.exchanged else turn]
     if part == TONE:

@@ -1,6 +1,6 @@
 """The order of training rows: endless epochs, each shuffled by the run's seed and computed without a list in memory.
 
-With data.mix, each modality has an order of its own, and the modalities are drawn by shares.
+With data.mix, each modality has its own order, and the modalities are drawn by shares.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def row_of(index: int, *, rows: int, seed: int, shuffle: bool, stream: int = 0) 
 
 
 class Mixture:
-    """Prompts from several parts in fixed shares, with one integer as cursor.
+    """Orders prompts from several parts in fixed shares, with one integer as cursor.
 
     The endless order is divided into blocks of the same length. Each block contains every part's exact share of
-    prompts, in an order of its own that the seed determines, so any index is found without the indices before it. The
-    block is as short as the weights allow (3:1 gives blocks of 4), and at most `BLOCK_PROMPTS` long, with shares
+    prompts, in an order that depends on the seed and the block, so any index is found without the indices before it.
+    The block is as short as the weights allow (3:1 gives blocks of 4), and at most `BLOCK_PROMPTS` long, with shares
     rounded to it.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
-        """Raises ValueError for a weight that is not more than 0, or too small beside the others."""
+        """Raises ValueError for a weight that is not more than 0, or too small compared with the others."""
         self.shares = block_shares(weights)
         self._starts = [0, *accumulate(self.shares)]
         self._seed = seed
 
     def place(self, index: int) -> tuple[int, int]:
-        """Returns the part that gives the prompt at ``index`` of the order, and its index in that part's own order."""
+        """Returns the part that gives the prompt at ``index`` of the order, and the index within that part's order."""
         length = self._starts[-1]
         block, slot = divmod(index, length)
         slot = _permuted(slot, rows=length, key=f"{self._seed}/mixture/{block}".encode())
@@ -74,7 +74,7 @@ def block_shares(weights: Sequence[float]) -> list[int]:
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Splits ``total`` into whole numbers in the proportion of ``weights``, which are 0 or more and not all 0.
 
-    Source: the method of largest remainders (Hamilton). Among equal remainders, the first ones get one more.
+    Source: the method of largest remainders (Hamilton). Among equal remainders, the first parts get one more.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     quotas = [total * weight / sum(exact, start=Fraction(0)) for weight in exact]
@@ -107,9 +107,9 @@ def _permuted(position: int, *, rows: int, key: bytes) -> int:
 class MixedSource:
     """Holds the rows of ``source`` in the order of a `MixOrder`; rows of other modalities are never drawn.
 
-    Each modality goes through its own rows, epoch by epoch. The modality of every row is found once, here.
+    Each modality goes through its own rows, epoch by epoch. The constructor reads the modality of every row once.
 
-    Raises ValueError (key, value, fix) for shares that cannot be kept, and for a modality that no row has.
+    Raises ValueError (key, value, fix) for invalid shares, and for a modality that no row has.
     """
 
     def __init__(self, source: PromptSource, mix: Mapping[str, float], *, seed: int, shuffle: bool) -> None:

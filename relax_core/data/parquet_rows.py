@@ -1,8 +1,8 @@
-"""Reads the data rows of a Parquet file by number, within limits of memory.
+"""Reads the data rows of a Parquet file by number, within memory limits.
 
 A file of a few kilobytes may hold gigabytes: repeated values are stored once, and pages are compressed. So the sizes in
-the file's description are checked first, repeated texts stay stored once while a row group is in memory, and the memory
-of each group and the size of each row are limited, whatever the description says.
+the file's metadata are checked first, repeated texts of a row group are also stored once in memory, and the memory of
+each group and the size of each row are limited, whatever the metadata says.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from relax_core.data.data_files import (
 from relax_core.data.row_forms import WrittenNumber, messages_of, value_at
 from relax_core.data.row_media import prompt_modality
 
-TEXT_GROUP_BYTES = 2 << 30  # of a row group without columns of media
-_NUMBER_BYTES = 32  # of a number in a row, which is an object of Python
-_VALUE_BYTES = 8  # of a value of a column, at least, in memory
-_LEAST_GROUP_BYTES = 64 << 20  # that are never too many in memory; the buffers of a small group are larger than it
+TEXT_GROUP_BYTES = 2 << 30  # limit of a row group without media columns
+_NUMBER_BYTES = 32  # of a number in a row, which is a Python object
+_VALUE_BYTES = 8  # of a column's value in memory, at least
+_LEAST_GROUP_BYTES = 64 << 20  # always allowed in memory; the buffers of a small group are larger than the group
 _TEXTS = (pyarrow.BinaryArray, pyarrow.StringArray, pyarrow.LargeBinaryArray, pyarrow.LargeStringArray)
-_BATCH_ROWS = 256  # rows that are read before the memory is looked at
+_BATCH_ROWS = 256  # rows that are read between two checks of the memory
 
 
 class ParquetRows:
     """Holds the data rows of a Parquet file.
 
-    A row group is read when one of its rows is read; the last one stays in memory. Raises ValueError for a file that is
-    malformed, lacks a column or has row groups that are too large.
+    A row group is read when one of its rows is read; only the newest stays in memory. Raises ValueError for a file that
+    is malformed, lacks a column or has row groups that are too large.
     """
 
     def __init__(self, path: Path, keys: RowKeys) -> None:
@@ -78,7 +78,7 @@ class ParquetRows:
         self._most = keys.row_group_bytes if keys.media.columns else TEXT_GROUP_BYTES
         _check_row_groups(path, metadata, self._most)
         self._loaded: tuple[int, pyarrow.Table | str] | None = None
-        self._prompts: tuple[int, pyarrow.Table | str] | None = None  # of one row group, without its other columns
+        self._prompts: tuple[int, pyarrow.Table | str] | None = None  # the prompt column of one row group
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -88,7 +88,7 @@ class ParquetRows:
         return f"{self._path}, row {number}"
 
     def modality(self, number: int) -> str:
-        """Returns the modality of a data row. Only the column of the prompts is read."""
+        """Returns the modality of a data row. Only the prompt column is read."""
         group = bisect_right(self._starts, number) - 1
         if self._prompts is None or self._prompts[0] != group:
             self._prompts = group, self._read(group, columns=[self._column(self._keys.prompt)])
@@ -109,18 +109,18 @@ class ParquetRows:
         return check_row(row, self._keys, where=self.where(number))
 
     def _column(self, key: str) -> str:
-        """Returns the column that a key, which may be dotted, begins in."""
+        """Returns the column of a key, which may be dotted."""
         return key if key in self._file.schema_arrow.names else key.partition(".")[0]
 
     def _label_bits(self) -> int:
-        """Returns the size of the label's floats."""
+        """Returns the size of the label's floats in bits."""
         kind, key = self._file.schema_arrow.field(self._column(self._keys.answer)).type, self._keys.answer
         for part in key.split(".")[1:] if self._column(key) != key else ():
             kind = kind.field(part).type if pyarrow.types.is_struct(kind) else kind.value_type
         return int(kind.bit_width)
 
     def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
-        """Returns a row group, or why it cannot be read."""
+        """Returns a row group, or the reason if it cannot be read."""
         before, batches = pyarrow.total_allocated_bytes(), []
         most = max(2 * self._most, _LEAST_GROUP_BYTES)
         try:
@@ -144,13 +144,13 @@ class ParquetRows:
         try:
             row: dict[str, Any] = rows.to_pylist()[0]
             check_depth(row)
-        except (ValueError, RecursionError) as error:  # a text that is not UTF-8, a value that Python has none for
+        except (ValueError, RecursionError) as error:  # text that is not UTF-8, or a value without a Python type
             raise BadRow.because("malformed", f"{where}: {error}") from error
         return without_filled_nulls(row, self._keys.prompt)
 
 
 def _decoded_bytes(array: Any) -> int:
-    """Returns about how many bytes the values of an array of arrow have as objects, repeated ones each time."""
+    """Returns the approximate bytes of an Arrow array's values as Python objects; repeated values count each time."""
     if isinstance(array, pyarrow.ChunkedArray):
         return sum(_decoded_bytes(chunk) for chunk in array.chunks)
     kind = array.type
@@ -170,7 +170,7 @@ def _decoded_bytes(array: Any) -> int:
 
 
 def _group_bytes(group: Any) -> int:
-    """Returns how many bytes a row group has in memory by its description, texts that are repeated counted once."""
+    """Returns how many bytes a row group has in memory by its metadata; repeated texts count once."""
     columns = [group.column(number) for number in range(group.num_columns)]
     values = sum(max(one.total_uncompressed_size, one.num_values * _VALUE_BYTES) for one in columns)
     return max(int(values), int(group.total_byte_size), int(group.num_rows))
@@ -190,6 +190,6 @@ def _check_row_groups(path: Path, metadata: Any, most_bytes: int) -> None:
     )
     raise ValueError(
         f"data file {path}: its largest row group has {size / 1e6:.1f} MB, more "
-        f"than the {most_bytes / 1e6:g} MB that one may have, and each row of a shuffled file reads a whole one. "
+        f"than the {most_bytes / 1e6:g} MB that is allowed, and each row of a shuffled file reads a whole row group. "
         f"This writes the same rows in smaller groups: python -c {shlex.quote(code)}"
     )

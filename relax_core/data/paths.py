@@ -19,10 +19,10 @@ _SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """Files that are drawn from together.
+    """Files that share one weight.
 
-    ``weight`` is their share of the prompts relative to the other parts' weights; None if every row of every file comes
-    once in each epoch.
+    ``weight`` is their share of the prompts relative to the other parts' weights; None if each epoch has every row of
+    every file once.
     """
 
     files: tuple[Path, ...]
@@ -56,12 +56,13 @@ def data_parts(config: DataConfig) -> list[FilePart]:
 
 
 def data_files(name: object, *, key: str = "data.paths") -> tuple[Path, ...]:
-    """Returns one file, the files that a pattern with * ? [ matches, or those in a folder, in alphabetical order.
+    """Returns one file, the files that match a pattern with * ? [, or a folder's data files, in alphabetical order.
 
-    Raises ValueError (key, value, fix) for a pattern that matches no file, and for a folder whose files are not clear.
+    Raises ValueError (key, value, fix) for a pattern that matches no file, for a folder without data files, and for a
+    folder with files of several kinds or splits.
     """
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{key}: {name!r} is no path. {_WANTED}.")
+        raise ValueError(f"{key}: {name!r} is not a path. {_WANTED}.")
     if (folder := Path(name)).is_dir():
         return _folder_files(folder, key)
     if not glob.has_magic(name) or Path(name).exists():

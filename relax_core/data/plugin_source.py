@@ -1,4 +1,4 @@
-"""Opens the rows of a data source that is a plug-in, found by ``data.name`` and configured by ``data.config``."""
+"""Opens the data rows of a plug-in, which ``data.name`` names and ``data.config`` configures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
 
 
 def names_plugin(config: DataConfig) -> bool:
-    """Is True if ``data.name`` is a file or an installed package's source, and not only the name of an option."""
+    """Returns whether ``data.name`` is a file or an installed package's source, and not only the name of an option."""
     return is_file_plugin(config.name) or config.name in names("data")
 
 
@@ -49,7 +49,7 @@ def source_config(config: DataConfig) -> Any:
 
 
 def is_configured(config: DataConfig) -> bool:
-    """Is True if the plug-in exists and accepts its configuration; otherwise the checks of config/ report why."""
+    """Returns whether the plug-in exists and accepts its configuration; else the checks of config/ report why."""
     try:
         source_config(config)
     except ValueError:
@@ -64,7 +64,7 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
         found = source_config(config)
         try:
             source = find_data_source(config.name).open(found)
-            len(source)  # the length is checked where it enters
+            len(source)  # an invalid length raises here
         except Exception as error:  # any exception of foreign code is reported
             raise ValueError(f"data.name={config.name}: it does not open: {plugin_words(error)}") from error
         _newest.clear()
@@ -86,7 +86,7 @@ class PluginRows:
         return f"{self._config.name}, {self._source.where(number)}"
 
     def __getitem__(self, number: int) -> DataRow:
-        """Raises `BadRow` for a row that cannot be used, with the plug-in's own words where it raised."""
+        """Raises `BadRow` for a row that cannot be used, with the plug-in's own message if it raised."""
         where = self.where(number)
         try:
             row = self._source[number]
@@ -115,7 +115,7 @@ class PluginRows:
     def digest(self) -> str:
         """Returns the xxh3-128, in hex, of the number of rows, of up to `DIGESTED_ROWS` rows and of evaluation rows.
 
-        Raises ValueError for a row with a value that is no data.
+        Raises ValueError for a row with a value that cannot be encoded.
         """
         hasher = xxhash.xxh3_128(f"{len(self)} rows\n".encode())
         for number in range(0, len(self), max(1, -(-len(self) // DIGESTED_ROWS))):
@@ -154,7 +154,7 @@ class HeldOutRows:
 
 
 def row_bytes(row: DataRow, *, where: str) -> bytes:
-    """Returns an encoding that depends only on the row. Raises ValueError for values that are no data."""
+    """Returns a deterministic encoding of a row. Raises ValueError for values that cannot be encoded."""
     try:
         return msgspec.json.encode(row, order="deterministic")
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Reads the forms of a data row: chat messages with ShareGPT's keys or as JSON text, and labels as written."""
+"""Converts the formats of a data row: chat messages with ShareGPT's keys or as JSON text, and labels as text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ROLE_KEY = re.compile(r"""['"](?:role|from)['"]\s*:""")
 
 
 class MessagesOfText(list[Any]):
-    """Is a list of messages that the file has as JSON text."""
+    """A list of messages that the file has as JSON text."""
 
 
 def messages_of(prompt: Any) -> Any:
-    """Returns a prompt whose messages have role and content, also where the file has from and value, or JSON text.
+    """Returns a prompt whose messages have role and content, converted from the keys from and value, or from JSON text.
 
-    Any other prompt is returned as it is. For text that begins like messages and is none, and for an unknown "from",
-    it returns a ValueError that says so.
+    Any other prompt is returned unchanged. For text that begins like messages but is not JSON, and for an unknown
+    "from", it returns a ValueError.
     """
     if isinstance(prompt, str) and _FIRST_KEY.match(prompt) and _ROLE_KEY.search(prompt):
         try:
@@ -47,23 +47,23 @@ def messages_of(prompt: Any) -> Any:
     ]
 
 
-_MOST_EXPONENT = 400  # a float has no larger one; a smaller number is 0
-# How programs write floats, NaN among them, into a file of texts; an integer and 1.50 stay as they stand.
+_MOST_EXPONENT = 400  # larger than that of any float; smaller numbers count as 0
+# Floats, including NaN, as programs write them into text files; integers and texts such as 1.50 stay unchanged.
 FLOAT_TEXT = re.compile(r"-?\d+\.0|-?\d(\.\d+)?e[+-]\d+|nan|NaN|-?inf", re.ASCII)
 
 
 @dataclass(frozen=True)
 class WrittenNumber:
-    """Is a number with the text that stands for it in a file, such as 1e-05; ``value`` is what its column keeps."""
+    """Holds a number and its text in a file, such as 1e-05; its column keeps ``value``."""
 
     value: float | str
     text: str
 
 
 def value_at(row: Any, key: str, *, missing: Any = None) -> Any:
-    """Returns the value of a column, or what a dotted key reaches, such as reward_model.ground_truth; else ``missing``.
+    """Returns the value of a column or of a dotted key, such as reward_model.ground_truth; else ``missing``.
 
-    A column whose own name is the key comes first. A part that is a number counts in a list, from the end if it is
+    A column with exactly this name comes first. A part that is a number is an index in a list, from the end if it is
     negative: conversations.-1.value.
     """
     if isinstance(row, Mapping) and key in row:
@@ -81,15 +81,15 @@ def value_at(row: Any, key: str, *, missing: Any = None) -> Any:
 
 
 def written_number(content: bytes | str, key: str) -> Any:
-    """Returns the value at a key of a JSON object, which is a number, with its text."""
+    """Returns the float at a key of a JSON object as a `WrittenNumber`."""
     return value_at(json.loads(content, parse_float=lambda text: WrittenNumber(float(text), text)), key)
 
 
 def label_text(label: Any, *, may_be_empty: bool = False) -> str:
     """Returns a label as text.
 
-    A number has decimal notation: 0.00001 for 1e-05. A whole number has no point: 72 for 72.0. Raises ValueError, whose
-    text follows the label, for an empty text and for what is neither text nor a finite number.
+    A number has decimal notation: 0.00001 for 1e-05. A whole number has no point: 72 for 72.0. Raises ValueError, with
+    a text that continues after the label, for empty text and for values that are neither text nor a finite number.
     """
     if isinstance(label, str):
         if not (label.strip() or may_be_empty):
@@ -101,10 +101,10 @@ def label_text(label: Any, *, may_be_empty: bool = False) -> str:
         try:
             return str(label)
         except ValueError:  # an integer of thousands of digits
-            raise ValueError("is no number to read.") from None
+            raise ValueError("has too many digits.") from None
     number = label if isinstance(label, Decimal) else Decimal(_literal(label))
     if not number.is_finite() or number.adjusted() > _MOST_EXPONENT:
-        raise ValueError("is no finite number. Give a number or text.")
+        raise ValueError("is not a finite number. Give a number or text.")
     text = format(number if number.adjusted() > -_MOST_EXPONENT else Decimal(0), "f")
     whole, _, rest = text.partition(".")
     if rest.strip("0"):

@@ -1,7 +1,7 @@
-"""Finds the images, videos and sounds of a data row: in columns with places in the prompt, or in content parts.
+"""Finds the images, videos and sounds of a data row: in columns with placeholders in the prompt, or in content parts.
 
-The result is a conversation whose content parts hold a `MediaSource` each (`relax_core.contracts.env.ContentPart`).
-Files are neither opened nor looked for here. `unread_media` finds media that no key of the configuration names.
+The result is a conversation with a `MediaSource` in each media part (`relax_core.contracts.env.ContentPart`). Files
+are neither opened nor checked here. `unread_media` finds media that no key of the configuration names.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _DATA_URI = re.compile(r"data:[^,]*,", re.IGNORECASE)
 _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
 _PLAIN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}=*\s*")
-_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # of a content part, beside its type
-_SETTINGS = ("detail", "text", "cache_control")  # texts of a content part that are no source
+_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # of a content part, in addition to its type
+_SETTINGS = ("detail", "text", "cache_control")  # keys of a content part that never hold a source
 _MOST_PATH = 4096  # characters, as Linux allows
 _SUFFIXES: dict[str, MediaKind] = {
     **dict.fromkeys(("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff"), "image"),
@@ -56,7 +56,7 @@ _NAME = re.compile(rf"(?:^|[\W_\d])({'|'.join(_NAMES)})s?(?=$|[\W_\d])", re.IGNO
 class MediaColumns:
     """Names the columns with media by kind; relative paths begin at ``root``.
 
-    ``place`` says where the media of a kind stand if the prompt has no place for this kind; None refuses such a row.
+    ``place`` says where media go if the prompt has no placeholder for their kind; None refuses such a row.
     """
 
     columns: Mapping[MediaKind, str] = field(default_factory=dict)
@@ -68,10 +68,10 @@ TEXT_ONLY = MediaColumns()
 
 
 def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str, prompt_key: str) -> dict[str, Any]:
-    """Returns a data row whose media are sources: in its columns, and in its prompt's content parts.
+    """Returns a data row with `MediaSource`s in its media columns and in its prompt's content parts.
 
-    Rows of text stay as they are. Raises `MediaError` if the prompt has not as many places as the columns have items,
-    and `BadRow` for content parts of another kind.
+    Text rows stay unchanged. Raises `MediaError` if the prompt's placeholders and the columns' items differ in number,
+    and `BadRow` for unknown content parts.
     """
     found = _Sources(media, where, columns=row)
     columns: dict[str, Any] = {}
@@ -92,9 +92,9 @@ def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str,
 
 
 def prompt_modality(prompt: Any, media: MediaColumns) -> str:
-    """Returns the modality of a data row, from its prompt alone: its places for media and its content parts.
+    """Returns the modality of a data row, from its prompt alone: its media placeholders and its content parts.
 
-    A prompt that is no text and no list of messages counts as text.
+    A prompt that is neither text nor a list of messages counts as text.
     """
     messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
     kinds: set[MediaKind] = set()
@@ -109,7 +109,7 @@ def prompt_modality(prompt: Any, media: MediaColumns) -> str:
 
 
 class _Sources:
-    """Holds the items of a row's columns that no place has taken yet, the next one last."""
+    """Holds the items of a row's columns that no placeholder has used yet; the next item is the last of its list."""
 
     def __init__(self, media: MediaColumns, where: str, *, columns: Collection[str]) -> None:
         self._media, self._where, self._columns = media, where, columns
@@ -128,7 +128,7 @@ class _Sources:
             yield self.source(value, kind)
 
     def source(self, value: Any, kind: MediaKind) -> MediaSource:
-        """Returns the source that a path, bytes, ``{bytes, path}`` or a ``data:`` URI names."""
+        """Returns the source of a path, bytes, ``{bytes, path}`` or a ``data:`` URI."""
         if isinstance(value, MediaSource):
             return value
         if isinstance(value, Mapping):
@@ -146,7 +146,7 @@ class _Sources:
             told = f"{self._where}: its {kind} is a text of {len(value):,} characters, no path and no base64 of a file."
             raise MediaError(kind, "unknown_format", told)
         if _SCHEME.match(value):
-            return MediaSource(kind=kind, path=value)  # it is refused by name where items are opened
+            return MediaSource(kind=kind, path=value)  # `open_source` refuses it and names it
         return MediaSource(kind=kind, path=str(self._media.root / value))
 
     def _of_uri(self, uri: str, kind: MediaKind) -> bytes:
@@ -164,7 +164,7 @@ class _Sources:
             raise MediaError(kind, "unknown_format", told) from error
 
     def content(self, content: Any) -> Any:
-        """Returns a message's content: text without a place stays text."""
+        """Returns a message's content with sources; text without a placeholder stays text."""
         if isinstance(content, str):
             if self._place is None or not self._place.search(content):
                 return content
@@ -196,7 +196,7 @@ class _Sources:
         return {"type": kind, kind: self._next(kind) if value is None else self.source(value, kind)}
 
     def _part_value(self, part: Mapping[str, Any], name: str, kind: MediaKind) -> Any:
-        """Returns the source of a content part, under its type's name or a key of `_SOURCE_KEYS`; None for none."""
+        """Returns the source of a content part, from its type's key or a key of `_SOURCE_KEYS`; None if it has none."""
         given = {key: part[key] for key in (name, *_SOURCE_KEYS) if part.get(key) is not None}
         if given.keys() == {"path", "bytes"}:
             return given["bytes"]
@@ -220,7 +220,7 @@ class _Sources:
         return self.waiting[kind].pop()
 
     def placed_first(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages whose first one of the user begins with the items of each kind without a place."""
+        """Adds the items of each kind without a placeholder to the start of the first user message."""
         first = [
             {"type": kind, kind: self._next(kind)}
             for kind in MEDIA_KINDS
@@ -238,7 +238,7 @@ class _Sources:
         return [*messages[:at], {**messages[at], "content": [*first, *rest]}, *messages[at + 1 :]]
 
     def check_none_waits(self) -> None:
-        """Raises `MediaError` if a column has more items than the prompt has places."""
+        """Raises `MediaError` if a column has more items than the prompt has placeholders."""
         for kind, sources in self.waiting.items():
             if sources:
                 raise self._count_error(kind)
@@ -258,11 +258,11 @@ class _Sources:
 
 
 def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind, tuple[str | None, bool]]:
-    """Returns the kinds of media that a row read by `row_with_sources` has and that no key of ``media`` names.
+    """Returns the kinds of media in a row from `row_with_sources` that no key of ``media`` names.
 
-    Each kind has its column, None if only the prompt shows it, and whether the prompt has a place for it. A place
-    without a column counts at the begin or the end of a message, where data sets write it, because a text may be about
-    the tag <video>.
+    Each kind has its column, None if only the prompt shows it, and whether the prompt has a placeholder for it. A
+    placeholder without a column counts only at the begin or the end of a message, where data sets write it, because a
+    text may be about the tag <video>.
     """
     contents: list[Any] = (
         [row["prompt"]] if isinstance(row["prompt"], str) else [one["content"] for one in row["prompt"]]
@@ -290,10 +290,10 @@ def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind,
 
 
 def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
-    """Returns the kind of media that a column of a row holds, None for another column.
+    """Returns the kind of media in a column of a row, None for another column.
 
-    The content decides, and a path by its suffix if the column's name is that of a kind. Unless ``sure``, such a name
-    is enough.
+    The content decides; for a path, its suffix decides if the column has the name of a kind. Unless ``sure``, such a
+    name is enough.
     """
     if isinstance(value, list):
         value = next((one for one in value if one is not None), None)
@@ -320,7 +320,7 @@ def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
 
 
 def _is_base64(text: str) -> bool:
-    """Returns whether a text is the base64 of a file of a known format, without the begin of a data: URI."""
+    """Returns whether a text is the base64 of a file of a known format, without the prefix of a data: URI."""
     if len(text) < 64 or _PLAIN_BASE64.fullmatch(text) is None:
         return False
     head = "".join(text[:80].split())
@@ -328,7 +328,7 @@ def _is_base64(text: str) -> bool:
 
 
 def is_content(content: Any) -> bool:
-    """Returns whether a message's content is text, or a list of parts that are not empty."""
+    """Returns whether a message's content is text or a non-empty list of parts."""
     if isinstance(content, str):
         return True
     return (
@@ -340,5 +340,5 @@ def is_content(content: Any) -> bool:
 
 
 def without_base64(text: str) -> str:
-    """Returns a text for an error or a log in which no item's content stands."""
+    """Returns a text without the base64 content of items, for errors and logs."""
     return _BASE64.sub("data:…", text)

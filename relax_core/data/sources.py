@@ -83,7 +83,7 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
 
 
 def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
-    """The files that are read, or the plug-in's one, and the rows of each. Raises ValueError as `make_source`."""
+    """Returns the parts and the rows of each file; a plug-in is one file. Raises ValueError as `make_source` does."""
     if names_plugin(config):
         return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config)]
     parts = data_parts(config)
@@ -98,7 +98,7 @@ def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | Non
 
 
 def are_rows_named(config: DataConfig) -> bool:
-    """Returns whether the configuration says whose rows are trained on, but for a generated task's."""
+    """Returns whether the configuration names training rows of files or of a plug-in, not those of a generated task."""
     return config.path is not None or config.paths is not None or names_plugin(config)
 
 
@@ -119,7 +119,7 @@ def _rows_of(file: Path, config: DataConfig, *, key: str) -> RowFile:
 
 
 def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:
-    """Returns the evaluation set of these data rows (file, number), with those that cannot be used in ``bad``."""
+    """Returns the evaluation set of these data rows (file, number), with unusable rows in ``bad``."""
     rows: list[DataRow] = []
     bad: list[BadRow] = []
     for file, number in chosen:
@@ -176,9 +176,10 @@ def file_rows(config: DataConfig) -> tuple[RowFile, int]:
 
 
 def unsplit_rows(config: DataConfig) -> RowFile | None:
-    """Returns all rows of the configured files or plug-in if they are too few to hold ``data.eval_size`` of them out.
+    """Returns all rows of the configured files or plug-in if they are too few to hold out ``data.eval_size`` rows.
 
-    It is None for data with evaluation rows, and for a generated task. Raises ValueError as `make_source` does.
+    Returns None for other data: with enough rows, with its own evaluation rows, or of a generated task. Raises
+    ValueError as `make_source` does.
     """
     if config.eval_path is not None or config.eval_size <= 0 or not are_rows_named(config):
         return None

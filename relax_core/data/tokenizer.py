@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _MOST_TOKENIZER_BYTES = 256 << 20
-_GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # behind the last text of a message that the model continues
-LARGE_TEXT = 1 << 16  # characters; tokenising a longer text takes so long that other threads run meanwhile
-_CHARACTERS_A_TOKEN = 16  # at least, because an unknown word may be one token, and a normaliser may drop characters
+_GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # marks the end of a message that the model continues
+LARGE_TEXT = 1 << 16  # characters; while a longer text is tokenised, other threads can run
+_CHARACTERS_A_TOKEN = 16  # minimum of `_longest_token`: an unknown word may be one token, and characters may be dropped
 
 
 class TextTooLong(ValueError):
-    """A text has more characters than a number of tokens can stand for; it was not tokenised.
+    """A text has more characters than the allowed number of tokens can represent; it was not tokenised.
 
-    ``tokens`` is a number of tokens that the text has at least, larger than that number.
+    ``tokens`` is a lower bound of the text's tokens, larger than the allowed number.
     """
 
     def __init__(self, text: str, *, tokens: int) -> None:
@@ -62,11 +62,11 @@ class TextTooLong(ValueError):
 class PromptTokenizer:
     """Converts text to token ids and back.
 
-    ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` has the token that stands for an
-    image and for a video in the rendered text; it is empty for a model that reads text only. ``template_arguments``
-    are more variables for the chat template, such as Qwen3's enable_thinking. A template that reads the clock gets the
-    midnight of ``date``, such as 2026-11-28; None is the current day in UTC. Raises ValueError for a folder that lacks
-    a needed file, and for a variable that its template does not read.
+    ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` maps each kind of media to its
+    placeholder token in the rendered text; it is empty for a text-only model. ``template_arguments`` are more variables
+    for the chat template, such as Qwen3's enable_thinking. A template that reads the clock gets the midnight of
+    ``date``, such as 2026-11-28; None is the current day in UTC. Raises ValueError for a folder that lacks a required
+    file, and for a variable that its template does not read.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class PromptTokenizer:
     ) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
-        ``tools`` are the schemas of tools that the template shows. An item of a content part is its placeholder
-        (`place_items`). Names of special tokens in the messages are plain text; the template's own are special tokens.
-        ``goes_on``: the next answer continues the last message. Raises ValueError, with the template's message, for a
-        conversation that the template does not accept, and `TextTooLong` for a text that is certain to have more than
-        ``most_tokens`` tokens.
+        ``tools`` are the schemas of tools that the template shows. A media item becomes its placeholder
+        (`place_items`). Names of special tokens in the messages are encoded as plain text; only the template's own are
+        special tokens. With ``goes_on`` the next answer continues the last message. Raises ValueError, with the
+        template's message, for a conversation that the template does not accept, and `TextTooLong` for a text that is
+        certain to have more than ``most_tokens`` tokens.
         """
         hidden_tools = None if tools is None else [self.hidden(one) for one in tools]
         rendered = self.render(messages, tools=hidden_tools, goes_on=goes_on, hides=True)
         return self.encode_shown(self.short_enough(rendered, most_tokens))
 
     def most_characters(self, tokens: int) -> int:
-        """Returns how many characters that many tokens stand for at most, by the longest token of the vocabulary."""
+        """Returns the maximum number of characters of ``tokens`` tokens, by the longest token of the vocabulary."""
         return tokens * self._longest_token
 
     def short_enough(self, text: str, most_tokens: int | None) -> str:
-        """Returns a rendered text. Raises `TextTooLong` if it is certain to have more than ``most_tokens`` tokens."""
+        """Returns the given text. Raises `TextTooLong` if it is certain to have more than ``most_tokens`` tokens."""
         if most_tokens is None or len(text) <= most_tokens * _CHARACTERS_A_TOKEN:
             return text
         if len(text) <= self.most_characters(most_tokens):
@@ -123,11 +123,11 @@ class PromptTokenizer:
         )
 
     def hidden(self, value: Any) -> Any:
-        """Returns a message or another JSON value whose texts and keys do not contain names of special tokens.
+        """Returns a message or another JSON value with the names of special tokens in texts and keys replaced.
 
-        Nor do they contain a part of such a name where it may become whole beside other text: the template joins texts,
-        and writes keys between signs such as "<" and ">". `encode_shown` makes plain text of what stands for them in
-        the rendered text.
+        Parts of such a name are replaced, too, if adjacent text could complete them: the template joins texts, and
+        writes keys between signs such as "<" and ">". `encode_shown` turns the replacements in the rendered text back
+        into plain text.
         """
         return self._hidden(_with_arguments(value, as_text=False) if isinstance(value, Mapping) else value)
 
@@ -152,14 +152,14 @@ class PromptTokenizer:
         return text[:at] + first + special.sub(_hide, middle) + last + text[at + len(core) :]
 
     def encode_shown(self, rendered: str) -> list[int]:
-        """Returns the token ids of a text that `render` made of `hidden` messages."""
+        """Returns the token ids of a text that `render` made from `hidden` messages."""
         special = self._special_names
         if special is None:
             return self.encode_text(rendered)
         shown = _HIDDEN.sub(_shown, rendered)
         if special.findall(shown) == special.findall(rendered):
-            # All special tokens are the template's. Pieces apart may differ from the whole where a tokenizer marks the
-            # first word.
+            # All special tokens are the template's. The text is encoded as a whole, because separate pieces may give
+            # other tokens if a tokenizer marks the first word.
             return self.encode_text(shown)
         ids: list[int] = []
         # The pattern has one group, so every second piece is a special token, which the template wrote.
@@ -179,9 +179,9 @@ class PromptTokenizer:
     ) -> str:
         """Returns the text of a conversation, which `encode_shown` turns into ids.
 
-        ``opens_answer``: the text ends with what opens the next answer. With ``goes_on`` it ends with the last text of
-        the last message instead. The arguments of tool calls are an object or JSON text; a template gets an object,
-        and JSON text if it takes no object. With ``hides`` the messages are `hidden`. Raises ValueError as `encode`
+        With ``opens_answer`` the text ends with the opening of the next answer, with ``goes_on`` with the last text of
+        the last message instead. The arguments of tool calls are an object or JSON text; a template gets an object, or
+        JSON text if it does not accept objects. With ``hides`` the messages are `hidden`. Raises ValueError as `encode`
         does.
         """
         if goes_on:
@@ -210,7 +210,7 @@ class PromptTokenizer:
     def _closes_thinking(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, shown: str
     ) -> bool:
-        """Returns whether a template ends the thinking that the last message, of which it shows this, has begun."""
+        """Returns whether the template closes the thinking that the last message began; ``shown`` is its rendering."""
         content = messages[-1]["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         if "<think>" not in text or "</think>" in text:
@@ -219,7 +219,7 @@ class PromptTokenizer:
         return shown.count("</think>") > before.count("</think>")
 
     def place_items(self, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[Media]]:
-        """Returns ids in which the items' ids stand for their placeholders, in order, and where they stand.
+        """Returns ``ids`` with the items' ids in place of their placeholders, in order, and the items' positions.
 
         Raises ValueError if the ids have other placeholders than the items.
         """
@@ -266,7 +266,7 @@ class PromptTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """Is the tokenizer that encodes names of special tokens as text: several threads encode at the same time."""
+        """Returns a separate tokenizer that encodes names of special tokens as text, because several threads encode."""
         from tokenizers import Tokenizer
 
         plain = Tokenizer.from_str(self._tokenizer.to_str())
@@ -275,7 +275,7 @@ class PromptTokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Is the number of characters of the longest token, which are bytes in a vocabulary of bytes."""
+        """Returns the number of characters of the longest token; in a byte-level vocabulary they are bytes."""
         names = self._tokenizer.get_vocab(with_added_tokens=True)
         return max(_CHARACTERS_A_TOKEN, *map(len, names)) if names else _CHARACTERS_A_TOKEN
 
@@ -290,12 +290,12 @@ class PromptTokenizer:
 
     @property
     def template(self) -> str:
-        """Returns the text of the chat template, of several that which shows tools."""
+        """Returns the text of the chat template; of several, the tool-use template."""
         return self._tool_text
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
-        """Finds the names of special tokens in a text, the longest first; None if the tokenizer has none."""
+        """Returns a pattern for the names of special tokens, the longest first; None if the tokenizer has none."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special and token.content), key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
@@ -342,7 +342,7 @@ class PromptTokenizer:
 
 
 def vocabulary_problem(model_folder: Path, tokenizer: PromptTokenizer) -> str:
-    """Returns what is wrong if the tokenizer has ids for which the folder's weights have no row, else nothing."""
+    """Returns an error text if the tokenizer has ids without a row in the folder's weights, else an empty text."""
     rows = language_values(read_hf_config(model_folder)).get("vocab_size")
     if not isinstance(rows, int) or tokenizer.vocabulary_size <= rows:
         return ""
@@ -380,20 +380,20 @@ def load_tokenizer(model_folder: Path) -> Tokenizer:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Returns the tokens of a text; the interpreter's lock is free while a `LARGE_TEXT` is tokenised."""
+    """Returns the tokens of a text; the interpreter's lock is released while a `LARGE_TEXT` is tokenised."""
     text = clean_text(text)
     if len(text) <= LARGE_TEXT:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
-# Names of special tokens in a user's text are hidden from the chat template's text while it is split at its own ones.
-# The code points are of the private use area, and each stands for a character of the name.
+# Names of special tokens in a user's text are replaced while the rendered text is split at the template's own special
+# tokens. Each character of a name becomes a code point of the private use area.
 _HIDE_FROM, _HIDE_MARK = 0xF0000, "\U00100000"
 _HIDDEN = re.compile(f"{_HIDE_MARK}([{chr(_HIDE_FROM)}-{chr(_HIDE_FROM + 0xFFFD)}]+)")
 
 
-_WORDS = ("role", "type")  # keys of which a template compares the values, such as "assistant" and "image"
+_WORDS = ("role", "type")  # keys whose values a template compares, such as "assistant" and "image"
 _COMPARED = frozenset(
     {
         *("system", "user", "assistant", "tool", "developer", "function", "text", "image", "video", "audio"),
@@ -402,7 +402,7 @@ _COMPARED = frozenset(
 )
 
 
-# Keys that templates read; no key that a tool or an agent may choose has to be among them.
+# Keys that templates read. Keys that a tool or an agent chooses need not be among them.
 _KNOWN_KEYS = frozenset(
     {
         *("role", "content", "type", "text", "name", "id", "tool_calls", "tool_call_id", "function", "arguments"),
@@ -414,7 +414,7 @@ _KNOWN_KEYS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class _NameParts:
-    """Holds parts of the names of special tokens: proper beginnings, proper ends, and what stands inside of one."""
+    """Holds parts of the names of special tokens: proper prefixes, proper suffixes and all substrings."""
 
     begins: frozenset[str]
     ends: frozenset[str]
@@ -433,7 +433,7 @@ def _name_parts(names: Iterable[str]) -> _NameParts:
 
 
 def _hide_text(text: str) -> str:
-    """Returns what stands for a text; the mark says where it begins."""
+    """Returns the replacement of a text, which begins with the mark."""
     return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(one)) for one in text) if text else ""
 
 
@@ -446,7 +446,7 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def _with_texts(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """Returns a JSON value with all its texts and keys changed but for those that say what a message or a part is."""
+    """Returns a JSON value with ``change`` applied to its texts and keys, except to known keys, roles and types."""
     if isinstance(value, str):
         return value if key in _WORDS and value in _COMPARED else change(value)
     if isinstance(value, Mapping):
@@ -459,7 +459,7 @@ def _changed_key(name: Any, change: Callable[[str], str]) -> Any:
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message whose media are only named, so that no template writes their content."""
+    """Returns a message whose media parts have only their type, so that no template writes their content."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -467,7 +467,7 @@ def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> Mapping[str, Any]:
-    """Returns a message whose calls of tools have JSON text as their arguments, or an object where the text is one."""
+    """Returns a message whose tool calls have their arguments as JSON text, or else as an object if the text is one."""
     calls = message.get("tool_calls")
     if not calls or not isinstance(calls, list | tuple):
         return message
@@ -492,7 +492,7 @@ def _call_with_arguments(call: Any, *, as_text: bool) -> Any:
 
 
 def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with a mark behind its text. Raises ValueError for one that does not end with text."""
+    """Returns a message with a mark after its text. Raises ValueError for a message that does not end with text."""
     content = message["content"]
     if isinstance(content, str) and content.strip() and not message.get("tool_calls"):
         return {**message, "content": content + _GOES_ON}
@@ -503,7 +503,7 @@ def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_difference(one: Path, other: Path) -> str | None:
-    """Returns why token ids of two model folders do not mean the same; None if they do."""
+    """Returns the first difference between the vocabularies of two model folders; None if they are equal."""
     vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (one, other)]
     if vocabularies[0] == vocabularies[1]:
         return None

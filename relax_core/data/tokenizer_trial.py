@@ -1,7 +1,7 @@
-"""Loads the tokenizer and the chat template of a model folder in a process that is killed if they take too much.
+"""Loads a model folder's tokenizer and chat template in a process that is killed if they take too much time or memory.
 
 A template is a program: it may never end, and it may allocate without bound while it is compiled or rendered. A folder
-that passes is loaded by this process and by those of the run. What is wrong with it in other ways is found there.
+that passes is then loaded by this process and by the processes of the run, which report its other problems.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from relax_core.data.chat_template import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 
 MEMORY_GIB = 2.0
-LOAD_S, RENDER_S = 30.0, 2.0  # of computing; the largest tokenizers take 2 s, and templates some milliseconds
-_WALL = 10.0  # times the seconds of computing, on a machine that does other work
+LOAD_S, RENDER_S = 30.0, 2.0  # CPU time; the largest tokenizers take 2 s, and templates some milliseconds
+_WALL = 10.0  # wall time per CPU time, on a machine that does other work
 _MAIN = "relax_core.data.tokenizer_trial_main"
 _FILES = (CONFIG_FILE, "tokenizer.json", *TEMPLATE_FILES)
-_passed: set[tuple[Any, ...]] = set()  # the states of folders that this process has tried
+_passed: set[tuple[Any, ...]] = set()  # the states of folders that passed in this process
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Is what the process is to try; without ``template`` the tokenizer alone."""
+    """Holds the task of the process; without ``template`` it tries the tokenizer alone."""
 
     folder: str
     arguments: dict[str, Any]
@@ -33,7 +33,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """Is the process's answer to each of its two messages: what took too much, or nothing."""
+    """Holds the process's answer to each of its two messages: the error that a limit caused, or an empty text."""
 
     problem: str
 

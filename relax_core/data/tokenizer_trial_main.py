@@ -75,7 +75,7 @@ def _render(trial: Trial) -> None:
 
 
 def _problem(work: Any) -> str:
-    """Returns what took too much in a call; other errors are found where the folder is used."""
+    """Returns the error that a limit caused in a call, else an empty text. Users of the folder report other errors."""
     try:
         work()
     except _TOO_MUCH as error:

@@ -1,4 +1,4 @@
-"""Parses the tool calls of a response, in each form that models write; `read_action` begins."""
+"""Parses the tool calls of a response in the formats of the model families; start reading at `read_action`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from relax_core.contracts.tool_calls import ToolCall, ToolSchema, json_type, jso
 MOST_CHARACTERS = 1 << 20  # of one call; a longer text is not read
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schemas of the parameters, by the name of the tool
 _ARGUMENTS = ("arguments", "parameters")
-_BESIDE = {"name", "id", "type", "index"}  # keys of a call that are no arguments
+_BESIDE = {"name", "id", "type", "index"}  # keys of a call other than its arguments
 
 
 class BrokenCall(ValueError):
-    """A text has the marks of a tool call, but no call can be read from it; the text is meant for the model."""
+    """A text has the marks of a tool call, but no call can be read from it; the error message is for the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCalls:
     """Holds the calls in a text, in order, and the text around them.
 
-    ``broken`` says what is wrong with each call that cannot be read; its text is a part of ``content``.
+    ``broken`` has an error message for each call that cannot be read; the text of such a call is part of ``content``.
     """
 
     content: str
@@ -40,7 +40,7 @@ class ReadCalls:
 def read_between(text: str, *, begin: str, end: str, read: Callable[[str], ToolCall]) -> ReadCalls:
     """Returns the calls that ``read`` finds between each pair of marks.
 
-    A call is broken if its mark has no end, and if ``read`` raises `BrokenCall`.
+    A call is broken if its end mark is missing or if ``read`` raises `BrokenCall`.
     """
     calls: list[ToolCall] = []
     broken: list[str] = []
@@ -67,7 +67,7 @@ def json_call(text: str) -> ToolCall:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Returns the call that a JSON value is; its arguments may be JSON text. Raises `BrokenCall`."""
+    """Returns the call in a JSON value; its arguments may be JSON text. Raises `BrokenCall`."""
     if not isinstance(value, Mapping):
         raise BrokenCall(f"A tool call is an object with name and arguments, not {_shown(value)}.")
     name = value.get("name")
@@ -126,9 +126,8 @@ _BEGINS_OBJECT = re.compile(r"""\{\s*(["'])(name|type|parameters|arguments)\1\s*
 def read_llama3_json(text: str, tools: Tools) -> ReadCalls:
     """Reads calls as Llama 3.1 writes them: the whole response is {"name": …, "parameters": {…}}.
 
-    A JSON object that is no call is content. An object is a call if it has a name and parameters, or the name
-    of a tool. Raises `BrokenCall` for a text with the mark or with the beginning of a call from which no call
-    can be read.
+    A JSON object that is not a call is content. An object is a call if it has a name and parameters, or the name of a
+    tool. Raises `BrokenCall` for a text that has the mark or begins like a call, if no call can be read from it.
     """
     body = text.strip()
     marked = body.startswith(_PYTHON_TAG)
@@ -157,7 +156,7 @@ _MARK, _MISTRAL_ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 def read_mistral(text: str, tools: Tools) -> ReadCalls:
     """Reads calls as Mistral writes them: [TOOL_CALLS] and a JSON list, or [TOOL_CALLS]NAME[ARGS]{…} for each call.
 
-    The text in front of the first mark and that of broken calls is the content.
+    The text before the first mark and the text of broken calls are the content.
     """
     before, *marked = text.split(_MARK)
     calls: list[ToolCall] = []
@@ -179,7 +178,7 @@ def read_mistral(text: str, tools: Tools) -> ReadCalls:
 
 
 def _values(body: str) -> list[Any]:
-    """Returns the calls behind a mark as JSON values. Raises `BrokenCall`."""
+    """Returns the calls after a mark as JSON values. Raises `BrokenCall`."""
     if body.startswith("["):
         listed = json_value(body)
         if not listed:
@@ -192,17 +191,17 @@ def _values(body: str) -> list[Any]:
     return [{"name": name.strip(), "arguments": json_value(arguments), "id": identity.strip()}]
 
 
-# What the parser of Python raises for a text: nesting that is too deep, and characters that no source may have.
+# The errors of Python's parser, also for nesting that is too deep and characters that no source may have.
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-# A name with a bracket, and behind it an argument by name, the end of the call, or the end of the text.
+# A name with a bracket, followed by a keyword argument, the end of the call, or the end of the text.
 _BEGINS_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(\s*([A-Za-z_]\w*\s*=|\)|$)")
 
 
 def read_pythonic(text: str, tools: Tools) -> ReadCalls:
     """Reads calls as Llama 3.2, Llama 4 and Gemma write them: a Python list of calls with constants by name.
 
-    Nothing of a list such as ``[add(a=1, b=2)]`` is run. Any other text is content. Raises `BrokenCall` for a
-    text that begins like a list of calls and is no Python.
+    A list such as ``[add(a=1, b=2)]`` is parsed and never run. Any other text is content. Raises `BrokenCall` for a
+    text that begins like a list of calls but is not Python.
     """
     body = text.strip()
     if not body.startswith("[") or "(" not in body:
@@ -294,10 +293,10 @@ def _qwen3_coder_call(inner: str, *, tools: Tools) -> ToolCall:
 
 
 def value_of_text(text: str, types: frozenset[str]) -> Any:
-    """Returns the value that an unquoted text means, of one of the JSON ``types``.
+    """Returns the value of an unquoted text as one of the JSON ``types``.
 
-    A text that means no such value is returned as JSON or as it is, and the tool refuses it. Without types, a text that
-    is JSON and no text is that value.
+    A text of another type is returned as its JSON value or unchanged, and the tool refuses it. Without types, JSON
+    other than a string becomes its value.
     """
     word = text.strip()
     if "boolean" in types and word.lower() in ("true", "false"):
@@ -329,9 +328,9 @@ PARSERS: Mapping[str, Reader] = {
     "mistral": read_mistral,
     "none": read_nothing,
 }
-# What a call begins with in each form; with the other forms a whole response may be a call.
+# The mark that begins a call in each format; in the other formats a whole response may be a call.
 CALL_MARKS = {"hermes": "<tool_call>", "qwen3_coder": "<tool_call>", "mistral": "[TOOL_CALLS]"}
-# What a chat template has if its family writes calls in a form; the first that is found counts.
+# Texts in a chat template that show its family's format of calls; the first match counts.
 _SIGNS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
@@ -343,9 +342,9 @@ _THINK_END = "</think>"
 
 
 def tool_parser(name: str, *, template: str) -> str:
-    """Returns the name of the parser for a model, which for "auto" is found in its chat template.
+    """Returns the name of the parser for a model; "auto" is resolved by the chat template.
 
-    Raises ValueError for an unknown name, and if the template does not tell the form.
+    Raises ValueError for an unknown name, and if the template does not show the format.
     """
     if name == AUTO:
         found = next((parser for sign, parser in _SIGNS if sign in template), "")
@@ -361,7 +360,7 @@ def tool_parser(name: str, *, template: str) -> str:
 
 
 def read_calls(text: str, *, parser: str, tools: Sequence[ToolSchema]) -> ReadCalls:
-    """Returns the calls of a text and what is wrong with those that cannot be read; it never raises for any text."""
+    """Returns the calls of a text and the errors of unreadable calls; it never raises for any text."""
     functions = [one["function"] for one in tools]
     schemas = {one["name"]: one.get("parameters") for one in functions}
     try:
@@ -371,11 +370,11 @@ def read_calls(text: str, *, parser: str, tools: Sequence[ToolSchema]) -> ReadCa
 
 
 def read_action(text: str, *, stopped: bool, parser: str, tools: Sequence[ToolSchema] = ()) -> Action:
-    """Returns a response as an env sees it; it never raises for any text.
+    """Returns a response as an action for the env; it never raises for any text.
 
-    ``text`` is the response without its stop token, and ``tools`` are the env's tools. What stands in front of the last
-    </think> is thinking, in which no call is read; the opening tag may be part of the prompt. Where a call of the env's
-    tools can be read, the others stand in ``call_error``.
+    ``text`` is the response without its stop token, and ``tools`` are the env's tools. The text before the last
+    </think> is thinking, in which no call is read; the opening tag may be part of the prompt. If a call of the env's
+    tools can be read, the errors of other calls are in ``call_error``, else in ``parse_error``.
     """
     before, found, after = text.rpartition(_THINK_END)
     thinking = before.partition("<think>")[2] if "<think>" in before else before

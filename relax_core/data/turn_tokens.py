@@ -1,9 +1,9 @@
 """Builds the prompts of later turns from token ids, so that sampled tokens are never tokenised again.
 
-The next prompt is the prompt before, the sampled tokens, and what the chat template writes behind an answer: its end,
-the next messages, and the opening of the next answer. To find the latter, the module renders the opening, an answer
-that is a mark, and the messages, and takes what follows the mark. So the template itself trims, quotes and joins the
-messages, and the tokens equal those of the whole conversation wherever the template only appends.
+The next prompt is the previous prompt, the sampled tokens, and the text that the chat template writes after an answer:
+its end, the next messages, and the opening of the next answer. To find this text, the module renders the opening, a
+mark as the answer, and the next messages, and takes the text after the mark. So the template itself trims, quotes and
+joins the messages, and the tokens equal those of the whole conversation if the template only appends.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import msgspec
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.data.tokenizer import PromptTokenizer
 
-# The mark has no white space at its ends, because templates trim it. No text from elsewhere can contain it.
+# The mark has no white space at its ends, because templates trim it. It is random, so no other text contains it.
 _MARK = f"Relax{secrets.token_hex(16)}TextGoesHere{{}}Mark"
 _ANSWER = _MARK.format("Answer")
-_TOOL = "tool"  # the name of a tool whose result does not say it
+_TOOL = "tool"  # the name for a tool result without a name
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class TurnTokens:
-    """Builds the prompts of the later turns of conversations with one ``opening``, whose ``tools`` are schemas."""
+    """Builds the prompts of later turns for conversations that share an ``opening``; ``tools`` are schemas."""
 
     def __init__(
         self, tokenizer: PromptTokenizer, opening: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        # An answer stands behind the opening, and takes the place of a message that the model continued.
+        # An answer follows the opening, and replaces its last message if the model continued that.
         asked = opening[:-1] if opening and opening[-1]["role"] == "assistant" else opening
         self._opening = [tokenizer.hidden(one) for one in asked]
         self._tools = None if tools is None else [tokenizer.hidden(one) for one in tools]
         self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
-        # The form of calls that the template takes (`_calling`), for one result of a tool and for several.
+        # The form of calls that the template accepts (`_calling`), for one tool result and for several.
         self._form: dict[bool, tuple[bool, bool]] = {}
         self._ends, self._before_end = self._closing()
 
@@ -50,12 +50,12 @@ class TurnTokens:
         *,
         most_tokens: int | None = None,
     ) -> tuple[list[int], list[Media]]:
-        """Returns the token ids before the next answer, and where the new ``items`` stand in them.
+        """Returns the token ids of the next prompt, and the positions of the new ``items`` in them.
 
-        ``sampled`` is the answer to ``prompt_ids``, with its stop token if one ended it. ``messages`` follow it; their
-        texts are encoded without special tokens, and ``items`` are their media in order. Raises ValueError
-        for messages that the chat template does not accept, or renders without their text or their items, and
-        `TextTooLong` for messages that are certain to have more than ``most_tokens`` tokens.
+        ``sampled`` is the answer to ``prompt_ids``, with its stop token if it has one. ``messages`` follow it; their
+        texts are encoded without special tokens, and ``items`` are their media in order. Raises ValueError for messages
+        that the chat template does not accept, or renders without their text or their items, and `TextTooLong` for
+        messages that are certain to have more than ``most_tokens`` tokens.
         """
         self._check_shown(messages)
         behind = self._behind_answer([self._tokenizer.hidden(one) for one in messages])
@@ -63,9 +63,9 @@ class TurnTokens:
         if stopped:
             behind = behind.removeprefix(self._before_end)
         following = self._tokenizer.encode_shown(self._tokenizer.short_enough(behind, most_tokens))
-        # A family without an end token stops at the mark of the next role (GLM), which must not stand there twice; if
-        # another role speaks than the model expected, both marks stay. A template may write the end of an answer in a
-        # history with another token than the one that is sampled (gpt-oss).
+        # A family without an end token stops at the mark of the next role (GLM), which must not appear twice; if the
+        # model sampled the mark of another role, both marks stay. In a history, a template may end an answer with
+        # another token than the sampled one (gpt-oss).
         if stopped and (following[0] == sampled[-1] or (self._ends and self._tokenizer.is_special(following[0]))):
             following = following[1:]
         before = [*prompt_ids, *sampled]
@@ -76,7 +76,7 @@ class TurnTokens:
     def _closing(self) -> tuple[bool, str]:
         """Returns whether the template ends an answer with a token that stops a response, and the text before it.
 
-        Cohere's models sample a mark before that token, which stands in the answer already.
+        Cohere's models sample a mark before that token, so the answer already has it.
         """
         last = [*self._opening, {"role": "assistant", "content": _ANSWER}]
         closing = self._tokenizer.render(last, tools=self._tools, opens_answer=False).partition(_ANSWER)[2]
@@ -84,7 +84,7 @@ class TurnTokens:
         return at is not None, closing[:at] if at is not None else ""
 
     def _first_stop(self, text: str) -> int | None:
-        """Returns where the first token that stops a response stands in a rendered text."""
+        """Returns the position of the first token that stops a response in a rendered text, or None."""
         stops = [self._tokenizer.token_text(token) for token in self._tokenizer.stop_token_ids]
         return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
@@ -106,10 +106,10 @@ class TurnTokens:
         self._shown.add(shape)
 
     def _behind_answer(self, messages: Messages) -> str:
-        """Returns what the template writes behind an answer that these messages follow, from its end token on.
+        """Returns the template's text after an answer that these messages follow, from its end token on.
 
-        The results of tools follow an answer that calls them. Templates drop the text of such an answer (Llama 3.1), so
-        the mark is its last argument, and what closes the call is left out, since the model has written that.
+        Tool results follow an answer that calls the tools. Templates drop the text of such an answer (Llama 3.1), so
+        the mark is its last argument. The end of the call is left out, because the model has already written it.
         """
         results = sum(message["role"] == "tool" for message in messages)
         if not results:
@@ -142,9 +142,9 @@ class TurnTokens:
 
 
 def unstopped_end(tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
-    """Returns what the template writes behind an answer, if neither a stop token nor a string of ``stop`` is in it.
+    """Returns the template's text after an answer, if it contains neither a stop token nor a string of ``stop``.
 
-    It is empty if one is, and for a template that does not take such a conversation.
+    It is empty if it contains one, and for a template that does not accept such a conversation.
     """
     asked, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": _ANSWER}
     ends = [*map(tokenizer.token_text, tokenizer.stop_token_ids), *stop]
@@ -169,10 +169,10 @@ def _not_shown(role: str) -> ValueError:
 
 
 def _calling(messages: Messages, *, as_text: bool, each: bool) -> dict[str, Any]:
-    """Returns an answer that makes the calls of these results, the last with the mark as its argument.
+    """Returns an answer with the calls of these tool results; the argument of the last call is the mark.
 
-    With ``as_text``, arguments are JSON text (DeepSeek) instead of an object. Without ``each``, there is one call
-    alone, for templates that refuse several (Llama 3.1).
+    With ``as_text``, arguments are JSON text (DeepSeek) instead of an object. Without ``each``, there is only one call,
+    for templates that refuse several (Llama 3.1).
     """
     results = [message for message in messages if message["role"] == "tool"]
     calls = []
@@ -186,7 +186,7 @@ def _calling(messages: Messages, *, as_text: bool, each: bool) -> dict[str, Any]
 
 
 def _with_call_ids(messages: Messages) -> list[Mapping[str, Any]]:
-    """Returns the messages with a name and an id for each tool's result; Mistral wants nine letters or digits."""
+    """Returns the messages with a name and an id for each tool result; Mistral's ids have nine letters or digits."""
     return [
         {"name": _TOOL, "tool_call_id": f"call{number:05d}", **message} if message["role"] == "tool" else message
         for number, message in enumerate(messages)

@@ -1,11 +1,11 @@
-"""What Relax's own HTTP servers share: bodies and answers in ASGI, and bounds on the connections.
+"""Shared code of Relax's HTTP servers: ASGI request bodies and responses, and limits on the connections.
 
-No client, with or without the token, keeps the others out. A connection that sends or reads too slowly is closed after
-a number of sweeps. A sweep comes once a second while the process runs, so that time in which the process was stopped is
-not counted. When the server has as many connections as it allows, a new connection replaces the one that has been quiet
-for longest. Clients that never showed the token are replaced first, then clients with the token that have no request
-under way. A request under way whose client showed the token is never cut off. Such requests may not hold all
-connections, so that the server's owner can always connect and ask whether the server is alive.
+No client can block the others, with or without the token. A connection that sends or reads too slowly is closed after a
+number of sweeps. A sweep runs once a second while the process runs, so that time in which the process was suspended is
+not counted. At the connection limit, a new connection replaces the connection that has been idle for longest: first
+clients that never sent the token, then clients with the token that have no request in progress. A request in progress
+whose client sent the token is never cut off. Such requests cannot hold all connections, so that the server's owner can
+always connect and check that the server is alive.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
-    """Returns the request's body. Raises HttpError 413 past ``limit`` bytes, ClientDisconnected if the client left."""
+    """Returns the request's body. Raises HttpError 413 past ``limit`` bytes, and ClientDisconnected."""
     announced = int(headers(scope).get(b"content-length", b"0"))
     if announced > limit:
-        raise HttpError(413, f"{scope['path']}: body of {announced} bytes, at most {limit} are taken; send less")
+        raise HttpError(413, f"{scope['path']}: body of {announced} bytes, the limit is {limit}; send less")
     parts: list[bytes] = []
     size = 0
     while True:
@@ -61,7 +61,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise HttpError(413, f"{scope['path']}: body of more than {limit} bytes; send less at once")
+            raise HttpError(413, f"{scope['path']}: body of more than {limit} bytes; send less")
         parts.append(part)
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -76,7 +76,7 @@ async def start_response(send: Send, *, status: int, content_type: bytes, length
 
 
 async def answer(send: Send, payload: Any, *, status: int = 200) -> None:
-    """Sends one whole response as JSON."""
+    """Sends a complete response as JSON."""
     body = msgspec.json.encode(payload)
     await start_response(send, status=status, content_type=JSON, length=len(body))
     await send({"type": "http.response.body", "body": body})
@@ -93,27 +93,27 @@ def error_payload(status: int, message: str) -> dict[str, Any]:
 
 
 MAX_CONNECTIONS = 1024
-KEPT_FREE = 64  # connections that requests under way never take
-OTHER_FILES = 128  # files and sockets that the process has beside its connections
-HEAD_BYTES = 32 << 10  # most bytes of a request's line and headers
-PIPELINED = 16  # requests that a client may send before it has read the first answer
+KEPT_FREE = 64  # connections that requests in progress never take
+OTHER_FILES = 128  # files and sockets of the process in addition to its connections
+HEAD_BYTES = 32 << 10  # maximum size of a request line and headers
+PIPELINED = 16  # requests that a client may send before the first response
 SWEEP_S = 1.0
 HEAD_SWEEPS = 10  # sweeps in which a request's head must arrive
 BODY_SWEEPS = 30  # sweeps after which a body must have arrived at BODY_RATE
-BODY_RATE = 64 << 10  # bytes a sweep
-STRANGER_SWEEPS = 60  # sweeps for which a client that never showed the token may be quiet
-WRITE_SWEEPS = 60  # sweeps in which a client must read some of what was written
-KEEP_ALIVE = {  # a client whose machine or network has gone is noticed by the kernel
+BODY_RATE = 64 << 10  # bytes per sweep
+STRANGER_SWEEPS = 60  # sweeps for which a client that never sent the token may be idle
+WRITE_SWEEPS = 60  # sweeps within which a client must read some of the written bytes
+KEEP_ALIVE = {  # the kernel detects clients whose machine or network is gone
     socket.TCP_KEEPIDLE: 60,  # seconds of silence before the first probe
     socket.TCP_KEEPINTVL: 10,  # seconds between probes
     socket.TCP_KEEPCNT: 3,  # probes without an answer
     socket.TCP_USER_TIMEOUT: 90_000,  # milliseconds for which data may stay unacknowledged
 }
-LINGER_SWEEPS = 3  # sweeps for which a refused client may go on sending; a client cut off at once may lose the answer
+LINGER_SWEEPS = 3  # sweeps for which a refused client may keep sending; an immediate close may lose the response
 
 
 class Connection(HttpToolsProtocol):
-    """Adds the bounds of this module to uvicorn's protocol class.
+    """Adds the limits of this module to uvicorn's protocol class.
 
     The ASGI scope of a request holds its connection as ``connection``.
     """
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts and parses what arrived; refuses a head that is too large."""
+        """Counts and parses the received bytes; refuses a head that is too large."""
         if self._refused:
             return
         self._quiet_sweeps = 0
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         if self._unparsed > HEAD_BYTES:
             self._refuse_head()
         else:
-            self._refuse(400, "this is no HTTP/1.1 request that can be read")
+            self._refuse(400, "the bytes are not a valid HTTP/1.1 request")
 
     def on_message_begin(self) -> None:
         """Starts the counters of a new request."""
@@ -187,28 +187,28 @@ class Connection(HttpToolsProtocol):
         self._unparsed = 0
 
     def on_body(self, body: bytes) -> None:
-        """Hands a part of the body on."""
+        """Passes on a part of the body."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends the bounds on the request's arrival."""
+        """Ends the limits on the arrival of the request."""
         self._receiving, self._unparsed = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Lets new connections replace this one again."""
+        """Allows new connections to replace this connection again."""
         self._connections.answered(self)
         super().on_response_complete()
 
-    # -- bounds -------------------------------------------------------------------------------------------------------
+    # -- limits -------------------------------------------------------------------------------------------------------
     def showed_token(self) -> bool:
-        """Protects the request under way from being replaced; returns False if too many requests are protected."""
+        """Protects the request in progress from replacement; returns False if too many requests are protected."""
         self.knows_token = True
         return self._connections.protect(self)
 
     def has_hung_up(self) -> bool:
-        """Returns whether the client has closed the connection, also where the event loop has not read that yet."""
+        """Returns whether the client has closed the connection, even if the event loop has not read that yet."""
         if self.transport.is_closing():
             return True
         arrived = select.poll()
@@ -233,20 +233,20 @@ class Connection(HttpToolsProtocol):
         self._receiving_sweeps += 1
         if self._in_head:
             if self._receiving_sweeps > HEAD_SWEEPS:
-                self._refuse(408, f"the request's line and headers have not come within {HEAD_SWEEPS} s")
+                self._refuse(408, f"the request line and headers did not arrive within {HEAD_SWEEPS} s")
         elif not self.flow.read_paused:
             late = self._receiving_sweeps - BODY_SWEEPS
             if late > 0 and self._received < late * BODY_RATE:
-                self._refuse(408, f"the request's body arrives with less than {BODY_RATE} bytes/s")
+                self._refuse(408, f"the request body arrives at less than {BODY_RATE} bytes/s")
 
     def _refuse_head(self) -> None:
-        self._refuse(431, f"a request's line and headers have {HEAD_BYTES} bytes at most; send less")
+        self._refuse(431, f"the request line and headers may have {HEAD_BYTES} bytes at most; send less")
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, unless another answer has begun, and closes the connection."""
+        """Sends an error, unless another response has begun, and closes the connection."""
         if self._refused or self.transport.is_closing():
             return
         in_body = self._receiving and not self._in_head
@@ -265,15 +265,15 @@ class OpenConnections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._strangers: dict[Connection, None] = {}  # never showed the token; the quietest connection comes first
-        self._waiting: dict[Connection, None] = {}  # showed it and have no request under way; the quietest comes first
-        self._protected: set[Connection] = set()  # showed it and have a request under way
+        self._strangers: dict[Connection, None] = {}  # never sent the token; the longest idle connection comes first
+        self._waiting: dict[Connection, None] = {}  # sent the token, no request in progress; the longest idle first
+        self._protected: set[Connection] = set()  # sent the token, with a request in progress
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._waiting) + len(self._protected)
 
     def add(self, connection: Connection) -> None:
-        """Adds a new connection; if there are ``limit`` already, the quietest one is closed."""
+        """Adds a new connection; closes the longest idle connection if there are ``limit`` already."""
         if len(self) >= self._limit:
             quietest = next(iter(self._strangers or self._waiting))
             self.remove(quietest)
@@ -287,7 +287,7 @@ class OpenConnections:
         self._protected.discard(connection)
 
     def heard(self, connection: Connection) -> None:
-        """Records that the connection has sent something, so that it is the least quiet one."""
+        """Records that the connection has sent bytes, so that it is the most recently active connection."""
         for connections in (self._strangers, self._waiting):
             if connection in connections:
                 del connections[connection]

@@ -27,9 +27,9 @@ def build_client(
     """Returns a client of the engine at ``url``.
 
     ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
-    the run starts. Engines that somebody else started, which ``attached`` or ``engine.urls`` says, have
-    ``engine.token_file``, or need no token. ``media_folder`` holds the items of prompts, which engines that the run
-    attaches to do not see. ``weights_folder`` holds the versions that the run publishes.
+    the run starts. External engines (``attached`` or ``engine.urls``) use ``engine.token_file``, or need no token.
+    ``media_folder`` holds the media items of prompts; external engines cannot read it. ``weights_folder`` holds the
+    versions that the run publishes.
     """
     attached = attached or bool(engine.urls)
     if attached:

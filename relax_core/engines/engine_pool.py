@@ -1,16 +1,16 @@
-"""Generates with several engines as if they were one, and asks again what a failed engine or an abort left open.
+"""Distributes prompts over several engines, and requests samples again that a failed engine or an abort left open.
 
 **Routing.** A group goes to one engine, which prefills its prompt once. An episode's next turn goes to the engine that
-answered its turns before and keeps their keys and values, unless that engine is busier by more than this turn. The
-choice never changes the tokens, because seeds belong to samples. It may change the rounding of log-probs, which depends
-on the samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time. Nor does
-it use what engines saw under older weights, which they have dropped and which a resumed run does not know.
+has the keys and values of the previous turns, unless that engine's load is higher by more than this turn. The choice
+never changes the tokens, because seeds belong to samples. It may change the rounding of log-probs, which depends on the
+samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time. It also ignores
+prefixes from older weights, because engines have dropped them and a resumed run does not know them.
 
-**Watching.** While several engines have prompts, or an engine is down, a loop over the pool's table of checks asks the
-engines whether they answer, for their loads and for their weights (`relax_core/contracts/monitor.py`).
+**Monitoring.** While several engines have prompts, or an engine is down, a loop over the pool's table of checks polls
+the engines' health, loads and weight versions (`relax_core/contracts/monitor.py`).
 
-An `OpenPrompt` tracks a prompt in the pool: which samples are finished, which are requested, and the partial samples'
-tokens.
+An `OpenPrompt` tracks a prompt in the pool: its finished samples, its requested samples, and the tokens of its partial
+samples.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ClientFor = Callable[[int, bool], Awaitable[EngineClient]]
 OnEnd = Callable[[StreamEnd], None]
 BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
-FRUITLESS_ASKS = 5  # times in a row that an engine may abort a sample unasked and without a new token
+FRUITLESS_ASKS = 5  # the run fails after so many consecutive unrequested aborts of a sample without a new token
 PROBE_S = 0.1  # seconds between two passes of the monitor, and two probes of an engine that is down
 LOAD_POLL_S = 1.0  # seconds between two polls of the engines' load
 
@@ -73,9 +73,9 @@ def engine_name(engine: int) -> str:
 class _PromptBatch:
     """Holds the state of one `generate`.
 
-    ``events`` gets each complete prompt, None for a prompt that was given up, and an error that ends the call.
-    ``again`` holds prompts whose samples have all come back, some of them aborted. ``silent_since`` maps an engine to
-    the time when it was first lost, if it has returned no response since.
+    ``events`` gets each complete prompt, None for a cancelled prompt, and an error that ends the call. ``again`` holds
+    prompts whose samples have all been returned, some of them aborted. ``silent_since`` maps an engine to the time when
+    it was first lost, if it has returned no response since.
     """
 
     params: SamplingParams
@@ -102,7 +102,7 @@ class _PromptBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Ask:
-    """Holds one request under way at one engine, which ``task`` reads; ``tickets`` are those of `OpenPrompt.ask`."""
+    """Holds one request in progress at one engine, read by ``task``; ``tickets`` are those of `OpenPrompt.ask`."""
 
     prompt_batch: _PromptBatch
     tickets: dict[OpenPrompt, int]
@@ -110,17 +110,17 @@ class _Ask:
 
 
 class EnginePool:
-    """Distributes prompts over engines, at first engines 0 to ``count`` - 1; `change_engines` changes which.
+    """Distributes prompts over engines, at first engines 0 to ``count`` - 1; `change_engines` replaces the set.
 
     ``client_for(engine, anew)`` returns the engine's client and may wait for an engine that is starting; after a
-    failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is how long no engine at all
-    may answer. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until it does,
-    and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
-    of `EngineStates`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
-    requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
-    for an item in tokens; None if it has none. ``on_malformed(engine, why)`` is told of an engine whose reply does not
-    follow the protocol, so that it is started again. ``waiting`` records each wait for responses. All methods
-    belong to one event loop. The choice of engine never changes a prompt's tokens.
+    failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is the longest time without an
+    answer from any engine. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until
+    it does, and its open samples are requested from the others. ``by_load`` is that of `Router`; ``max_lag`` and
+    ``lag_s`` are those of `EngineStates`. ``bring_media(engine, client, requests)`` returns when the engine has the
+    media of requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's
+    towers for a media item in tokens; None if it has no towers. ``on_malformed(engine, why)`` is called for an engine
+    whose reply does not follow the protocol, so that it is restarted. ``waiting`` records each wait for responses. All
+    methods belong to one event loop. The choice of engine never changes a prompt's tokens.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class EnginePool:
             ]
         )
         self._watching: asyncio.Task[None] | None = None  # the loop of the monitor
-        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}  # by kind and engine: those under way
+        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}  # by kind and engine: checks in progress
         self._open: dict[str, tuple[OpenPrompt, _PromptBatch]] = {}  # by rid
         self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine
         self._logged: set[int] = set()  # stragglers that a log line has named
@@ -174,10 +174,10 @@ class EnginePool:
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
         """Yields (prompt index, its ``params.n`` responses) as soon as all responses of a prompt are finished.
 
-        A prompt that `cancel` gave up is left out. ``places[i]`` chooses among engines that are equally loaded. If an
-        engine fails, its open samples are asked of another engine, or of itself once it answers again; finished samples
-        are kept. A sample that comes back aborted goes on from its prefix. ``on_end`` gets each engine's own times.
-        ``on_tokens`` gets tokens while they are sampled; it may miss the last ones of a response.
+        Cancelled prompts (`cancel`) are left out. ``places[i]`` chooses among engines that are equally loaded. If an
+        engine fails, its open samples are requested from another engine, or from the same engine once it answers again;
+        finished samples are kept. An aborted sample continues from its prefix. ``on_end`` gets the times that each
+        engine reports. ``on_tokens`` gets tokens while they are sampled; it may miss the last tokens of a response.
         """
         prompt_batch = _PromptBatch(params=params, on_end=on_end, on_tokens=on_tokens, left=len(prompts))
         opened = [
@@ -210,12 +210,12 @@ class EnginePool:
                 self._close(prompt)
 
     def _close(self, prompt: OpenPrompt) -> None:
-        """Ends the pool's interest in a prompt."""
+        """Stops tracking a prompt and its open samples."""
         prompt.closed = True
         self._open.pop(prompt.request.rid, None)
         self._lose(prompt)
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
     def _send(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
         """Chooses an engine for each prompt and sends each chosen engine one request."""
         usable = self._engines.usable()
@@ -235,7 +235,7 @@ class EnginePool:
         self._send(prompt_batch, prompts)
 
     async def _ask(self, prompt_batch: _PromptBatch, engine: int, prompts: Sequence[OpenPrompt]) -> None:
-        """Sends one request to one engine; samples that do not come back finished are asked for again."""
+        """Sends one request to one engine; unfinished samples are requested again."""
         if not self._engines.takes_prompts(engine):  # the engines have changed since it was chosen
             self._send(prompt_batch, prompts)
             return
@@ -243,7 +243,7 @@ class EnginePool:
         owners: list[OpenPrompt] = []
         tickets: dict[OpenPrompt, int] = {}
         for prompt in prompts:
-            if prompt.closed:  # it was given up before the request was sent
+            if prompt.closed:  # it was cancelled before the request was sent
                 continue
             asked = prompt.ask(engine)
             requests += asked
@@ -275,7 +275,7 @@ class EnginePool:
             self._asks[engine].discard(ask)
 
     async def _ask_others(self, ask: _Ask, engine: int, error: EngineUnreachable) -> None:
-        """Asks other engines for the samples of a request whose engine does not answer."""
+        """Requests the samples of a request from other engines, because its engine does not answer."""
         self._record_loss(ask.prompt_batch, engine, error)
         owed = [prompt for prompt, ticket in ask.tickets.items() if prompt.owed_by(ticket)]
         for prompt in owed:
@@ -284,7 +284,7 @@ class EnginePool:
             self._send(ask.prompt_batch, owed)
 
     def _fell_silent(self, engine: int, error: EngineUnreachable) -> None:
-        """Closes the engine's connections, so that it aborts the samples whose late answers nobody would read."""
+        """Marks the engine as down and moves its samples; closed connections make it abort them."""
         self._lose_engine(engine, error)
         for ask in self._asks.pop(engine, set()):
             ask.task.cancel()
@@ -293,8 +293,8 @@ class EnginePool:
     def _record_loss(self, prompt_batch: _PromptBatch, engine: int, error: EngineUnreachable) -> None:
         """Records that the engine does not answer.
 
-        Raises EngineUnreachable if the engine keeps coming back without ever returning a response, and no other usable
-        engine does better.
+        Raises EngineUnreachable if the engine has returned no response for ``timeout_s`` seconds since its first loss,
+        and all usable engines have been lost too and have returned no response since.
         """
         log.warning("%s does not answer; its open samples are asked for again: %s", engine_name(engine), error)
         self._lose_engine(engine, error)
@@ -315,7 +315,7 @@ class EnginePool:
         if prompt.fruitless.get(one.sample, 0) == FRUITLESS_ASKS:
             raise EngineError(
                 f"{engine_name(engine)} aborted sample {one.sample} of prompt {prompt.request.rid}, which came back "
-                f"without a new token {FRUITLESS_ASKS} times in a row. The run did not ask for that: see the engine's "
+                f"without a new token {FRUITLESS_ASKS} times in a row. The run did not request this: see the engine's "
                 "log"
             )
         if not prompt.missing:
@@ -338,7 +338,7 @@ class EnginePool:
 
     # -- aborting -----------------------------------------------------------------------------------------------------
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
-        """Aborts the open samples of these prompts; they go on from their prefixes with weights ``min_version`` on."""
+        """Aborts these prompts' open samples, which continue from their prefixes under ``min_version`` or newer."""
         chosen = [self._open[rid][0] for rid in rids if rid in self._open]
         for prompt in chosen:
             newest = max(prompt.request.min_version, min_version)
@@ -347,7 +347,7 @@ class EnginePool:
         await self._abort(owed_rids(chosen))
 
     async def cancel(self, rids: Iterable[str]) -> None:
-        """Gives these prompts up; their calls of `generate` go on without them, and the engines abort them."""
+        """Cancels these prompts; their calls of `generate` continue without them, and the engines abort them."""
         chosen = [self._open[rid] for rid in rids if rid in self._open]
         owed = owed_rids([prompt for prompt, _ in chosen])
         for prompt, prompt_batch in chosen:
@@ -370,21 +370,22 @@ class EnginePool:
             aborting.result()
 
     async def forget_prefixes(self) -> None:
-        """Lets every engine drop the keys and values that it keeps of finished prompts; none may be under way."""
+        """Makes every engine drop its cached keys and values of finished prompts; no prompt may be in progress."""
         calls = {}
         for engine in self._engines.usable():
             calls[engine_name(engine)] = (await self._client_for(engine, False)).flush_cache
         if words := (await asyncio.to_thread(fan_out, calls)).words():
             log.warning("kept prefixes: %s", words)
 
-    # -- engines that come and go -------------------------------------------------------------------------------------
+    # -- changes of the engines ---------------------------------------------------------------------------------------
     async def change_engines(
         self, serving: Collection[int], *, leaving: Collection[int], moved: Collection[int]
     ) -> None:
-        """Sets which engines get prompts, and which finish what they have.
+        """Sets the engines that get prompts, and the engines that only finish their open samples.
 
-        ``serving`` get prompts. ``leaving`` get no new ones; those of them in ``moved`` also abort their open samples,
-        which other engines continue from their prefixes. Any other engine is gone, and what it owed is asked of others.
+        ``serving`` get prompts. ``leaving`` get no new prompts; those also in ``moved`` abort their open samples, and
+        other engines continue these from their prefixes. Any other engine has left, and its open samples are requested
+        from others.
         """
         gone = set(self._engines.all) - {*serving, *leaving}
         self._router.change_engines(serving, leaving=leaving)
@@ -402,7 +403,7 @@ class EnginePool:
 
     # -- the monitor of the engines -----------------------------------------------------------------------------------
     def _keep_watch(self) -> None:
-        """Lets the monitor's loop run, if there is anything to watch and it does not run."""
+        """Starts the monitor's loop, if there is an engine to watch and the loop does not run."""
         if self._is_watched() and (self._watching is None or self._watching.done()):
             self._watching = asyncio.create_task(self._watch())
 
@@ -417,9 +418,9 @@ class EnginePool:
             self._monitor.tick()
 
     def _ask_each(self, kind: str, engines: Iterable[int], look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        """Starts to look at each engine, but at none whose last look of this kind has not ended.
+        """Starts a check of each engine, except those whose last check of this kind has not ended.
 
-        A look holds a connection or a thread, which other calls need.
+        A check holds a connection or a thread, which other calls need.
         """
         for key in [(kind, engine) for engine in engines]:
             if key not in self._looks:
@@ -430,7 +431,7 @@ class EnginePool:
         del self._looks[key]
 
     def _lose_engine(self, engine: int, error: EngineError) -> None:
-        """Gives the engine no prompts until a probe finds that it answers."""
+        """Marks the engine as down; it gets no prompts until a probe succeeds."""
         self._engines.lost(engine, error)
         self._keep_watch()
 
@@ -455,7 +456,7 @@ class EnginePool:
             self._engines.answers(engine, loss)
 
     def _ping_all(self) -> None:
-        """Asks each of several engines whether it still answers."""
+        """Checks that each engine still answers, if there are several."""
         if len(self._engines.all) > 1:
             self._ask_each("ping", self._engines.up(), self._ping)
 
@@ -470,7 +471,7 @@ class EnginePool:
             self._fell_silent(engine, error)
 
     def _poll_loads(self) -> None:
-        """Asks each of several engines for its load and its weight version."""
+        """Reads the load and the weight version of each engine, if there are several."""
         if len(self._engines.all) > 1:
             self._ask_each("load", self._engines.up(), self._poll_load)
 
@@ -481,7 +482,7 @@ class EnginePool:
             loads = await asyncio.to_thread(client.loads)
             ours = max(ours, self.open_samples(engine))  # some may have begun or ended since the engine counted them
             version = str((await asyncio.to_thread(client.model_info))["weight_version"])
-        except EngineError as error:  # a request that generates there finds and reports the failure
+        except EngineError as error:  # the next /generate to this engine reports the failure
             log.debug("%s", error)
             return
         if version.isdecimal():
@@ -489,7 +490,7 @@ class EnginePool:
         self._heard(engine, max(0, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]) - ours))
 
     def _relieve_stragglers(self) -> None:
-        """Names new stragglers, and lets other engines go on with the prompts that they hold."""
+        """Logs new stragglers, and moves their open prompts to other engines."""
         stragglers = set(self._engines.stragglers())
         for engine in stragglers - self._logged:
             log.warning("%s", self._engines.lag_words(engine))
@@ -502,7 +503,7 @@ class EnginePool:
         self._logged = stragglers
 
     def _heard(self, engine: int, others: int) -> None:
-        """Records how many samples of other clients the engine has, as if they cost as much as the pool's."""
+        """Records the engine's number of samples of other clients, at the mean cost of the pool's samples."""
         opened = [prompt for prompt, _ in self._open.values()]
         if opened:
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
@@ -515,7 +516,7 @@ def _telling(
     owners: Sequence[OpenPrompt],
     tickets: Mapping[OpenPrompt, int],
 ) -> OnTokens:
-    """Returns what tells the tokens of a request under way as those of the pool's prompts."""
+    """Returns a callback that maps the tokens of a request in progress to the prompts of the pool."""
 
     def tell(number: int, sample: int, start: int, ids: Sequence[int]) -> None:
         prompt = owners[number]
@@ -533,7 +534,7 @@ def _abort_each(client: EngineClient, rids: Sequence[str]) -> None:
 def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, block: int) -> list[int]:
     """Returns one hash for each whole block of ``block`` tokens; it covers all tokens up to the block's end.
 
-    It covers the digests of the images, videos and sounds of these rows too, because different ones may have equal ids.
+    It also covers the digests of the media items at these tokens, because different items may have equal token ids.
     """
     blocks: list[int] = []
     before = 0
@@ -546,7 +547,7 @@ def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, bloc
 
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
-LONG_PREFIX = 64  # tokens; a shorter common prefix does not decide, because its prefill is fast
+LONG_PREFIX = 64  # tokens; a shorter common prefix is ignored, because its prefill is fast
 KNOWN_BLOCKS = 1 << 16  # newest prefix blocks that are remembered for each engine
 
 
@@ -560,12 +561,12 @@ class Router:
     def __init__(self, count: int, *, by_load: bool) -> None:
         self._place = {engine: engine for engine in range(count)}  # engine → its place among the engines
         self._by_load = by_load
-        self._outstanding: defaultdict[int, float] = defaultdict(float)  # tokens that this pool has asked for
+        self._outstanding: defaultdict[int, float] = defaultdict(float)  # tokens that this pool has requested
         self._others: defaultdict[int, float] = defaultdict(float)  # tokens of other clients, as the engine reports
         self._blocks: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def change_engines(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
-        """Sets the engines that may be chosen, and forgets all others but those in ``leaving``."""
+        """Sets the engines that may be chosen, and forgets all others except those in ``leaving``."""
         self._place = {engine: place for place, engine in enumerate(sorted(engines))}
         known: dict[int, Any]
         for known in (self._outstanding, self._others, self._blocks):
@@ -573,7 +574,7 @@ class Router:
                 del known[engine]
 
     def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
-        """Returns one of the ``usable`` engines for each prompt; call `asked` for each request that is sent then."""
+        """Returns one of the ``usable`` engines for each prompt; call `asked` for each request that is then sent."""
         if len(usable) == 1:
             return list(usable) * len(prompts)
         loads = {engine: self._load(engine) for engine in usable}
@@ -602,7 +603,7 @@ class Router:
         return engine
 
     def _known(self, engine: int, blocks: Sequence[int]) -> int:
-        """Returns how many blocks from the prompt's start on the engine has seen."""
+        """Returns the number of the prompt's leading blocks that the engine has seen."""
         seen = self._blocks[engine]
         return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
 
@@ -615,19 +616,19 @@ class Router:
             seen.popitem(last=False)
 
     def answered(self, engine: int, prompt: OpenPrompt) -> None:
-        """Remembers that the engine has finished a prompt's one response, from which an episode's next turn goes on."""
+        """Records a prompt and its one response as a prefix that the engine knows, for an episode's next turn."""
         if len(self._place) > 1 and prompt.n == 1 and engine in self._place:
             token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
             self._remember(engine, self._named(prompt, token_ids))
 
     def _named(self, prompt: OpenPrompt, token_ids: Sequence[int]) -> list[int]:
-        """Returns the names of a sequence's blocks; without ``by_load`` they hold for one weight version."""
+        """Returns the hashes of a sequence's blocks; without ``by_load`` they hold for one weight version."""
         blocks = prefix_blocks(token_ids, prompt.request.media, block=PREFIX_BLOCK)
         return blocks if self._by_load else [hash((prompt.request.min_version, block)) for block in blocks]
 
     # -- the engines' load --------------------------------------------------------------------------------------------
     def asked(self, engine: int, tokens: float) -> None:
-        """Adds tokens that were asked of the engine."""
+        """Adds tokens that were requested from the engine."""
         self._outstanding[engine] += tokens
 
     def came_back(self, engine: int, tokens: float) -> None:
@@ -636,7 +637,7 @@ class Router:
             self._outstanding[engine] -= tokens
 
     def others(self, engine: int, tokens: float) -> None:
-        """Sets how many tokens other clients have asked of the engine."""
+        """Sets the number of tokens that other clients have requested from the engine."""
         if engine in self._place:
             self._others[engine] = tokens
 
@@ -647,12 +648,11 @@ class OpenPrompt:
 
     ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
     count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt and of
-    the towers' work for the prompt's media, in tokens.
-    ``done`` holds the finished samples, ``partial`` the tokens so far of aborted ones, and ``asked`` those that
-    ``engine`` has to return now. ``ticket`` counts the calls of `ask`; a request with an older ticket counts no more.
-    ``excused`` is True if the pool itself wants the engine to abort the samples that are asked for. ``fruitless`` maps
-    a sample to how often in a row the engine aborted it without a new token though the pool did not want that.
-    ``closed`` is True once the prompt was handed on or given up.
+    the towers' work for the prompt's media, in tokens. ``done`` holds the finished samples, ``partial`` the tokens so
+    far of aborted samples, and ``asked`` the samples that ``engine`` has yet to return. ``ticket`` counts the calls of
+    `ask`; responses to a request with an older ticket are ignored. ``excused`` is True if the pool itself requested
+    that the engine aborts these samples. ``fruitless`` maps a sample to its number of consecutive aborts without a new
+    token that the pool did not request. ``closed`` is True once the prompt is complete or cancelled.
     """
 
     index: int
@@ -680,10 +680,10 @@ class OpenPrompt:
         return self.cost * self.missing
 
     def ask(self, engine: int) -> list[PromptRequest]:
-        """Returns the requests for all missing samples, and counts them as asked of ``engine``.
+        """Returns the requests for all missing samples, and records that ``engine`` has to return them.
 
-        Samples without a token share one request, so that they share a prefill. Each of the others has a request that
-        goes on from its own prefix.
+        Samples without a token share one request, so that they share a prefill. Each other sample has its own request,
+        which continues from its prefix.
         """
         assert not self.asked
         missing = [sample for sample in range(self.n) if sample not in self.done]
@@ -709,11 +709,11 @@ class OpenPrompt:
         return requests
 
     def owed_by(self, ticket: int) -> bool:
-        """Is True if the request with this ticket still has to return samples."""
+        """Returns whether the request with this ticket still has to return samples."""
         return ticket == self.ticket and bool(self.asked)
 
     def take(self, one: Generated) -> None:
-        """Takes a response: a finished sample, or the tokens so far of an aborted one."""
+        """Records a response: a finished sample, or the tokens so far of an aborted sample."""
         self.asked.remove(one.sample)
         before = self.partial.pop(one.sample, None)
         whole = one if before is None else joined(before, one)
@@ -728,7 +728,7 @@ class OpenPrompt:
             self.fruitless[one.sample] = self.fruitless.get(one.sample, 0) + 1
 
     def lose(self) -> int:
-        """Counts the samples that were asked for as missing again; returns how many they are."""
+        """Records that the requested samples are missing again; returns their number."""
         lost = len(self.asked)
         self.asked.clear()
         self.engine = None
@@ -740,7 +740,7 @@ class OpenPrompt:
 
 
 def prompt_cost(request: PromptRequest, item_work: Callable[[MediaItem], float]) -> float:
-    """Returns what a prompt's prefill costs in tokens; ``item_work`` returns the towers' work for an item in tokens."""
+    """Returns a prompt's prefill cost in tokens; ``item_work`` returns the towers' work for an item in tokens."""
     return len(request.input_ids) + sum(item_work(one.item) for one in request.media)
 
 
@@ -767,7 +767,7 @@ def cut(one: Generated, tokens: int) -> Generated:
 
 
 def joined(before: Generated, after: Generated) -> Generated:
-    """Joins an aborted beginning of a response and the tokens after it.
+    """Joins an aborted response and its continuation.
 
     Tokens keep the log-probs, the kept sets and the weight versions that they were sampled with.
     """
@@ -788,9 +788,9 @@ def _with_joined_experts(whole: Generated, before: Generated, after: Generated) 
     """Returns ``whole``, the response joined from ``before`` and ``after``, with the experts of both.
 
     Each token keeps the experts of its first pass through the model, because they belong to the log-probs that were
-    sampled. The other tokens get the experts that ``after`` has for them at the end of its prompt. These are the last
-    token of ``before``, which had no experts yet, and tokens for which the engine returned none, as SGLang does if a
-    request is aborted whose prompt came from its cache.
+    sampled. Tokens without experts get those from the end of ``after``'s prompt: the last token of ``before``, and
+    tokens for which the engine returned no experts. SGLang returns none if it aborts a request whose prompt came from
+    its cache.
     """
     if after.prompt_experts is None or after.response_experts is None:  # not asked for, or ``after`` never ran
         experts = before.prompt_experts, before.response_experts

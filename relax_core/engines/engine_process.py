@@ -1,4 +1,4 @@
-"""Runs an engine as a child process, which its owner starts, polls and stops, and which ends with its owner."""
+"""Starts, polls and stops an engine as a child process, which ends together with its owner."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from relax_core.engines.held_port import HeldPort
 from relax_core.engines.sglang import scratch as engine_scratch
 from relax_core.registry import find_engine
 
-KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kernel holds it
+KILLED_S = 10.0  # seconds within which a killed process ends, unless the kernel blocks it
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLaunch(EngineStart):
-    """Holds what one engine process is started with, and the log that gets its output."""
+    """Holds the start settings of one engine process, and the log file for its output."""
 
     engine: EngineConfig
     log_file: Path
@@ -36,7 +36,7 @@ class EngineLaunch(EngineStart):
         return dict(find_engine(self.engine.name).environment(self))
 
     def new_scratch(self) -> Path | None:
-        """Makes a folder for the files of this one process, or returns None if its kind of engine leaves no files."""
+        """Creates a folder for the files of this process, or returns None if its kind of engine leaves no files."""
         return engine_scratch.new_scratch() if find_engine(self.engine.name).scratch else None
 
 
@@ -47,9 +47,9 @@ class _Ready(msgspec.Struct):
 
 
 class EngineStartLost(EngineError):
-    """Says that an engine did not come up.
+    """Reports that an engine did not start.
 
-    ``code`` is its exit code, negative for a signal, and None if it gave no answer in time.
+    ``code`` is its exit code, negative for a signal, and None if it was not ready in time.
     """
 
     def __init__(self, text: str, *, code: int | None) -> None:
@@ -58,9 +58,9 @@ class EngineStartLost(EngineError):
 
 
 class EngineProcess:
-    """Owns a running engine, which ends when its stdin is closed, so that it ends with this process in every case.
+    """Owns a running engine, which ends when its stdin is closed, so that it never outlives this process.
 
-    ``held_port`` is the port of a kind of engine that serves from its owner's socket, else None.
+    ``held_port`` is its port if the engine serves from its owner's socket, else None.
     """
 
     def __init__(self, child: Child, ready: _Ready, scratch: Path | None, *, held_port: HeldPort | None) -> None:
@@ -75,9 +75,9 @@ class EngineProcess:
     def start(cls, launch: EngineLaunch, *, held_port: HeldPort | None = None) -> EngineProcess:
         """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
 
-        ``held_port`` is that of an earlier process, whose place this one takes; without it the port is ``launch.port``.
-        The log is appended to. Raises `EngineStartLost` with the cause in the log if the engine does not start, and
-        EngineError if its port is taken.
+        ``held_port`` is that of an earlier process that this process replaces; without it the port is ``launch.port``.
+        The engine's output is appended to the log. Raises `EngineStartLost` if the engine does not start; the log has
+        the cause. Raises EngineError if its port is taken.
         """
         scratch = launch.new_scratch()
         with ExitStack() as undo:
@@ -106,7 +106,7 @@ class EngineProcess:
     def stop(self, *, timeout_s: float, keeps_port: bool = False) -> None:
         """Ends the process by closing its stdin, after ``timeout_s`` seconds by SIGKILL, and removes its files.
 
-        Call it also if the process has ended by itself. With ``keeps_port`` the held port stays taken, for another
+        Call it also if the process has ended by itself. With ``keeps_port`` the held port stays bound for another
         process.
         """
         _end(self._child, self._scratch, grace_s=timeout_s)

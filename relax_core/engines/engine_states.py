@@ -1,4 +1,4 @@
-"""What a pool knows of its engines: which may get prompts, how long their requests take, and how calls to them end."""
+"""Tracks the engines of a pool: which may get prompts, their request times, and the outcomes of calls to them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loss:
-    """Is an engine that does not answer: the monotonic time at which it was lost, and its newest error."""
+    """Holds the loss of an engine that does not answer: its monotonic time, and the engine's newest error."""
 
     since: float
     error: EngineError
 
 
 class EngineStates:
-    """Knows which engines of a pool may get prompts, at first engines 0 to ``count`` - 1.
+    """Tracks which engines of a pool may get prompts, at first engines 0 to ``count`` - 1.
 
-    An engine that is down gets none, nor does a straggler while another engine may: it has been more than ``max_lag``
-    weight versions behind another engine for more than ``lag_s`` seconds. It asks nobody; the pool records what it
-    hears.
+    An engine that is down gets no prompts. A straggler gets none while another engine may: it has been more than
+    ``max_lag`` weight versions behind another engine for more than ``lag_s`` seconds. This class sends no requests; the
+    pool records its observations here.
     """
 
     def __init__(self, count: int, *, max_lag: int, lag_s: float) -> None:
         self.all = list(range(count))  # in order
         self.down: dict[int, Loss] = {}
-        self._leaving: frozenset[int] = frozenset()  # those that get no new prompts
+        self._leaving: frozenset[int] = frozenset()  # engines that get no new prompts
         self._max_lag, self._lag_s = max_lag, lag_s
         self._some_up = asyncio.Event()
         self._some_up.set()
@@ -44,7 +44,7 @@ class EngineStates:
         self._behind_since: dict[int, float] = {}
 
     def change(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
-        """Knows ``engines`` from now on, of which those in ``leaving`` get no new prompts; forgets all others."""
+        """Sets the pool's engines, of which those in ``leaving`` get no new prompts; forgets all others."""
         assert set(engines) > set(leaving), "at least one engine gets prompts"
         self.all, self._leaving = sorted(engines), frozenset(leaving)
         known: dict[int, Any]
@@ -54,7 +54,7 @@ class EngineStates:
         self._note_usable()
 
     def takes_prompts(self, engine: int) -> bool:
-        """Is True if the engine may get new prompts whenever it answers."""
+        """Returns whether the engine may get new prompts while it answers."""
         return engine in self.all and engine not in self._leaving
 
     def up(self) -> list[int]:
@@ -75,7 +75,7 @@ class EngineStates:
             self._note_usable()
 
     def answers(self, engine: int, loss: Loss) -> None:
-        """Records that the engine answers again after ``loss``; one that has left and come back has another loss."""
+        """Records that the engine answers again after ``loss``; an engine that left and rejoined has another loss."""
         if self.down.get(engine) is loss:
             del self.down[engine]
             self._note_usable()
@@ -136,14 +136,14 @@ class _Span:
 
 
 class RequestTimes:
-    """Adds up the requests to each engine that have ended; it belongs to one event loop."""
+    """Accumulates the ended requests to each engine; it belongs to one event loop."""
 
     def __init__(self) -> None:
         self._spans: dict[str, _Span] = {}
 
     @contextmanager
     def of(self, engine: str, *, samples: int) -> Iterator[None]:
-        """Counts the block as a request to an engine for so many samples, however it ends."""
+        """Counts the block as one request to an engine for ``samples`` samples, also if it fails."""
         began_s = time.time()
         try:
             yield
@@ -155,10 +155,10 @@ class RequestTimes:
             span.samples += samples
 
     def take(self) -> dict[str, float]:
-        """Returns the numbers of each engine whose requests have ended since the last call, as engine/NAME/NUMBER.
+        """Returns the metrics of each engine whose requests have ended since the last call, as engine/NAME/METRIC.
 
-        ``span_ms`` is the time from the begin of the first of these requests to the end of the last one, and ``lag_ms``
-        the time from there until now. ``requests`` and ``samples`` count what was asked for.
+        ``span_ms`` is the time from the start of the first of these requests to the end of the last, and ``lag_ms`` the
+        time from that end until now. ``requests`` and ``samples`` are the numbers of requests and requested samples.
         """
         spans, self._spans = self._spans, {}
         now_s = time.time()
@@ -190,7 +190,7 @@ class FanOut(Generic[T]):
 
 
 def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
-    """Makes all calls, each in a thread of its own, and waits for all of them.
+    """Makes all calls, each in its own thread, and waits for all of them.
 
     The clients' own deadlines bound the wait. An EngineError is returned as that engine's failure; any other exception
     is raised.

@@ -9,9 +9,9 @@ import struct
 import threading
 import time
 
-BACKLOG = 512  # connections that the kernel holds until they are accepted; they may then arrive all at one time
-BUSY_S = 0.05  # pause of a refusing owner that has no descriptor left
-END_S = 5.0  # in which the thread of a port that is closed has ended
+BACKLOG = 512  # connections that the kernel queues until they are accepted; all may arrive at the same time
+BUSY_S = 0.05  # pause before refusing again if the process has no descriptor left
+END_S = 5.0  # seconds within which `close` waits for the thread of the port
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset, and leaves no connection in TIME_WAIT
 
 
@@ -22,7 +22,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    # Connections inherit it. asyncio does not set it for a listener that it is given, and each answer would wait 40 ms.
+    # Connections inherit it. asyncio does not set it for a listener from outside, and each response would wait 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -30,14 +30,14 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     """Returns the URL of a listener with its numeric address.
 
-    A name such as localhost may also stand for ::1, whose port another user may take.
+    A name such as localhost may also resolve to ::1, where another user may take the port.
     """
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def refuse_waiting(listener: socket.socket) -> None:
-    """Resets all connections that wait at the socket, as the kernel does where nobody listens."""
+    """Resets all connections that wait at the socket, as the kernel does on a port without a listener."""
     listener.setblocking(False)
     while True:
         try:
@@ -53,8 +53,8 @@ def refuse_waiting(listener: socket.socket) -> None:
 class HeldPort:
     """Owns the listening socket from which child processes serve, one after the other.
 
-    While no process serves, every connection is reset at once. The kernel alone would accept connections that nobody
-    answers, and a client would notice at its deadline only that the server has died. ``descriptor`` is passed to the
+    While no process serves, every connection is reset at once. The kernel alone would accept connections that no
+    process answers, and a client would detect a dead server only at its deadline. ``descriptor`` is passed to the
     child. Raises OSError if the port cannot be taken.
     """
 
@@ -62,15 +62,15 @@ class HeldPort:
         self._listener = listening_socket(host, port)
         self.descriptor = self._listener.fileno()
         self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()  # of the fields below, and held while connections are refused
+        self._lock = threading.Lock()  # guards the fields below, and is held while connections are refused
         self._refuses, self._closed = True, False
-        self._next: int | None = None  # a descriptor of the process that has begun to serve
+        self._next: int | None = None  # pidfd of the process that has begun to serve
         self._woken, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._watch, name=f"port-{self.port}", daemon=True)
         self._thread.start()
 
     def hand_over(self, pid: int) -> None:
-        """Leaves all connections from now on to the child ``pid`` until it ends; the child may not be reaped yet."""
+        """Leaves all connections from now on to the child ``pid`` until it ends; the child must not be reaped yet."""
         with self._lock:
             if self._next is not None:
                 os.close(self._next)

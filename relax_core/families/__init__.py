@@ -1,4 +1,5 @@
-"""The model families: what the language model of a Hugging Face folder consists of. Nothing here imports torch.
+"""The model families: architecture and towers of the model in a Hugging Face folder.
 
+Only `delta_rule.py` and `tower_passes.py` import torch.
 Start reading in `table.py`; trainer, embedded engine and memory plan use the same `Architecture`.
 """

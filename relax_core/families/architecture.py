@@ -13,7 +13,7 @@ from relax_core.families.rope import Rope
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSettings:
-    """Holds how images and videos become the patches and the rows of one model.
+    """Holds the settings that turn images and videos into patches and rows of one model.
 
     A patch has ``patch_size`` pixels in height and width and ``temporal_patch_size`` frames; ``merge_size`` times
     ``merge_size`` patches become one row. A pixel enters the tower as (value - mean) / std with ``mean`` and ``std`` on
@@ -40,7 +40,7 @@ class PatchSettings:
     positions_per_second: float | None = None
 
     def alone(self) -> PatchSettings:
-        """Returns these settings without what a subclass adds, for a process that does not compute the tower."""
+        """Returns these settings without a subclass's fields, for a process that does not compute the tower."""
         return PatchSettings(**{one.name: getattr(self, one.name) for one in fields(PatchSettings)})
 
 
@@ -68,11 +68,11 @@ class VisionTower(PatchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AudioSettings:
-    """Holds how sounds become the features and the rows of one model.
+    """Holds the settings that turn sounds into features and rows of one model.
 
     A sound is one channel of ``sampling_rate`` samples a second. A frame of its features has ``mel_bins`` values, which
-    are computed from ``fft_size`` samples; the next frame begins ``hop_length`` samples later. The tower makes rows of
-    each ``chunk_frames`` frames apart from the others, and of the rest at the end (`rows_of_frames`).
+    are computed from ``fft_size`` samples; the next frame begins ``hop_length`` samples later. The tower computes the
+    rows of each chunk of ``chunk_frames`` frames separately, and those of the rest at the end (`rows_of_frames`).
     """
 
     sampling_rate: int
@@ -85,7 +85,7 @@ class AudioSettings:
     audio_end_token_id: int
 
     def alone(self) -> AudioSettings:
-        """Returns these settings without what a subclass adds, for a process that does not compute the tower."""
+        """Returns these settings without a subclass's fields, for a process that does not compute the tower."""
         return AudioSettings(**{one.name: getattr(self, one.name) for one in fields(AudioSettings)})
 
     def rows_of_frames(self, frames: int) -> int:
@@ -127,14 +127,14 @@ class Architecture:
 
     Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts; the layers
     ``delta_layers``, counted from 0, have a gated delta net in place of attention. ``family`` is config.json's
-    model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the
-    query and key heads are normed; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation``,
-    that of the gate, is a name in torch.nn.functional. ``experts`` is None for a dense model.
-    ``prefix`` begins the names of the language model's weights, and ``output_weight`` is the name of the output weight.
-    ``vision`` is None for a model that does not see, and ``audio`` for one that does not hear. ``expert_layout`` is
-    that of the folder. ``output_gate``, ``zero_centered`` and ``float32`` are explained at
-    `relax_core.contracts.family.Family`; ``float32`` has only what the folder holds so. The names of tensors that are
-    not computed begin with one of ``passed``.
+    model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the query and key
+    heads are normalised; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation`` is the
+    gate's activation, a name in torch.nn.functional. ``experts`` is None for a dense model. ``prefix`` begins the names
+    of the language model's weights, and ``output_weight`` is the name of the output weight. ``vision`` is None for a
+    model without vision input, and ``audio`` for a model without audio input. ``expert_layout`` is the layout of the
+    folder. ``output_gate``, ``zero_centered`` and ``float32`` are explained at `relax_core.contracts.family.Family`;
+    ``float32`` has only the tensors that the folder stores in float32. Tensors with a name that begins with one of
+    ``passed`` are not computed.
     """
 
     family: str
@@ -173,7 +173,7 @@ class Architecture:
 
     @property
     def rotary_dim(self) -> int:
-        """Returns how many numbers of each head are rotated."""
+        """Returns the number of rotated dimensions of each head."""
         return int(self.head_dim * self.rope.part)
 
     @property
@@ -186,7 +186,7 @@ class Architecture:
         return name.endswith(self.float32)
 
     def passes(self, name: str) -> bool:
-        """Returns whether a tensor of the folder only passes to an export and is no weight of the model."""
+        """Returns whether a tensor of the folder is only copied to an export and is not a weight of the model."""
         return name.startswith(self.passed)
 
     @property

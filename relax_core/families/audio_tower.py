@@ -1,6 +1,6 @@
-"""Holds what trainer, engines and encoder share about audio towers: weights, settings, and the rows of a sound.
+"""Defines audio towers for trainer, engines and encoder: weight shapes, settings, and the rows of a sound.
 
-A video together with its sound has rows of both (Qwen3-Omni's rules). It imports no torch.
+A video together with its sound has rows of both (Qwen3-Omni's rules). The module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relax_core.families.vision_tower import ItemRows, Shape, linear_shapes, nor
 
 
 def qwen3_omni_audio_shapes(config: HfConfig) -> dict[str, Shape]:
-    """Returns the shapes of the weights of Qwen3-Omni's audio tower by their names behind the tower's prefix."""
+    """Returns the shapes of the weights of Qwen3-Omni's audio tower by their names after the tower's prefix."""
     hidden, wide, channels = config["d_model"], config["encoder_ffn_dim"], config["downsample_hidden_size"]
     bins = config["num_mel_bins"]
     shapes: dict[str, Shape] = {}
@@ -42,15 +42,15 @@ def qwen3_omni_audio_shapes(config: HfConfig) -> dict[str, Shape]:
 
 
 EXTRACTOR_FILE = "preprocessor_config.json"
-PROCESSOR_FILE = "processor_config.json"  # transformers 5 writes all processors of a model into this one
+PROCESSOR_FILE = "processor_config.json"  # transformers 5 writes all processors of a model into this file
 _PART = "feature_extractor"
 
 
 def read_audio_tower(family: Family, hf_config: HfConfig, *, model_folder: Path) -> AudioTower | None:
-    """Returns the audio tower of a folder, None if its family does not hear.
+    """Returns the audio tower of a folder, None if its family has no audio input.
 
     ``hf_config`` is the part of config.json that has ``audio_token_id`` and the tower's own part. Raises ValueError for
-    a missing file or key, and for a feature extractor that is not computed.
+    a missing file or key, and for an unsupported feature extractor.
     """
     if family.audio is None:
         return None
@@ -67,7 +67,7 @@ def read_audio_tower(family: Family, hf_config: HfConfig, *, model_folder: Path)
 def audio_tower_of(audio: Audio, hf_config: HfConfig, *, extractor: Mapping[str, Any]) -> AudioTower:
     """Returns the audio tower that a config.json and the settings of its feature extractor describe.
 
-    Raises KeyError for a missing key, and ValueError for an extractor that is not computed.
+    Raises KeyError for a missing key, and ValueError for an unsupported extractor.
     """
     config = hf_config[audio.config_key]
     _check(extractor, mel_bins=config["num_mel_bins"])
@@ -120,15 +120,14 @@ def _extractor(model_folder: Path) -> Mapping[str, Any]:
             return settings
     raise ValueError(
         f"model.path={model_folder}: neither {EXTRACTOR_FILE} nor {PROCESSOR_FILE} there has a feature extractor, "
-        "which a model that hears needs. Fetch the folder again, with its processor files."
+        "which a model with audio input needs. Fetch the folder again, with its processor files."
     )
 
 
 def clip_rows(audio: AudioSettings, *, frames: int) -> ItemRows:
     """Returns the rows of a sound with ``frames`` frames of features.
 
-    They take the place of one token; the tokens that begin and end a sound stay around it, as the chat template sets
-    them.
+    They replace one token; the tokens that begin and end a sound stay around it, as the chat template writes them.
     """
     rows = audio.rows_of_frames(frames)
     offsets = np.repeat(np.arange(rows, dtype=np.int32)[None], 3, axis=0)
@@ -147,17 +146,17 @@ def heard_video_rows(
     """Returns the rows of a video whose grid is (time, height, width) in patches, together with its sound.
 
     ``seconds`` is the time between two steps of the grid, and ``frames`` counts the frames of the sound's features. A
-    row of the video precedes a row of the sound if its time is the same or earlier; what is left of the longer one
-    follows, and alone decides how far the item moves the positions. The tokens that begin and end a sound stand around
-    the rows. All of them take the place of one token inside the pair of vision tokens.
+    row of the video precedes a row of the sound if its time is the same or earlier; the remaining rows of the longer
+    one follow, and alone decide how far the item moves the positions. The tokens that begin and end a sound surround
+    the rows. All of them replace one token inside the pair of vision tokens.
     """
     seen = timed_offsets(tower, grid=grid, seconds=seconds)
     heard = np.repeat(np.arange(audio.rows_of_frames(frames), dtype=np.float32)[None], 3, axis=0)
     times = np.concatenate([step_times(tower, grid=grid, seconds=seconds), heard[0].astype(np.float64)])
-    order = np.argsort(times, kind="stable")  # it merges two ordered lists, and the video is the first of them
+    order = np.argsort(times, kind="stable")  # it merges two ordered lists; the video comes first at equal times
     is_heard = order >= seen.shape[1]
-    offsets = 1 + np.concatenate([seen, heard], axis=1)[:, order]  # behind the token that begins the sound
-    left = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1  # the first row behind the shorter one's last
+    offsets = 1 + np.concatenate([seen, heard], axis=1)[:, order]  # after the token that begins the sound
+    left = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1  # the first row after the last row of the shorter one
     end = offsets[:, left:].max() + 1
     ids = np.where(is_heard, audio.audio_token_id, tower.video_token_id)
     return ItemRows(

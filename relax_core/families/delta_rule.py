@@ -1,11 +1,11 @@
-"""Computes the gated delta rule (Yang et al. 2024, arXiv 2412.06464) over many segments of rows that go on from states.
+"""Computes the gated delta rule (Yang et al. 2024, arXiv 2412.06464) over segments of rows with initial states.
 
 Each head has a recurrent matrix S ``[key dim, value dim]``. Row t, with query q, key k, value v, decay exp(g) and
 writing strength b, gives
 
     S_t = exp(g) S_(t-1) + k (b (v - exp(g) S_(t-1)^T k))^T        output = S_t^T q
 
-Rows are computed in chunks: the rows of a chunk solve one triangular system, and the states go from chunk to chunk
+Rows are computed in chunks: the rows of a chunk solve one triangular system, and the states pass from chunk to chunk
 (section 3.3 of the paper). With chunks of one row this is the recurrent rule itself. Everything is float32.
 
 The trainer and the embedded engine use this module, which runs on any device in plain torch.
@@ -26,10 +26,10 @@ CHUNK_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Lays segments of rows, which follow each other, out in chunks of ``width`` rows.
+    """Lays out consecutive segments of rows in chunks of ``width`` rows.
 
     ``grid`` int64 ``[chunks * width]`` has the row at each place of the chunks; a pad has the number of rows, which is
-    that of a row of zeros. ``place`` int64 ``[rows]`` has each row's place. Chunks stand step by step: step j has the
+    the index of a row of zeros. ``place`` int64 ``[rows]`` has each row's place. Chunks are ordered by step: step j has
     chunk j of the ``counts[j]`` longest segments. ``order`` int64 ``[segments]`` names the segments, longest first.
     """
 
@@ -73,7 +73,7 @@ class Segments:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, segments: Segments, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the outputs, float32 ``[rows, value heads, value dim]``, and the states behind the segments.
+    """Returns the outputs, float32 ``[rows, value heads, value dim]``, and the states after the segments.
 
     ``query`` and ``key`` are ``[rows, key heads, key dim]`` and are scaled to length 1 here, ``value`` is ``[rows,
     value heads, value dim]``; ``decay`` (the logarithm, at most 0) and ``strength`` are ``[rows, value heads]``.
@@ -110,7 +110,7 @@ def _scan(
     segments: Segments,
     states: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Takes the states from chunk to chunk; returns the outputs of all chunks and the states behind the segments."""
+    """Passes the states from chunk to chunk; returns the outputs of all chunks and the states after the segments."""
     state = states.index_select(0, segments.order)
     outputs: list[Tensor] = []
     ended: list[Tensor] = []  # states of the segments that ended, the shortest first

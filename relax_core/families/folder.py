@@ -21,8 +21,8 @@ from relax_core.families.vision_tower import read_tower
 from relax_core.registry import find_family, names
 
 WEIGHT_INDEX, WHOLE_WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-ADAPTER_FILE = "adapter_config.json"  # of the weights of a LoRA adapter
-# Folders of these model_types resemble one that is read.
+ADAPTER_FILE = "adapter_config.json"  # in a folder with the weights of a LoRA adapter
+# Unsupported model_types that resemble a supported one, each with its error text.
 _REFUSED = {
     "qwen2_5_omni": "Qwen2.5-Omni has other towers and other positions, which Relax does not compute. Use a folder of "
     "Qwen3-Omni, with model=qwen3_omni.",
@@ -33,7 +33,7 @@ _MOST_HEADER_BYTES = 100_000_000  # as in safetensors itself
 
 
 class _Stored(msgspec.Struct):
-    """The header's entry of a tensor; that of the file's metadata has no dtype."""
+    """The entry of a tensor in a file's header; the metadata entry has no dtype."""
 
     dtype: str = ""
 
@@ -58,7 +58,7 @@ def family_key(name: object, *, also: str | None = None) -> str | None:
 def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = None) -> Family:
     """Returns the family of a folder's model_type.
 
-    ``also`` is tried before the families that have a name. Raises a ValueError that lists the names if none fits.
+    ``also`` is tried before the registered families. Raises a ValueError that lists their names if none fits.
     """
     model_type = hf_config.get("model_type")
     key = family_key(model_type, also=also)
@@ -104,7 +104,7 @@ def _architecture(family: Family, hf_config: HfConfig, model_folder: Path) -> Ar
 
 
 def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
-    """Returns the form of the stored experts, which is that of publication if the folder has none."""
+    """Returns the layout of the stored experts, or the published layout if the folder has none."""
     language = [name for name in stored if name.startswith(family.prefix) and ".experts." in name]
     if len(family.expert_layouts) == 1 or not language:
         return family.expert_layouts[0]
@@ -113,14 +113,14 @@ def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
 
 
 def _stored_float32(endings: tuple[str, ...], stored: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the endings of names of which the folder holds tensors in float32, all for a folder without weights."""
+    """Returns the endings of tensor names that the folder stores in float32; all for a folder without weights."""
     return tuple(
         ending for ending in endings if all(kind == "F32" for name, kind in stored.items() if name.endswith(ending))
     )
 
 
 def vision_tower(model_folder: Path) -> VisionTower | None:
-    """Returns the vision tower of a folder's model, None if it reads text only or is of no family of Relax."""
+    """Returns the vision tower of a folder's model, None for a text-only model or an unknown family."""
     if not has_hf_config(model_folder):
         return None
     hf_config = read_hf_config(model_folder)
@@ -129,7 +129,7 @@ def vision_tower(model_folder: Path) -> VisionTower | None:
 
 
 def audio_tower(model_folder: Path) -> AudioTower | None:
-    """Returns the audio tower of a folder's model, None if it does not hear or is of no family of Relax."""
+    """Returns the audio tower of a folder's model, None for a model without audio input or an unknown family."""
     if not has_hf_config(model_folder):
         return None
     hf_config = read_hf_config(model_folder)
@@ -157,9 +157,9 @@ def stored_kinds(model_folder: Path) -> dict[str, str]:
 def weight_files(model_folder: Path) -> list[Path]:
     """Returns the safetensors files of a folder's weights in order; the list may be empty.
 
-    Those that exist are plain files. If there is an index, it decides, because some folders hold the weights a second
-    time under other names (consolidated.safetensors). Raises ValueError for an index that cannot be read, and for what
-    is no plain file.
+    If there is an index, it decides, because some folders hold the weights a second time under other names
+    (consolidated.safetensors). Raises ValueError for an index that cannot be read, and for an existing path that is not
+    a plain file.
     """
     index = model_folder / WEIGHT_INDEX
     if index.exists():
@@ -173,7 +173,7 @@ def weight_files(model_folder: Path) -> list[Path]:
         whole = model_folder / WHOLE_WEIGHTS
         found = [whole] if whole.exists() else sorted(model_folder.glob("*.safetensors"))
     for path in found:
-        if path.exists():  # the reader of a missing one names it
+        if path.exists():  # the reader reports a missing file
             check_regular(path)
     return found
 
@@ -181,7 +181,7 @@ def weight_files(model_folder: Path) -> list[Path]:
 def read_header(path: Path) -> bytes:
     """Returns the header of a safetensors file, which is JSON.
 
-    Raises ValueError for what is no plain file, and for a header that is larger than the file or than
+    Raises ValueError for a path that is not a plain file, and for a header that is larger than the file or than
     `_MOST_HEADER_BYTES`.
     """
     with open_regular(path) as file:

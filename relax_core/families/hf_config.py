@@ -1,7 +1,7 @@
-"""Reads a model's config.json, as the only module that does, and refuses sizes out of their range.
+"""Reads a model's config.json, which no other module does, and refuses sizes that are out of range.
 
-A model of another size is refused before anything is counted or allocated. The bounds are far above every published
-model. They hold in every part of the file, such as text_config.
+Sizes are checked before anything is counted or allocated. The bounds are far above every published model. They apply
+to every part of the file, such as text_config.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _LISTS = {"layer_types": 1024, "deepstack_visual_indexes": 1024, "architectures"
 
 
 def size_problems(values: Mapping[str, Any], *, where: str = "") -> Iterator[str]:
-    """Yields what is wrong with the sizes of a config.json and its parts, with key, value and the range."""
+    """Yields a problem for each wrong size of a config.json and its parts, with key, value and range."""
     for key, value in values.items():
         name = f"{where}{key}"
         if isinstance(value, Mapping):
@@ -85,7 +85,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _TEXT_KEY = "text_config"
 _INNER_KEY = "thinker_config"
-MOST_JSON_BYTES = 16 << 20  # of a JSON file of a model folder, without its tokenizer and its index of weights
+MOST_JSON_BYTES = 16 << 20  # limit of a JSON file of a model folder, except its tokenizer and its weight index
 
 
 def has_hf_config(model_folder: Path) -> bool:
@@ -107,13 +107,13 @@ def read_hf_config(model_folder: Path) -> dict[str, Any]:
 
 
 def inner_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the inner config of a config.json: that of the thinker where it describes several models, else itself."""
+    """Returns the inner config of a config.json: the thinker's if it describes several models, else the whole."""
     inner = hf_config.get(_INNER_KEY)
     return inner if isinstance(inner, dict) else hf_config
 
 
 def described_parts(hf_config: Mapping[str, Any]) -> list[str]:
-    """Returns the models beside the thinker that a config.json describes and says to be in the folder."""
+    """Returns the models, other than the thinker, that a config.json describes and says to be in the folder."""
     if not hf_config.get("enable_audio_output", True):
         return []
     return [part for part in ("talker", "code2wav") if hf_config.get(f"{part}_config") is not None]
@@ -122,8 +122,7 @@ def described_parts(hf_config: Mapping[str, Any]) -> list[str]:
 def language_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the values of a config.json that describe the language model.
 
-    A model that sees has them in a part of its own, text_config. Other keys stay those of the inner config, and of the
-    whole.
+    A multimodal model has them in text_config. Other keys come from the inner config, and then from the whole file.
     """
     inner = inner_config(hf_config)
     text = inner.get(_TEXT_KEY)
@@ -147,7 +146,7 @@ def end_token_ids(model_folder: Path) -> tuple[int, ...]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a model folder. Raises ValueError for anything else, OSError without it."""
+    """Returns the JSON object in a model folder's file. Raises ValueError for other content, OSError without a file."""
     try:
         values = decode_json(read_regular(file, most_bytes=MOST_JSON_BYTES), Any)
     except ValueError as error:

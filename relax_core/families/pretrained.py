@@ -1,7 +1,7 @@
 """Finds pretrained models that come as Python packages, and converts them to Hugging Face folders in the cache.
 
-A conversion runs once, in a process of its own (`relax_core.tools.import_gguf`). Its folder has the digest of every
-file, which each use checks.
+A conversion runs once, in a separate process (`relax_core.tools.import_gguf`). Its folder records the digest of every
+file, and each use checks them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_core.contracts.foreign_values import decode_json
 from relax_core.contracts.private_folder import folder_made_once, user_cache
 
 RECORD_FILE = "relax_import.json"
-_IMPORT_VERSION = 2  # to be raised when a change of the import gives other files
+_IMPORT_VERSION = 2  # increment it when a change of the import gives other files
 _DEADLINE_S = 600.0
 _MOST_RECORD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 22
@@ -62,7 +62,7 @@ PRETRAINED: Mapping[str, Pretrained] = {
 
 
 class ImportRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Is the content of `RECORD_FILE`: the SHA-256 of the source and of each other file of the folder, by name."""
+    """Holds the content of `RECORD_FILE`: the SHA-256 of the source and of each other file of the folder, by name."""
 
     source: str
     files: dict[str, str]

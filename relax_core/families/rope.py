@@ -26,12 +26,12 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Is Llama 3.1's scaling, which changes low frequencies only.
+    """Holds Llama 3.1's scaling, which changes low frequencies only.
 
     Sources: rope_type "llama3" of transformers, and `apply_scaling` of Meta's llama-models. A frequency that turns at
-    least ``high_freq_factor`` times in ``original_positions`` tokens stays as it is. One that turns at most
-    ``low_freq_factor`` times is divided by ``factor``. Between them, the share that stays grows linearly with the
-    number of turns.
+    least ``high_freq_factor`` times in ``original_positions`` tokens is unchanged. A frequency that turns at most
+    ``low_freq_factor`` times is divided by ``factor``. Between them, the unchanged share grows linearly with the number
+    of turns.
     """
 
     factor: float
@@ -48,10 +48,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Is a rotary embedding (Su et al. 2021, arXiv 2104.09864).
+    """Holds a rotary embedding (Su et al. 2021, arXiv 2104.09864).
 
     Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``. With
-    ``sections`` (time, height, width) the components take turns: component i follows the height if i % 3 is 1 and
+    ``sections`` (time, height, width) the components alternate: component i follows the height if i % 3 is 1 and
     i < 3 * sections[1], the width if i % 3 is 2 and i < 3 * sections[2], else the time (interleaved, as in Qwen3-VL).
     Only the first ``part`` of each head is rotated; d is then the size of that part.
     """
@@ -70,7 +70,7 @@ class Rope:
         return axes
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """Returns the scaled frequencies of the plain ones, both float32 ``[head_dim / 2]`` in radians per position."""
+        """Returns ``frequencies`` after scaling; both are float32 ``[head_dim / 2]`` in radians per position."""
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
 
 
@@ -78,7 +78,7 @@ def read_rope(config: Mapping[str, Any], *, family: str, part: float | None = No
     """Reads the rotary embedding from config.json; ``part`` is `relax_core.contracts.family.Family.rotary_part`.
 
     transformers 5 writes ``rope_parameters``; older versions wrote ``rope_scaling`` and ``rope_theta``. Raises
-    ValueError for a scaling that Relax does not compute, and KeyError for one that lacks a number.
+    ValueError for an unsupported scaling, and KeyError for a scaling that lacks a number.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"

@@ -1,4 +1,4 @@
-"""Relax's own model families, which relax_core/registry.py finds by name; `read_architecture` serves every family."""
+"""The built-in model families, which relax_core/registry.py finds by name, and `read_architecture` for every family."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ _FULL, _LINEAR = "full_attention", "linear_attention"  # kinds of layers in laye
 def read_architecture(family: Family, config: HfConfig) -> Architecture:
     """Returns the architecture that a config.json of ``family`` describes.
 
-    Its vision tower is not read here, because it needs more files than this one
-    (`relax_core/families/vision_tower.py`). Raises ValueError for a missing key, and for a model that would
-    need other code, so that no model is trained as a different one.
+    Its towers are not read here, because they need more files (`vision_tower.py`, `audio_tower.py`). Raises ValueError
+    for a missing key, and for unsupported values, so that no model is trained as a different model.
     """
     try:
         return _read(family, text_config(family, config))
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
-    except (TypeError, AttributeError, ArithmeticError) as error:  # a text or a list where a number is wanted
+    except (TypeError, AttributeError, ArithmeticError) as error:  # a text or a list instead of a number
         raise ValueError(f"config.json: family {family.name} needs a value of another type: {error}.") from error
 
 
@@ -87,7 +86,7 @@ def _read(family: Family, config: HfConfig) -> Architecture:
 def text_config(family: Family, config: HfConfig) -> HfConfig:
     """Returns the part of a config.json that describes the language model.
 
-    transformers writes tie_word_embeddings into the part around it, which decides.
+    transformers writes tie_word_embeddings into the outer part, whose value decides.
     """
     if family.text_key is None:
         return config
@@ -108,7 +107,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         family=family.name,
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
-        # Without a dense MLP, transformers names no width for one.
+        # Without a dense MLP, transformers writes no width for it.
         intermediate_size=config["intermediate_size"] if family.experts is None else config.get("intermediate_size", 0),
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
@@ -134,7 +133,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
 
 
 def _linear_layers(config: HfConfig) -> tuple[int, ...]:
-    """Returns the layers without attention. Without layer_types, every layer but each fourth is one."""
+    """Returns the layers with linear attention. Without layer_types, these are all layers except every fourth."""
     kinds = config.get("layer_types")
     if kinds is None:
         interval = config.get("full_attention_interval", 4)
@@ -153,7 +152,7 @@ def _qwen3_5_delta_net(config: HfConfig) -> DeltaNet:
 
 
 def _check_qwen3_5(config: HfConfig) -> None:
-    """Refuses layers that are all of one kind, and value heads that the key heads do not divide."""
+    """Refuses layers of only one kind, and a number of value heads that is not a multiple of the key heads."""
     linear, layers = _linear_layers(config), config["num_hidden_layers"]
     if not 0 < len(linear) < layers:
         raise ValueError(
@@ -169,7 +168,7 @@ def _check_qwen3_5(config: HfConfig) -> None:
 
 
 def _qwen3_5_experts(config: HfConfig) -> Experts:
-    """Reads the experts and the shared one; the router always scales the weights of the chosen ones to a sum of 1."""
+    """Reads the experts and the shared expert; the router always scales the chosen experts' weights to a sum of 1."""
     shared = config.get("shared_expert_intermediate_size") or 0
     return replace(_qwen3_vl_experts(config), shared_width=shared)
 
@@ -186,12 +185,12 @@ def _qwen3_experts(config: HfConfig) -> Experts:
 
 
 def _qwen3_vl_experts(config: HfConfig) -> Experts:
-    """Reads the experts of a family whose router always scales the weights of the chosen ones to a sum of 1."""
+    """Reads the experts of a family whose router always scales the chosen experts' weights to a sum of 1."""
     return _qwen3_experts({**config, "norm_topk_prob": True})
 
 
 def _qwen3_omni_experts(config: HfConfig) -> Experts:
-    """Reads the experts of a family whose router scales the weights of the chosen ones unless config.json denies it."""
+    """Reads the experts of a family whose router scales the chosen experts' weights unless config.json disables it."""
     return _qwen3_experts({"norm_topk_prob": True, **config})
 
 
@@ -216,7 +215,7 @@ def _check_experts(experts: Experts, config: HfConfig, *, family: str) -> None:
 def _check_mistral_window(config: HfConfig) -> None:
     """Refuses a sliding window that is shorter than the context.
 
-    Without the key, transformers uses one of 4096 tokens.
+    Without the key, transformers uses a window of 4096 tokens.
     """
     window, positions = config.get("sliding_window", 4096), config["max_position_embeddings"]
     if window is not None and window < positions:

@@ -1,6 +1,7 @@
-"""Holds the sizes and tokens of the builtin models, and the settings files of those that see.
+"""Defines the sizes and tokens of the builtin models, and the settings files of the multimodal models.
 
-No two sizes of a model that sees are equal where a weight has them as its axes: a transposed weight would go unnoticed.
+In a multimodal model, two sizes that are axes of one weight have different values, so that a transposed weight is
+noticed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ AUDIO_START, AUDIO_END, AUDIO_PAD = AUDIO_TOKENS = ("<|audio_start|>", "<|audio_
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 ROLES = ("user", "assistant", "system")
 _CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
-# What a call of a tool in the form of Hermes needs, and words that keep the episodes of the calculator short. None of
-# them is a special token, as in Qwen3.
+# Tokens for tool calls in the format of Hermes, and words that keep the episodes of the calculator short. None of them
+# is a special token, as in Qwen3.
 _TOOL_CHARACTERS = '{}[]()"_<>|'
 TOOL_TOKENS = (
     "<tool_call>",
@@ -49,7 +50,7 @@ _PIXELS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "process
 
 
 def token_ids(*, vision: bool = False, audio: bool = False, tools: bool = False) -> dict[str, int]:
-    """Returns the id of every token by its text; ``audio`` is for a model that also hears."""
+    """Returns the id of every token by its text; ``audio`` is for a model with audio input."""
     if tools:
         return {
             token: index
@@ -91,7 +92,7 @@ def tiny_config(name: str = STUDENT) -> dict[str, Any]:
 
 
 def _vision_model(*, experts: bool) -> dict[str, Any]:
-    """Returns a config.json in the form in which Qwen3-VL is published."""
+    """Returns a config.json in the published format of Qwen3-VL."""
     ids, kind = token_ids(vision=True), "qwen3_vl_moe" if experts else "qwen3_vl"
     text: dict[str, Any] = {
         "model_type": f"{kind}_text",
@@ -136,7 +137,7 @@ def _vision_model(*, experts: bool) -> dict[str, Any]:
 
 
 def _hybrid_model(*, experts: bool) -> dict[str, Any]:
-    """Returns a config.json in the form in which Qwen3.5 is published: of four layers, the last has attention."""
+    """Returns a config.json in the published format of Qwen3.5: of four layers, the last has attention."""
     model, kind = _vision_model(experts=experts), "qwen3_5_moe" if experts else "qwen3_5"
     text = {key: value for key, value in model["text_config"].items() if key not in _NOT_HYBRID} | {
         "model_type": f"{kind}_text",
@@ -191,7 +192,7 @@ def _tower(kind: str, *, out: int) -> dict[str, Any]:
 
 
 def processor_files() -> dict[str, dict[str, Any]]:
-    """Returns the settings of images and videos by their file names, as Qwen3-VL is published.
+    """Returns the settings of images and videos by file name, in the published format of Qwen3-VL.
 
     An image has 4 to 64 rows, and a video at most 256.
     """
@@ -212,7 +213,7 @@ _ROPE = {"rope_type": "default", "interleaved": True, "mrope_interleaved": True,
 
 
 def tiny_omni_config() -> dict[str, Any]:
-    """Returns the config.json with thinker, talker and code2wav, of which Relax computes the thinker."""
+    """Returns the config.json with thinker, talker and code2wav; Relax computes only the thinker."""
     ids = token_ids(vision=True, audio=True)
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
@@ -249,9 +250,9 @@ def tiny_omni_config() -> dict[str, Any]:
 
 
 def tiny_omni_files() -> dict[str, dict[str, Any]]:
-    """Returns the settings of images, videos and sounds by the names of their files.
+    """Returns the settings of images, videos and sounds by file name.
 
-    The published folder has no file for videos, whose bounds are then too large for this model. An image has 4 to 64
+    The published folder has no file for videos; the default bounds are too large for this model. An image has 4 to 64
     rows, and a frame of a video at most 16. A sound has 13 rows a second, and its features have 32 values a frame.
     """
     settings = {
@@ -332,7 +333,7 @@ def _vision() -> dict[str, Any]:
 
 
 def _audio() -> dict[str, Any]:
-    """Its chunks of a second become 13 rows as in the published model; rows attend to the 2 seconds of a window."""
+    """Returns the audio tower's part: as published, a second becomes 13 rows; rows attend within windows of 2 s."""
     return {
         "model_type": "qwen3_omni_moe_audio_encoder",
         "num_mel_bins": 32,

@@ -1,7 +1,7 @@
-"""Builds towers from Hugging Face's own modules, and passes images, videos and sounds through them.
+"""Builds vision and audio towers from Hugging Face's own modules, and runs their forward passes.
 
-Trainer and embedded engine use the same passes. Patches are made of uint8 frames, with the numbers that Hugging Face's
-processor gives.
+Trainer and embedded engine use the same passes. Patches are computed from uint8 frames, and equal those of Hugging
+Face's processor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device |
     """Returns the patches of an item, float32 ``[patches, colours * frames * patch height * patch width]``.
 
     ``frames`` is uint8 ``[frames, height, width, 3]``, or ``[items, frames, height, width, 3]`` for items of one shape,
-    whose patches stand one item after the other; height and width are multiples of the patch times the merge size. If
-    the number of frames is no multiple of the temporal patch size, the last frame is repeated. Patches that become one
-    row are neighbours.
+    with patches in the order of the items; height and width are multiples of the patch times the merge size. If the
+    number of frames is not a multiple of the temporal patch size, the last frame is repeated. Patches that become one
+    row are adjacent.
     """
     step, size, merge = tower.temporal_patch_size, tower.patch_size, tower.merge_size
     pixels = torch.from_numpy(np.array(frames)).to(device)  # a copy, because torch refuses read-only arrays
@@ -47,7 +47,7 @@ def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device |
 
 @dataclass(frozen=True, slots=True)
 class TowerOutput:
-    """Holds what a tower gives for the feature rows of some items, item by item.
+    """Holds a tower's output for the feature rows of some items, item by item.
 
     ``features`` is ``[rows, hidden]``; ``deepstack`` has one such tensor for each of the first layers.
     """
@@ -94,8 +94,8 @@ def _named(path: str) -> Any:
 def pass_sounds(module: torch.nn.Module, tower: AudioTower, features: Sequence[np.ndarray]) -> Tensor:
     """Returns the rows of sounds whose features are float32 ``[mel bins, frames]``, ``[rows, hidden]`` in order.
 
-    Each sound passes alone, so that its rows have the same bits in any company: in one batch the products of more rows
-    round in another way, by up to 3e-7.
+    Each sound passes alone, so that its rows do not depend on other sounds: in one batch, products of more rows round
+    differently, by up to 3e-7.
     """
     return torch.cat([_rows_of(module, tower, one) for one in features])
 
@@ -103,9 +103,9 @@ def pass_sounds(module: torch.nn.Module, tower: AudioTower, features: Sequence[n
 def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -> Tensor:
     """Returns the rows of one sound.
 
-    The tower computes chunks of ``tower.chunk_frames`` frames apart until its layers, where the rows of the chunks of
-    one window attend to each other. Transformers pads chunks to the longest one of its batch, whose length the
-    convolutions see. Here every chunk has the full length, as in any batch with a sound of a second or more.
+    The tower computes chunks of ``tower.chunk_frames`` frames separately until its layers, where the rows of the chunks
+    of one window attend to each other. Transformers pads chunks to the longest chunk of the batch, which changes the
+    results of the convolutions. Here every chunk has the full length, as in any batch with a sound of a second or more.
     """
     device, frames = next(module.parameters()).device, features.shape[1]
     padded = F.pad(torch.tensor(features, device=device), (0, -frames % tower.chunk_frames))
@@ -126,10 +126,10 @@ def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -
 
 
 class TowerInputs(NamedTuple):
-    """Holds what passes the towers, in the order of its items.
+    """Holds the inputs of the towers, in the order of the items.
 
     ``frames`` are uint8 ``[frames, height, width, 3]`` with ``grids`` (time, height, width) in patches, one for each
-    item that is seen; ``sounds`` are features, float32 ``[mel bins, frames]``, one for each item that is heard.
+    image or video; ``sounds`` are features, float32 ``[mel bins, frames]``, one for each item with sound.
     """
 
     frames: Sequence[np.ndarray] = ()
@@ -138,7 +138,7 @@ class TowerInputs(NamedTuple):
 
 
 def inputs_of(items: Sequence[MediaItem], tensors: Sequence[Mapping[str, np.ndarray]]) -> TowerInputs:
-    """Returns what passes the towers of items, whose tensors are given."""
+    """Returns the inputs of the towers for items with these tensors."""
     return TowerInputs(
         frames=[one["frames"] for one in tensors if "frames" in one],
         grids=[item.grid for item, one in zip(items, tensors, strict=True) if "frames" in one],
@@ -147,7 +147,7 @@ def inputs_of(items: Sequence[MediaItem], tensors: Sequence[Mapping[str, np.ndar
 
 
 def smallest_image(towers: Towers) -> TowerInputs:
-    """Returns the smallest item that the vision tower takes."""
+    """Returns the smallest item that the vision tower accepts."""
     tower = towers.vision
     assert tower is not None, "the model sees"
     side = tower.merge_size * tower.patch_size
@@ -156,7 +156,7 @@ def smallest_image(towers: Towers) -> TowerInputs:
 
 
 def smallest_sound(towers: Towers) -> TowerInputs:
-    """Returns the smallest item that the audio tower takes: features that become one row."""
+    """Returns the smallest item that the audio tower accepts: features that become one row."""
     assert towers.audio is not None, "the model hears"
     return TowerInputs(sounds=[np.zeros((towers.audio.mel_bins, 1), dtype=np.float32)])
 
@@ -164,10 +164,10 @@ def smallest_sound(towers: Towers) -> TowerInputs:
 def pass_towers(
     inputs: TowerInputs, towers: Towers, *, vision: torch.nn.Module | None, audio: torch.nn.Module | None
 ) -> Tensor:
-    """Returns what the towers give, ``[1 + deepstack layers, features, hidden]``: what is seen, then what is heard.
+    """Returns the towers' outputs, ``[1 + deepstack layers, features, hidden]``: of vision, then of audio.
 
-    Entry 0 has the features of the rows, the others are added after the first layers of the language model, which is 0
-    for what is heard. ``vision`` and ``audio`` are the towers' modules; each is needed where there are inputs for it.
+    Entry 0 has the features of the rows; the others are added after the first layers of the language model, and are 0
+    for audio. ``vision`` and ``audio`` are the towers' modules; each is needed if there are inputs for it.
     """
     outputs: list[Tensor] = []
     layers = 0 if towers.vision is None else towers.vision.deepstack_layers

@@ -1,8 +1,8 @@
-"""Says which rows of an item get features of which tower, and how much the towers compute for an item.
+"""Finds the rows of an item that get features of a tower, and computes the towers' work for an item.
 
-The work of a prompt is the number of its rows, each of which counts 1, and the work of its items, in rows of the
-language model. It is counted in multiplications of matrix products, forward: a backward pass has twice as many of both
-kinds. It imports no torch.
+The work of a prompt is the number of its rows plus the work of its items, in rows of the language model. It is counted
+in multiplications of the matrix products of a forward pass; a backward pass has twice as many of both kinds. The module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from relax_core.families.architecture import Architecture, AudioTower, VisionTow
 from relax_core.families.audio_tower import audible_feature_rows
 from relax_core.families.vision_tower import feature_rows
 
-_KERNEL = 9  # a convolution of an audio tower sees 3 x 3 values
+_KERNEL = 9  # a convolution of an audio tower reads 3 x 3 values
 
 
 def item_work(architecture: Architecture, item: MediaItem) -> float:
     """Returns the work of the towers for an image, a video, a sound, or a video with its sound, in rows.
 
-    The features that they give are rows of the language model too, which are not counted here.
+    Their features are rows of the language model, too; that work is not counted here.
     """
     products = 0
     if architecture.vision is not None:
@@ -52,8 +52,8 @@ def vision_products(config: HfConfig, grid: Sequence[int]) -> int:
 def audio_products(config: HfConfig, frames: int) -> int:
     """Returns the multiplications of an audio tower for a sound of ``frames`` frames of features.
 
-    ``config`` is the tower's part of config.json. Three convolutions halve bins and frames of each chunk, of which the
-    last is padded to its full length. The rows of one window attend to each other.
+    ``config`` is the tower's part of config.json. Three convolutions halve bins and frames of each chunk; the last
+    chunk is padded to its full length. The rows of one window attend to each other.
     """
     hidden, channels, bins = config["d_model"], config["downsample_hidden_size"], config["num_mel_bins"]
     length = chunk = 2 * config.get("n_window", 50)
@@ -76,15 +76,15 @@ def audio_products(config: HfConfig, frames: int) -> int:
 def row_products(architecture: Architecture) -> int:
     """Returns the multiplications of one row in the layers of the language model.
 
-    Of the experts those count that a row is routed to. The scores of attention, which depend on the rows before, and
-    the output layer, which no row of a prompt needs, do not count.
+    Only the experts that a row is routed to count. The attention scores, which depend on the previous rows, and the
+    output layer, which no row of a prompt needs, do not count.
     """
     one, experts, net = architecture, architecture.experts, architecture.delta_net
     heads = one.num_heads * (3 if one.output_gate else 2) + 2 * one.num_kv_heads
     products = len(one.attention_layers) * one.hidden_size * one.head_dim * heads
     if net is not None:
         inputs = net.channels + net.values + 2 * net.value_heads
-        state = 3 * net.value_heads * net.key_dim * net.value_dim  # what is read, what is written, and the output
+        state = 3 * net.value_heads * net.key_dim * net.value_dim  # reading, writing, and the output
         mixing = one.hidden_size * (inputs + net.values) + net.kernel * net.channels + state
         products += len(one.delta_layers) * mixing
     width = one.intermediate_size
@@ -96,14 +96,14 @@ def row_products(architecture: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Towers:
-    """Holds the towers of a model that sees, hears or does both."""
+    """Holds the vision tower and the audio tower of a multimodal model; one of them may be None."""
 
     vision: VisionTower | None = None
     audio: AudioTower | None = None
 
     @staticmethod
     def of(architecture: Architecture) -> Towers | None:
-        """Returns the towers of a model, None if it reads text only."""
+        """Returns the towers of a model, None for a text-only model."""
         if architecture.vision is None and architecture.audio is None:
             return None
         return Towers(vision=architecture.vision, audio=architecture.audio)
@@ -125,10 +125,10 @@ class Towers:
         return seen + (0 if self.audio is None else self.audio.rows_of_frames(item.audio_frames))
 
     def order(self, items: Sequence[MediaItem]) -> np.ndarray | None:
-        """Returns where the features of items stand among all that are seen, followed by all that are heard.
+        """Returns the places of the items' features among all vision features, followed by all audio features.
 
-        The result is int64 ``[features]``, item by item in the order of their rows, or None if nothing is heard, so
-        that the features stand in this order already.
+        The result is int64 ``[features]``, item by item in the order of their rows, or None without audio, because the
+        features are already in this order.
         """
         if not any(item.audio_frames for item in items):
             return None

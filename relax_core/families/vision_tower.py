@@ -1,7 +1,7 @@
-"""Holds what trainer, engines and encoder share about vision towers: weights, settings, and the rows of an item.
+"""Defines vision towers for trainer, engines and encoder: weight shapes, settings, and the rows of an item.
 
-The rows of an image or a video are token ids, rotary offsets and an advance (rules of Qwen3-VL and Qwen3-Omni). It
-imports no torch.
+The rows of an image or a video are token ids, rotary offsets and an advance (rules of Qwen3-VL and Qwen3-Omni). The
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ OMNI_MERGER = MergerNames(norm="ln_q", first="mlp.0", second="mlp.2", deepstack=
 
 
 def qwen3_vl_vision_shapes(config: HfConfig) -> dict[str, Shape]:
-    """Returns the shapes of the weights of Qwen3-VL's tower by their names behind the tower's prefix."""
+    """Returns the shapes of the weights of Qwen3-VL's tower by their names after the tower's prefix."""
     return _vision_shapes(config, VL_MERGER)
 
 
 def qwen3_omni_vision_shapes(config: HfConfig) -> dict[str, Shape]:
-    """Returns the shapes of the weights of Qwen3-Omni's tower by their names behind the tower's prefix."""
+    """Returns the shapes of the weights of Qwen3-Omni's tower by their names after the tower's prefix."""
     return _vision_shapes(config, OMNI_MERGER)
 
 
@@ -149,8 +149,8 @@ def _processor_settings(model_folder: Path, name: str) -> Mapping[str, Any]:
     file = model_folder / name
     if not file.exists():
         raise ValueError(
-            f"model.path={model_folder}: no {name} there, which a model that sees needs. Fetch the folder again, with "
-            "its processor files."
+            f"model.path={model_folder}: no {name} there, which a model with vision input needs. Fetch the folder "
+            "again, with its processor files."
         )
     return read_object(file)
 
@@ -203,9 +203,9 @@ def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Se
     """Returns the rows of a video whose grid is (time, height, width) in patches.
 
     ``stamps`` has the token ids of each step's time stamp, such as those of "<0.2 seconds>"; each step is the stamp,
-    the token that begins vision, the rows of the frame, and the token that ends vision. All of them take the place of
-    one token: the pair of vision tokens that the chat template sets around a video stays around its steps, as in
-    transformers' Qwen3VLProcessor and in SGLang.
+    the token that begins vision, the rows of the frame, and the token that ends vision. All of them replace one token:
+    the pair of vision tokens that the chat template writes around a video stays around its steps, as in transformers'
+    Qwen3VLProcessor and in SGLang.
     """
     frame, advance = _grid_offsets(tower, grid)
     ids: list[np.ndarray] = []
@@ -232,8 +232,8 @@ def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Se
 def timed_video_rows(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> ItemRows:
     """Returns the rows of a video without time stamps; ``seconds`` is the time between two steps of its grid.
 
-    The first rotary position tells the time of a row, so the offsets are float32, and fractions if ``seconds`` does not
-    fit the positions. The rows take the place of one token inside the pair of vision tokens.
+    The first rotary position encodes the time of a row, so the offsets are float32, and fractions if a step is not a
+    whole number of positions. The rows replace one token inside the pair of vision tokens.
     """
     offsets = timed_offsets(tower, grid=grid, seconds=seconds)
     ids = np.full(offsets.shape[1], tower.video_token_id, dtype=np.int32)
@@ -253,7 +253,7 @@ def timed_offsets(tower: PatchSettings, *, grid: Sequence[int], seconds: float) 
 def step_times(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> np.ndarray:
     """Returns the time of each row of a timed video in positions, float64 ``[rows]``.
 
-    Their order among the rows of a sound is decided in this precision, as by transformers' processor.
+    In this precision, they are ordered among the rows of a sound, as in transformers' processor.
     """
     assert tower.positions_per_second is not None, "the videos of this family have time stamps"
     times: np.ndarray = np.repeat(np.arange(grid[0]) * seconds * tower.positions_per_second, _frame_rows(tower, grid))

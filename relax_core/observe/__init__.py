@@ -1,4 +1,4 @@
-"""Keeps what the processes of a run report in one event log, and shows it on the terminal, in results and trackers.
+"""Records the events of a run's processes in one event log, and shows them on the terminal, in files and trackers.
 
 Start reading in `event_log.py`; `panel.py` shows a run in progress.
 """

@@ -1,11 +1,11 @@
-"""Keeps the messages about a run and delivers them: one for a cause, again after a while, and one when it is over.
+"""Records the alarms of a run and sends them as messages: the first of a cause, repeats after a while, and its end.
 
-The messages are events of the run's log, from which the next controller and the page read them.
-`advanced` says whether a rule of ``notify.rules`` is true, and `clean` takes secrets out of a text. `AlarmSender`
-delivers the messages to the receivers of ``notify.urls_file``, each in a thread of its own.
+Alarms are events of the run's log, where the next controller and the page read them. `advanced` updates the state of a
+rule of ``notify.rules``, and `clean` removes secrets from a text. `AlarmSender` delivers messages to the receivers of
+``notify.urls_file``, each in a separate thread.
 
 As a program it sends one message, for a run whose controller is dead. It prints a line for each receiver that did not
-take the message, and then ends with exit code 1:
+accept the message, and then ends with exit code 1:
 
     python -m relax_core.observe.alarms URLS_FILE TITLE TEXT
 """
@@ -34,15 +34,15 @@ from relax_core.config.redaction import REDACTED, USER_INFO
 from relax_core.contracts.foreign_files import shown
 from relax_core.observe.event_log import ALARMS, Alarm, EventFile, EventReader
 
-NOTICES = ("started", "finished", "stopped")  # events that are information and no alarm
-MOST_CAUSES = 10_000  # that are remembered; the oldest are forgotten first
+NOTICES = ("started", "finished", "stopped")  # informational events, not alarms
+MOST_CAUSES = 10_000  # remembered causes; the oldest are dropped first
 
 
 class AlarmBook:
-    """Decides whether a cause is told, and appends what is told to the event log.
+    """Decides whether a cause is reported, and appends each alarm to the event log.
 
-    A cause that comes again within ``repeat_s`` seconds is counted and not told. ``problem`` says why the newest
-    message is not in the log, "" if it is. One thread uses it.
+    A cause that recurs within ``repeat_s`` seconds is counted but not reported. ``problem`` is the reason why the
+    newest alarm is not in the log, or "". Use it from one thread.
     """
 
     def __init__(self, run_dir: Path, *, repeat_s: float, clock: Callable[[], float] = time.time) -> None:
@@ -55,7 +55,7 @@ class AlarmBook:
             self._remember(alarm)
 
     def tell(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
-        """Returns the message, or None, without a call of ``text``, if this cause was told a short while ago."""
+        """Returns the new alarm, or None if the cause was reported within ``repeat_s``; ``text`` is then not called."""
         key, now = (event, cause), self._clock()
         before = self._told.get(key)
         if before is not None and now - before.time_s < self._repeat_s:
@@ -63,14 +63,14 @@ class AlarmBook:
             return None
         kind: Literal["new", "again"] = "new" if before is None else "again"
         left_out = self._left_out.pop(key, 0)
-        more = f"\nIt came {left_out} more times since the last message." if left_out else ""
+        more = f"\nIt occurred {left_out} more times since the last message." if left_out else ""
         whole = text() + more
         return self._write(
             Alarm(time_s=now, event=event, cause=cause, kind=kind, title=title, text=whole, left_out=left_out)
         )
 
     def over(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
-        """Returns the message that a cause is over, or None if it was not told or is over already."""
+        """Returns the alarm that a cause has ended, or None if the cause was not reported or has already ended."""
         if (event, cause) not in self._told:
             return None
         now = self._clock()
@@ -81,7 +81,7 @@ class AlarmBook:
         try:
             self._file.append(alarm)
             self.problem = ""
-        except OSError as error:  # a full disk is what some messages are about
+        except OSError as error:  # some alarms report a full disk
             self.problem = f"the event log lacks alarms: {error}"
         return alarm
 
@@ -95,7 +95,7 @@ class AlarmBook:
 
 
 def read_alarms(run_dir: Path) -> list[Alarm]:
-    """Returns the messages about a run, the oldest first; a line that cannot be read is left out."""
+    """Returns the alarms of a run, oldest first; unreadable lines are skipped."""
     events = EventReader(run_dir, kinds=("alarm",), writer=ALARMS).each()
     return [event for event in events if isinstance(event, Alarm)]
 
@@ -110,10 +110,11 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RuleState:
-    """Is what a rule has seen.
+    """Holds the state of a rule.
 
-    ``held`` is how many measured values in a row were beyond the bound, ``value`` the newest one, of train step
-    ``step``. With `Rule.of_best`, ``recent`` holds the newest values, and ``best`` is the largest mean of as many.
+    ``held`` counts the consecutive measured values that met the rule's condition; ``value`` is the newest value, from
+    train step ``step``. With `Rule.of_best`, ``recent`` holds the newest values, and ``best`` is the largest mean of as
+    many values.
     """
 
     held: int = 0
@@ -123,15 +124,15 @@ class RuleState:
     best: float | None = None
 
     def is_true(self, rule: Rule) -> bool:
-        """Returns whether the rule is true by now."""
+        """Returns whether the condition has held for ``rule.steps`` values."""
         return self.held >= rule.steps
 
 
 def advanced(rule: Rule, state: RuleState, value: float | None, *, step: int) -> RuleState:
-    """Returns the state after a record of train step ``step``; ``value`` is None where it did not have the number.
+    """Returns the state after a record of train step ``step``; ``value`` is None if the record lacks the metric.
 
-    What was not measured says nothing: the state stays, and so it does for NaN, unless the rule asks for it. A step
-    that is done again, because a resume undid it, begins the count anew.
+    A missing value leaves the state unchanged, and so does NaN unless the rule tests for NaN. A step that is repeated
+    after a resume restarts the count.
     """
     if step <= state.step:
         state = RuleState(best=state.best)
@@ -160,14 +161,14 @@ _SECRETS = (
     re.compile(r"\b(?:rlx|sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{8,}"),
 )
 _ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Warning|Timeout|Lost)\b(?=:)")
-_SHORTEST = 6  # characters of a variable's value that may be a secret
+_SHORTEST = 6  # characters; shorter values of variables are not treated as secrets
 
 
 def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns a cause as it may be sent: without secrets, and up to the name of the first exception.
+    """Returns a cause that is safe to send: without secrets, and cut after the name of the first exception.
 
-    What follows the name of an exception may quote a prompt or a response. Values of environment variables whose names
-    say that they are secret are taken out wherever they stand.
+    The text after an exception's name may quote a prompt or a response. Values of environment variables with names such
+    as ``API_KEY`` are removed everywhere.
     """
     error = _ERROR_NAME.search(text)
     if error is not None:
@@ -181,19 +182,19 @@ def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
 
 
 # -- Receivers ---------------------------------------------------------------------------------------------------------
-TRY_S = 10.0  # how long a receiver may take for a message
+TRY_S = 10.0  # time limit of one try to deliver a message
 PAUSES_S = (1.0, 3.0)  # before the second and the third try
-MOST_WAITING = 100  # messages for a receiver; newer ones are dropped and counted
-MOST_SINGLE = 3  # when more wait, one message tells of all
+MOST_WAITING = 100  # queued messages per receiver; newer messages are dropped and counted
+MOST_SINGLE = 3  # more waiting messages are joined into one
 MOST_TEXT = 8_000  # characters of a message
 
-Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether they were taken
+Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether the receiver accepted them
 
 
 class AlarmSender:
-    """Sends messages to receivers, by their names, with three tries each.
+    """Sends messages to named receivers, with three tries each.
 
-    ``report`` is called with a line for what could not be told, from any thread. All methods are thread-safe.
+    ``report`` is called with a line about undelivered messages, from any thread. All methods are thread-safe.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class AlarmSender:
             thread.put(title, text)
 
     def close(self, *, timeout_s: float) -> None:
-        """Waits at most ``timeout_s`` seconds for the messages in the queues; what then waits is reported and lost."""
+        """Waits at most ``timeout_s`` seconds for the queued messages; the remaining messages are reported and lost."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.begin_close()
@@ -278,13 +279,13 @@ class _ReceiverThread:
         self._report(f"notify: {self._name} did not take {title!r} in {1 + len(self._pauses_s)} tries: {why}")
 
     def _try(self, title: str, text: str) -> str:
-        """Returns why the message was not taken, or "" if it was. A try that hangs is left behind in its thread."""
+        """Returns why the message was not accepted, or "". A try that hangs stays in its daemon thread."""
         ends: list[str] = []
 
         def send() -> None:
             try:
                 ends.append("" if self._notify(title, text) else "it refused, or nobody answers there")
-            except Exception as error:  # a library for a hundred services; the name alone, as a text may hold secrets
+            except Exception as error:  # any error of Apprise; only the class name, because the text may hold secrets
                 ends.append(type(error).__name__)
 
         thread = threading.Thread(target=send, name=f"notify {self._name}, one try", daemon=True)
@@ -294,7 +295,7 @@ class _ReceiverThread:
 
 
 def joined(waiting: Sequence[tuple[str, str]], *, dropped: int) -> list[tuple[str, str]]:
-    """Returns title and text of each message, or of one for all if they are many or further ones were ``dropped``."""
+    """Returns title and text of each message; joins them into one if there are many or some were ``dropped``."""
     messages = [(title, text[:MOST_TEXT]) for title, text in waiting]
     if len(messages) <= MOST_SINGLE and not dropped:
         return messages
@@ -309,12 +310,12 @@ INSTALL = "pip install 'relax-core[notify]'"
 
 
 def read_receivers(path: Path) -> list[tuple[str, Notify]]:
-    """Returns name and function of each receiver; empty lines and those that begin with # do not count.
+    """Returns the name and the send function of each receiver; empty lines and lines that begin with # are skipped.
 
-    The name is the scheme and the host, and may stand in a log.
+    The name is the scheme and the host, and is safe to log.
 
-    Raises ValueError with the key, the number of a wrong line and the fix, and never with an address, which may hold
-    a password. The import of Apprise takes half a second.
+    Raises ValueError with the key, the line number and the fix, but never with the address, which may hold a password.
+    The import of Apprise takes half a second.
     """
     if find_spec("apprise") is None:
         raise ValueError(f"{KEY}={path} needs the package apprise: {INSTALL}")
@@ -330,9 +331,9 @@ def read_receivers(path: Path) -> list[tuple[str, Notify]]:
         )
     import apprise
 
-    logging.getLogger("apprise").addHandler(logging.NullHandler())  # its lines have addresses in them
+    logging.getLogger("apprise").addHandler(logging.NullHandler())  # its log lines contain addresses
     logging.getLogger("apprise").propagate = False
-    memory = apprise.PersistentStoreMode.MEMORY  # it writes no file of its own
+    memory = apprise.PersistentStoreMode.MEMORY  # it writes no files
     asset = apprise.AppriseAsset(app_id="Relax", app_desc="Relax", storage_mode=memory, secure_logging=True)
     found: list[tuple[str, Notify]] = []
     for number, line in enumerate(lines, 1):
@@ -358,11 +359,11 @@ def _notify(server: Any, title: str, text: str) -> bool:
     return bool(server.notify(title=title, body=text))
 
 
-END_S = 40.0  # three tries
+END_S = 40.0  # enough for three tries
 
 
 def tell(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> list[str]:
-    """Sends a message to all receivers and returns a line for each that did not take it."""
+    """Sends a message to all receivers and returns a line for each receiver that did not accept it."""
     lines: list[str] = []
     sender = AlarmSender(receivers, lines.append)
     sender.put(title, text)

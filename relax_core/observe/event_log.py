@@ -1,11 +1,11 @@
-"""Is the event log of a run: what its processes report, each in files of its own, and the one reader of these files.
+"""Event log of a run: each process appends events to its own files, and one reader merges them.
 
-``RUN/events/ATTEMPT.WRITER.START.jsonl`` has one JSON object a line, whose ``type`` says what it is (`Event`). ATTEMPT
-counts how often the services of the run were started together, and START how often this writer was in that attempt. So
-a file has one writer, and it only grows. Its last line may be half-written if the writer was killed.
+``RUN/events/ATTEMPT.WRITER.START.jsonl`` has one JSON object per line, whose ``type`` names the kind of `Event`.
+ATTEMPT counts the starts of all services of the run, and START the starts of this writer within the attempt. So each
+file has one writer and only grows. The last line may be incomplete if the writer was killed.
 
-The order of the events is that of the attempts, and within one that of time. An attempt that goes on from a checkpoint
-begins with the mark of a resume, which undoes the later steps of the attempts before it.
+Events are ordered by attempt, then by time. An attempt that continues from a checkpoint begins with a resume event,
+which undoes the later steps of the earlier attempts.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from relax_core.contracts.sink import TextRecord as TextRecord
 
 log = logging.getLogger(__name__)
 EVENTS_FOLDER = "events"
-CONTROLLER = "controller"  # the writer that marks resumes
-ACTOR = "actor"  # source of one record a train step
-ROLLOUT = "rollout"  # source of one record a prompt batch of generation
-EVAL = "eval"  # source of one record an evaluation; its step is the weight version
-SKELETONS = "skeletons"  # kind of the texts that say what the right answers of an evaluation look like
-RANK = "rank"  # source of the times of the trainer's ranks, one record a train step
-PROCESS = "process"  # source of what the processes of the run use, one record each some seconds
-LEDGER = "ledger"  # source of the ledger's drop counts, one record a train step from the first dropped sample on
+CONTROLLER = "controller"  # the writer of resume events
+ACTOR = "actor"  # source of one record per train step
+ROLLOUT = "rollout"  # source of one record per generated prompt batch
+EVAL = "eval"  # source of one record per evaluation; its step is the weight version
+SKELETONS = "skeletons"  # kind of texts with the most frequent forms of an evaluation's right answers
+RANK = "rank"  # source of the timings of the trainer's ranks, one record per train step
+PROCESS = "process"  # source of the resource usage of the run's processes, one record every few seconds
+LEDGER = "ledger"  # source of the ledger's drop counts, one record per train step from the first dropped sample on
 RUN = "run"  # source of events of the run itself
 RESUMED = "resumed"
-BAD_ROWS = "bad_rows"  # kind of texts about data rows that were skipped
+BAD_ROWS = "bad_rows"  # kind of texts about skipped data rows
 
-KEPT_RECORDS = 10_000  # some 20 MB of records that wait for the disk
+KEPT_RECORDS = 10_000  # records that wait for the disk, about 20 MB
 RETRY_S = 1.0  # between two tries to write, such as on a full disk
 FLUSH_S = 10.0
-READ_BYTES = 4 * 2**20  # of a file at once; no line is longer
-CALL_BYTES, LEAST_BYTES = 32 * 2**20, 16 * 2**10  # of all files at once, and of each of many files
+READ_BYTES = 4 * 2**20  # read from a file at once; longer lines are not allowed
+CALL_BYTES, LEAST_BYTES = 32 * 2**20, 16 * 2**10  # read from all files in one call, and at least from each file
 MOST_STEP, MOST_TIME_S = 2**53, 1e11
 MOST_FILES = 20_000
 MOST_TAILS, TAIL_BYTES = 16, 2**18  # files whose ends are read for the newest numbers, and bytes of each end
@@ -56,7 +56,7 @@ _NAME = re.compile(r"(\d{4,9})\.[\w-]+\.\d+\.jsonl")
 
 
 class GapRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gap", tag_field="type"):
-    """Says that a writer has left out ``records`` records, because the disk took none for too long."""
+    """Reports that a writer left out ``records`` records, because the disk accepted no writes for too long."""
 
     records: int
     time_s: float
@@ -64,10 +64,11 @@ class GapRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gap", tag_field=
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="type"):
-    """Is one message about a run.
+    """Holds one message about a run.
 
-    ``event`` is one of `notify_schema.EVENTS`. Two messages with the same event and ``cause`` are about one thing;
-    ``kind`` says whether it is new, told again, or over. ``left_out`` is how often it came since the message before.
+    ``event`` is one of `relax_core.config.schema.EVENTS`. Messages with the same event and ``cause`` belong together;
+    ``kind`` says whether the cause is new, repeated, or over. ``left_out`` counts its unreported occurrences since the
+    previous message.
     """
 
     time_s: float
@@ -81,7 +82,7 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="t
 
 
 class OrderChange(msgspec.Struct, frozen=True, kw_only=True, tag="order", tag_field="type"):
-    """Is one change of the run's orders, engines or autoscaler, as `relax_core.server.order_book` writes it."""
+    """Holds one change of the run's orders, engines or autoscaler, as `relax_core.server.order_book` writes it."""
 
     time_s: float
     change: msgspec.Raw
@@ -93,7 +94,7 @@ Version = Annotated[int, msgspec.Meta(ge=-1, le=MOST_STEP)]
 
 
 class TokensAt(msgspec.Struct, frozen=True, array_like=True):
-    """Says where the tokens of a record stand: a file in the folder of samples, an offset and a size in bytes."""
+    """Locates the tokens of a record: a file in the samples folder, an offset and a size in bytes."""
 
     file: str
     offset: Count
@@ -101,10 +102,10 @@ class TokensAt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MadeSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds the numbers of a sample that the rollout made, as `relax_core.contracts.tree.Episode` names them.
+    """Holds the metrics of a sample that the rollout generated, with the names of `relax_core.contracts.tree.Episode`.
 
-    ``length`` counts its sampled tokens, ``turns`` its turns, and ``engine`` is that of the first turn. ``version`` is
-    that of the oldest trained token, None for a sample that is not put on the bus.
+    ``length`` is the number of sampled tokens, ``turns`` the number of turns, and ``engine`` the engine of the first
+    turn. ``version`` is the weight version of the oldest trained token, None for a sample that was not put on the bus.
     """
 
     uid: str
@@ -119,7 +120,7 @@ class MadeSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MadeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="made", tag_field="type"):
-    """Holds the samples of one group that the rollout made. How each of them ended is in the ledger."""
+    """Holds the samples of one group that the rollout generated. The ledger has the end of each sample."""
 
     group_uid: str
     time_s: float
@@ -129,10 +130,10 @@ class MadeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="made", tag_fiel
 
 
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", tag_field="type"):
-    """Holds the numbers of samples of one group that a rank of the trainer trained at train step ``step``.
+    """Holds the metrics of samples of one group that a trainer rank trained at train step ``step``.
 
-    ``lengths`` counts the sampled tokens of each sample, and ``trained`` those that no mask takes out. ``versions`` has
-    the version of the oldest trained token of each.
+    For each sample, ``lengths`` has the number of sampled tokens, ``trained`` the number of unmasked tokens, and
+    ``versions`` the weight version of the oldest trained token.
     """
 
     group_uid: str
@@ -146,8 +147,8 @@ class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", ta
 
 
 Event = Record | GapRecord | Alarm | OrderChange | MadeRecord | TrainedRecord
-ALARMS, ORDERS = "alarms", "orders"  # writers of files of their own, which begin no attempt
-SAMPLES = "samples-"  # begins the names of the writers of sample records; only who asks for these opens their files
+ALARMS, ORDERS = "alarms", "orders"  # writers with separate files, which begin no attempt
+SAMPLES = "samples-"  # prefix of the writers of sample records; only readers that request these open their files
 
 
 class _NumbersLine(msgspec.Struct, tag="numbers", tag_field="type"):
@@ -175,12 +176,12 @@ def text_record(kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) ->
 
 
 def bad_rows_kind(worker: int) -> str:
-    """Returns the kind of the texts in which a rollout worker names the data rows that it skipped."""
+    """Returns the kind of a rollout worker's texts about the data rows that it skipped."""
     return f"{BAD_ROWS}-{worker}" if worker else BAD_ROWS
 
 
 def is_resume(record: Event) -> bool:
-    """Is True if the record marks that the run went on from a checkpoint of ``record.step`` train steps."""
+    """Returns whether the record marks a resume from a checkpoint of ``record.step`` train steps."""
     return isinstance(record, MetricRecord) and record.source == RUN and RESUMED in record.values
 
 
@@ -196,7 +197,7 @@ def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
 
 
 def by_step(records: Iterable[MetricRecord], source: str) -> dict[int, dict[str, float]]:
-    """Returns step → values of ``source``, in order of step. Of several records of a step the last counts."""
+    """Returns step → values of ``source``, in order of step. The last record of a step counts."""
     values = {record.step: record.values for record in records if record.source == source}
     return dict(sorted(values.items()))
 
@@ -209,7 +210,7 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, *, lines: bool) -> None:
-        """Opens or makes the file. With ``lines`` it removes a last line without an end, whose writer was killed."""
+        """Opens or creates the file. With ``lines`` it removes an incomplete last line of a killed writer."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self.size = self._end_of_last_line() if lines else self._file.seek(0, os.SEEK_END)
@@ -247,11 +248,10 @@ class AppendFile:
 
 
 class EventWriter:
-    """Appends the events of one process to the log, from a thread, so that no caller waits for a disk.
+    """Appends the events of one process to the log in a background thread, so that no caller waits for the disk.
 
-    All methods are thread-safe. Events that cannot be written wait and are tried again. While `KEPT_RECORDS` wait,
-    newer ones are left out and counted in a `GapRecord`. ``problem`` says why nothing can be written, "" if something
-    can.
+    All methods are thread-safe. Events that cannot be written wait and are retried. While `KEPT_RECORDS` wait, newer
+    events are left out and counted in a `GapRecord`. ``problem`` is the reason why writing fails, or "".
     """
 
     def __init__(self, run_dir: Path, writer: str, *, attempt: int = 0) -> None:
@@ -269,9 +269,9 @@ class EventWriter:
         self._thread: threading.Thread | None = None
 
     def begin_attempt(self, step: int) -> int:
-        """Begins a new attempt, which goes on after ``step`` train steps, and returns its number.
+        """Begins a new attempt, which continues after ``step`` train steps, and returns its number.
 
-        It marks the resume, unless the attempt is the first one and begins at step 0.
+        It writes a resume event, unless the attempt is the first and begins at step 0.
         """
         names = [name.split(".") for name in event_files(self._run_dir)]
         numbers = [int(attempt) for attempt, writer, *_ in names if writer not in (ALARMS, ORDERS)]
@@ -314,7 +314,7 @@ class EventWriter:
                 )
 
     def close(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Writes what waits and ends the thread. Raises TimeoutError as `flush` does."""
+        """Writes the waiting events and ends the thread. Raises TimeoutError as `flush` does."""
         try:
             self.flush(timeout_s=timeout_s)
         finally:
@@ -367,9 +367,9 @@ class EventWriter:
 
 
 class EventFile:
-    """Appends events to the log in the thread of the caller, which learns whether they are there.
+    """Appends events to the log in the caller's thread, so that the caller gets any error.
 
-    Without ``attempt`` they belong to the newest one.
+    Without ``attempt`` the events belong to the newest attempt.
     """
 
     def __init__(self, run_dir: Path, writer: str, *, attempt: int | None = None) -> None:
@@ -377,9 +377,9 @@ class EventFile:
         self._path: Path | None = None
 
     def append(self, *events: Event) -> int:
-        """Appends events and returns how many are left out, because no reader takes so long a line.
+        """Appends events and returns how many were left out because their lines are too long for the reader.
 
-        If the others cannot all be written, none is, and it raises OSError.
+        Raises OSError if the others cannot all be written; then none is written.
         """
         if self._path is None:
             attempt = self._attempt
@@ -409,7 +409,7 @@ def _new_file(folder: Path, writer: str, attempt: int) -> Path:
 
 # -- The reader -------------------------------------------------------------------------------------------------------
 class Place(NamedTuple):
-    """Says where an event stands: the file's name, and the first byte and the length of its line."""
+    """Locates an event: the file's name, and the offset and length of its line in bytes."""
 
     name: str
     offset: int
@@ -417,22 +417,22 @@ class Place(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Is one line of a file: its place in the order, its event (None if it is not asked for), and where it stands."""
+    """Holds one line of a file: its sort key, its event (None if not requested), and its place."""
 
-    is_later: bool  # False for the mark of a resume, which is the first event of its attempt
+    is_later: bool  # False for a resume event, which comes first in its attempt
     time_s: float
     event: Event | None
     place: Place
 
 
 class EventReader:
-    """Follows the log of a run from a cursor on, also while it is written or after it was copied elsewhere.
+    """Reads the event log of a run from a cursor on, also while it is being written or after it was copied.
 
-    ``cursor`` maps each file to the bytes that were read of it, and may be stored between two readers. ``kinds`` are
-    the types of the events that are given, by default all but alarms, orders and samples; with ``writer`` only the
-    files of this writer are read. With a type of sample records only their files and those of the controller, which has
-    the resumes, are read. ``count`` is the number of events that were given.
-    ``problems`` says of each file why it, or a line of it, cannot be read. No event that was given is kept.
+    ``cursor`` maps each file to the number of bytes that were read, and may be saved for a later reader. ``kinds`` are
+    the event types to return, by default all but alarms, orders and samples. With ``writer`` only the files of this
+    writer are read. If ``kinds`` has a type of sample records, only the sample files and the controller's files, which
+    have the resume events, are read. ``count`` is the number of returned events. ``problems`` maps each file to the
+    reason why it, or a line of it, cannot be read. Returned events are not kept in memory.
     """
 
     def __init__(
@@ -449,15 +449,15 @@ class EventReader:
         self._run_dir, self._writer = run_dir, writer
         self._of_samples = bool({"made", "trained"} & set(kinds or ()))
         self._prefixes = None if kinds is None else tuple(f'{{"type":"{kind}"'.encode() for kind in kinds)
-        self._left: set[str] = set()  # files that are not read on
-        self._starts: dict[int, int] = {}  # attempt → the train steps after which it goes on
+        self._left: set[str] = set()  # files that are no longer read
+        self._starts: dict[int, int] = {}  # attempt → the number of train steps after which it continues
 
     def read(self) -> list[Event]:
-        """Returns the next events in order, of one attempt and at most some MiB; none if there are none now."""
+        """Returns the next events of one attempt in order, at most a few MiB; empty if there are none now."""
         return [event for event, _ in self.read_placed()]
 
     def read_placed(self) -> list[tuple[Event, Place]]:
-        """Returns what `read` does, each event with its place, from which `read_event` reads it again."""
+        """Returns the events of `read`, each with its place for `read_event`."""
         while True:
             before = dict(self.cursor)
             for names in self._unread():
@@ -465,18 +465,18 @@ class EventReader:
                 self.count += len(events)
                 if events:
                     return events
-                if before != self.cursor:  # there were only events of other kinds, and the attempt may have more
+                if before != self.cursor:  # only events of other kinds were read, and the attempt may have more
                     break
             if before == self.cursor:
                 return []
 
     def each(self) -> Iterator[Event]:
-        """Yields the events up to the present end of the log."""
+        """Yields the events up to the current end of the log."""
         while events := self.read():
             yield from events
 
     def _unread(self) -> list[list[str]]:
-        """Returns the files that have bytes that were not read, by attempt; a killed writer's last line stays there."""
+        """Returns the files with unread bytes, grouped by attempt; an incomplete last line stays unread."""
         attempts: dict[int, list[str]] = {}
         for name, size in event_files(self._run_dir).items():
             if size > self.cursor.get(name, 0) and name not in self._left and self._reads(name.split(".")[1]):
@@ -491,10 +491,10 @@ class EventReader:
     def _next_of(self, names: Sequence[str]) -> list[tuple[Event, Place]]:
         attempt = int(names[0].partition(".")[0])
         entries: list[_Entry] = []
-        until = math.inf  # a file has further events from this time on that were not read yet
+        until = math.inf  # some file has unread events from this time on
         most_bytes, read_bytes = min(READ_BYTES, max(LEAST_BYTES, CALL_BYTES // len(names))), 0
         for name in names:
-            if read_bytes > 2 * CALL_BYTES:  # many long lines; the other files come with the next call, out of order
+            if read_bytes > 2 * CALL_BYTES:  # many long lines; the next call reads the other files, out of order
                 break
             own, is_cut = self._entries(name, most_bytes)
             read_bytes += own[-1].place.offset + own[-1].place.size - own[0].place.offset if own else 0
@@ -514,11 +514,11 @@ class EventReader:
         return found
 
     def _is_undone(self, attempt: int, event: Event) -> bool:
-        """Is True for what a process reports of a step after a later attempt has begun before that step."""
+        """Returns whether a later attempt began at or before the event's step."""
         return any(number > attempt and event.step >= step for number, step in self._starts.items())
 
     def _entries(self, name: str, most_bytes: int) -> tuple[list[_Entry], bool]:
-        """Returns the next whole lines of a file, one at least, and whether it has more."""
+        """Returns the next complete lines of a file, at least one if there is one, and whether the file has more."""
         offset, found, time_s = self.cursor.get(name, 0), [], 0.0
         try:
             with open_plain(self._run_dir / EVENTS_FOLDER / name) as file:
@@ -537,7 +537,7 @@ class EventReader:
         for line in data[:end].splitlines(keepends=True):
             event = self._event(name, line)
             if event is not None:
-                time_s = max(time_s, event.time_s)  # a clock that was set back does not change the order of a file
+                time_s = max(time_s, event.time_s)  # the order of a file is kept even if the clock was set back
             place = Place(name, offset, len(line))
             found.append(_Entry(event is None or not is_resume(event), time_s, event, place))
             offset += len(line)
@@ -557,7 +557,7 @@ class EventReader:
 def _decoded(line: bytes) -> Event:
     event = decode_json(line, _decoder)
     if abs(event.step) > MOST_STEP or not 0.0 <= event.time_s <= MOST_TIME_S:
-        raise ValueError("its step or its time is out of all bounds")
+        raise ValueError("its step or its time is out of range")
     if isinstance(event, _NumbersLine):
         values = {key: math.nan if value is None else value for key, value in event.values.items()}
         return MetricRecord(source=event.source, step=event.step, time_s=event.time_s, values=values)
@@ -565,14 +565,14 @@ def _decoded(line: bytes) -> Event:
 
 
 def read_event(run_dir: Path, place: Place) -> Event:
-    """Returns the event at a place that `EventReader.read_placed` gave. Raises OSError, and ValueError for another."""
+    """Returns the event at a place from `EventReader.read_placed`. Raises OSError, and ValueError for anything else."""
     with open_plain(run_dir / EVENTS_FOLDER / place.name) as file:
         file.seek(place.offset)
         return _decoded(file.read(place.size))
 
 
 def event_files(run_dir: Path) -> dict[str, int]:
-    """Returns name and size of each file of the log, sorted; links and whatever is no plain file are left out."""
+    """Returns the name and size in bytes of each log file, sorted by name; links and special files are left out."""
     if (run_dir / EVENTS_FOLDER).is_symlink():
         return {}
     try:
@@ -589,12 +589,12 @@ def event_files(run_dir: Path) -> dict[str, int]:
 
 
 def of_samples(name: str) -> bool:
-    """Is True for the name of a file of sample records."""
+    """Returns whether this is the name of a file of sample records."""
     return name.split(".")[1].startswith(SAMPLES)
 
 
 def newest_metrics(run_dir: Path) -> dict[str, MetricRecord]:
-    """Returns the newest record of each source that stands at the end of a file of the log, at little cost."""
+    """Returns the newest record of each source, read cheaply from the ends of the newest log files."""
     files = event_files(run_dir)
     newest = sorted((name for name in files if not of_samples(name)), reverse=True)[:MOST_TAILS]
     cursor = files | {name: max(0, files[name] - TAIL_BYTES) for name in newest}
@@ -603,14 +603,14 @@ def newest_metrics(run_dir: Path) -> dict[str, MetricRecord]:
 
 
 def each_metric(run_dir: Path) -> Iterator[MetricRecord]:
-    """Yields the numbers that a run has recorded so far, in order."""
+    """Yields the metric records of a run so far, in order."""
     for event in EventReader(run_dir, kinds=("numbers",)).each():
         assert isinstance(event, MetricRecord)
         yield event
 
 
 def read_metrics(run_dir: Path) -> list[MetricRecord]:
-    """Returns all of `each_metric`, which takes much memory for a long run."""
+    """Returns all records of `each_metric` as a list, which takes much memory for a long run."""
     return list(each_metric(run_dir))
 
 

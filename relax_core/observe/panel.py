@@ -1,4 +1,4 @@
-"""Shows a run in progress, from the figures of its records: as a live panel on a terminal, as plain lines elsewhere."""
+"""Shows a run in progress from its metric records: as a live panel on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ STARTING = "starting"
 class PanelState:
     """Holds the state of a run.
 
-    ``step`` is the number of train steps done. ``records`` are the newest ones, in order; they may repeat records of an
-    earlier state. ``message`` is a line for the user. ``records_dropped`` maps each metrics sink to the number of
-    records that it lacks. ``stragglers`` say in a few words who is slower than its equals.
+    ``step`` is the number of train steps done. ``records`` are the newest records, in order; they may repeat records of
+    an earlier state. ``message`` is a line for the user. ``records_dropped`` maps each metrics sink to the number of
+    records that it lacks. ``stragglers`` are short descriptions of the processes that are slower than their peers.
     """
 
     step: int
@@ -55,9 +55,9 @@ class PanelState:
 class Panel:
     """Shows the states that `update` receives while it is used as a context manager, from one thread.
 
-    The live panel is drawn at most twice a second. With ``live=False`` (run.panel=false) there are plain lines even on
+    The live panel is drawn at most twice a second. With ``live=False`` (run.panel=false) it prints plain lines even on
     a terminal: every ``LINE_STEPS`` steps or ``LINE_S`` seconds, when a role changes its state, and every ``STALL_S``
-    seconds without a train step, with what each role waits for.
+    seconds without a train step, with the state of each role.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Panel:
         self._live.update(picture(self._view()), refresh=True)
 
     def update(self, state: PanelState) -> None:
-        """Takes the newest state, and shows it if that is due."""
+        """Stores the newest state, and shows it if an update is due."""
         self._state = state
         self._numbers.merge(state.records)
         now = time.monotonic()
@@ -169,9 +169,9 @@ class Panel:
             self._print(f"step {state.step}/{self._total_steps}, still  {roles}")
 
     def _recorded_step(self) -> int:
-        """Returns the number of train steps up to the newest record, whose figures a line shows.
+        """Returns the number of train steps up to the newest record, whose metrics a line shows.
 
-        It differs from the state's step for a moment, because records and state take different ways.
+        It can briefly differ from the state's step, because records and state arrive on different channels.
         """
         newest = self._numbers.latest_step(ACTOR)
         return self._state.step if newest is None else newest + 1
@@ -187,7 +187,7 @@ class Panel:
 
 
 def _state_text(role: RoleState) -> str:
-    """Returns what a plain line says after the role's name.
+    """Returns a role's state for a plain line, without the role's name.
 
     It merges states that change many times a second: running and waiting, and the details of a start. The line about a
     stalled run shows them.
@@ -197,13 +197,13 @@ def _state_text(role: RoleState) -> str:
     return STARTING if role.state == "starting" else role_line(role).removeprefix(f"{role.name} ")
 
 
-# -- What is drawn -----------------------------------------------------------------------------------------------------
+# -- Drawing -----------------------------------------------------------------------------------------------------------
 BLOCKS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "–"
 
 
 def sparkline(values: Sequence[float], *, width: int, low: float | None = None, high: float | None = None) -> str:
-    """Draws ``values`` as at most ``width`` blocks, each for the mean of its share of the values.
+    """Draws ``values`` as at most ``width`` blocks; each block shows the mean of an equal share of the values.
 
     ``low`` and ``high`` are the ends of the scale, by default the smallest and the largest mean.
     """
@@ -227,7 +227,7 @@ def block(value: float, *, low: float, high: float) -> str:
 
 
 def staleness_shares(histogram: Mapping[int, int]) -> list[tuple[int, float]]:
-    """Returns (staleness, share of the samples) for every staleness from 0 to the largest one, in order."""
+    """Returns (staleness, share of the samples) for every staleness from 0 to the largest, in order."""
     total = sum(histogram.values())
     if not total:
         return []
@@ -253,9 +253,9 @@ def duration(seconds: float | None) -> str:
 
 
 class ShownConsole(Console):
-    """Is rich's console for text of others: only its own colours and movements reach the terminal as they are.
+    """Prints untrusted text with rich: only rich's own colours and cursor movements reach the terminal unescaped.
 
-    Every console of Relax is one, because `ShownStream` would show the codes of any other.
+    Relax uses no other console, because `ShownStream` would escape the codes of any other console.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -266,7 +266,7 @@ class ShownConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Is the stream without its filter: what `render` yields needs none."""
+        """Returns the stream without its filter, because `render` has already escaped the text."""
         found = super().file
         return getattr(found, "unfiltered", found)
 
@@ -295,11 +295,11 @@ class RoleState:
 
 KEPT_STEPS = 2_000
 RATE_STEPS = 20  # speed is the mean over this number of newest steps
-CURVES = ("reward", "exact", "entropy")  # what is kept of older steps; all values of a step take some 10 KB
+CURVES = ("reward", "exact", "entropy")  # metrics kept of older steps; all metrics of a step take about 10 KB
 
 
 class RunningNumbers:
-    """Holds all values of the newest steps, and the curves.
+    """Holds all metrics of the newest steps, and the curves of older steps.
 
     A record that is merged twice counts once.
     """
@@ -335,7 +335,7 @@ class RunningNumbers:
         return newest[name] if name in newest and math.isfinite(newest[name]) else None
 
     def newest(self, source: str) -> Mapping[str, float]:
-        """Returns the values of the newest record; none before the first one."""
+        """Returns the values of the newest record; empty before the first record."""
         return next(reversed(self._values[source].values()), {})
 
     def latest_step(self, source: str) -> int | None:
@@ -347,13 +347,13 @@ class RunningNumbers:
         return [values[name] for values in self._values[source].values() if name in values]
 
     def per_second(self, name: str) -> float | None:
-        """Returns how much of ``name`` the newest steps did in a second of wall time."""
+        """Returns the rate of ``name`` per second of wall time over the newest steps, or None."""
         timed = self._timed()
         milliseconds = sum(values["step_ms"] for values in timed)
         return 1e3 * sum(values.get(name, 0.0) for values in timed) / milliseconds if milliseconds else None
 
     def mean_step_ms(self) -> float | None:
-        """Returns the mean wall time of the newest steps, in milliseconds."""
+        """Returns the mean wall time of the newest steps in milliseconds, or None."""
         timed = self._timed()
         return sum(values["step_ms"] for values in timed) / len(timed) if timed else None
 
@@ -376,12 +376,12 @@ STATE_STYLES = {
 }
 
 
-Figures = tuple[str, str, str, str, str]  # label, value and curve of one figure; label and value of another
+Figures = tuple[str, str, str, str, str]  # label, value and curve of one metric; label and value of another
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelView:
-    """Holds the content of one picture.
+    """Holds the content of one drawing of the panel.
 
     ``elapsed_s`` counts the seconds since the panel opened.
     """
@@ -400,7 +400,7 @@ class PanelView:
 
     @property
     def eta_s(self) -> float | None:
-        """Returns the seconds that the remaining steps take at the speed of the newest ones, or None."""
+        """Returns the seconds that the remaining steps take at the speed of the newest steps, or None."""
         step_ms = self.numbers.mean_step_ms()
         return None if step_ms is None else (self.total_steps - self.step) * step_ms / 1e3
 
@@ -408,7 +408,7 @@ class PanelView:
 def picture(view: PanelView) -> RenderableType:
     """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
     parts: list[RenderableType] = [_progress(view), _figures(view), _roles(view.roles)]
-    if not _more_lines(view.numbers) and not view.stragglers:  # which take the place of these
+    if not _more_lines(view.numbers) and not view.stragglers:  # they replace the blank lines
         parts = [parts[0], "", parts[1], "", parts[2]]
     if view.message:
         parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
@@ -424,7 +424,7 @@ def picture(view: PanelView) -> RenderableType:
 
 
 def line(view: PanelView) -> str:
-    """Returns the figures of the newest step as one plain line; a figure that the step lacks is left out."""
+    """Returns the metrics of the newest step as one plain line; metrics that the step lacks are left out."""
     numbers = view.numbers
     parts = [f"step {view.step}/{view.total_steps}"]
     for label, value, spec in (
@@ -493,7 +493,7 @@ def _figures(view: PanelView) -> Table:
 
 
 def _results(numbers: RunningNumbers) -> list[Figures]:
-    """Returns rewards, accuracy and loss, each beside a figure of the step."""
+    """Returns the rows for rewards, accuracy and loss, each next to another metric of the step."""
     eval_step = numbers.latest_step(EVAL)
     return [
         (
@@ -528,7 +528,7 @@ def _results(numbers: RunningNumbers) -> list[Figures]:
 
 
 def _diagnostics(numbers: RunningNumbers) -> list[Figures]:
-    """Returns the figures that show whether the run is healthy."""
+    """Returns the metrics that show whether the run is healthy."""
     return [
         (
             "log-prob gap",
@@ -555,7 +555,7 @@ def _diagnostics(numbers: RunningNumbers) -> list[Figures]:
 
 
 def _range(numbers: RunningNumbers, name: str, spec: str) -> str:
-    """Returns the least and the largest value of the newest step's samples, or "" before the first step."""
+    """Returns the smallest and the largest value over the newest step's samples, or "" before the first step."""
     least, largest = numbers.of_newest_step(f"{name}/min"), numbers.of_newest_step(f"{name}/max")
     return "" if least is None or largest is None else f"{least:{spec}} to {largest:{spec}}"
 

@@ -1,4 +1,4 @@
-"""Measures what a process of the run and its children use: processor cores, memory and, with NVML, its GPUs."""
+"""Measures the resource usage of a process of the run and its children: CPU cores, memory and, with NVML, GPUs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 USAGE_S = 5.0  # the shortest time between two measurements
-CHILDREN_S = 30.0  # how often the children are looked for, which reads a file for each thread
+CHILDREN_S = 30.0  # interval of the search for children, which reads a file per thread
 MB = 1e6
 _CGROUP = Path("/sys/fs/cgroup")
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-_UTIME, _RSS = 11, 21  # places in /proc/PID/stat behind the name of the program
+_UTIME, _RSS = 11, 21  # field numbers in /proc/PID/stat after the program name
 
 
 class GpuUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Is what NVML says of one GPU: the share of the time in which it computed, and MB of its memory in use."""
+    """Holds NVML's measurements of one GPU: the share of time in which it was busy, and its used memory in MB."""
 
     index: int
     busy: float
@@ -28,9 +28,10 @@ class GpuUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Is what a process used since the measurement before: cores, and MB of resident memory, shared pages included.
+    """Holds a process's CPU cores since the previous measurement, and its resident memory in MB, with shared pages.
 
-    The same of its children, whose number is ``children``. ``gpus`` are those that this process may use.
+    ``children`` is the number of its children; ``children_cores`` and ``children_memory_mb`` are their totals. ``gpus``
+    are the GPUs that this process may use.
     """
 
     cores: float
@@ -78,7 +79,7 @@ class UsageMeter:
 
 
 def usage_numbers(name: str, usage: ProcessUsage) -> dict[str, float]:
-    """Returns the numbers of a process by names that begin with its own."""
+    """Returns the metrics of a process, under names that begin with ``name``."""
     numbers = {"cores": usage.cores, "memory_mb": usage.memory_mb}
     if usage.children:
         numbers |= {
@@ -92,7 +93,7 @@ def usage_numbers(name: str, usage: ProcessUsage) -> dict[str, float]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Returns the pids of a process's children; none if it has ended or the kernel does not tell them."""
+    """Returns the pids of a process's children; empty if it has ended or the kernel does not list them."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         return {int(child) for task in tasks for child in _text(task / "children").split()}
@@ -108,7 +109,7 @@ def _text(path: Path) -> str:
 
 
 def _used(pid: int) -> tuple[float, int] | None:
-    """Returns processor seconds since the start, and bytes of resident memory; None for a process that has ended."""
+    """Returns the CPU seconds since the start, and the resident memory in bytes; None for a process that has ended."""
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     if len(fields) <= _RSS or fields[0] == "Z":
         return None
@@ -117,7 +118,7 @@ def _used(pid: int) -> tuple[float, int] | None:
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 def gpu_usages() -> Iterable[GpuUsage]:
-    """Yields the GPUs that CUDA_VISIBLE_DEVICES gives to this process; none without it, without NVML or a GPU."""
+    """Yields the usage of each GPU in CUDA_VISIBLE_DEVICES; nothing if it is not set, without NVML or without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     nvml = _nvml() if visible else None
     if nvml is None:
@@ -138,7 +139,7 @@ def gpu_usages() -> Iterable[GpuUsage]:
 
 @functools.cache
 def _nvml() -> Any:
-    """Returns the library `pynvml` with NVML at work, or None where either is missing."""
+    """Returns `pynvml` with NVML initialised, or None if either is missing."""
     try:
         import pynvml
     except ImportError:
@@ -151,7 +152,7 @@ def _nvml() -> Any:
 
 
 def available_bytes() -> int:
-    """Returns the bytes that can still be used: of the machine, or of the container's limit if that is less."""
+    """Returns the available memory in bytes: of the machine, or up to the container's limit if that is less."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

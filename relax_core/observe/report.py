@@ -1,4 +1,4 @@
-"""Prints the end of a run: its results, answers before and after training, its files, and commands to try next.
+"""Prints the report at the end of a run: results, answers before and after training, files, and commands to try next.
 
 `plot_curves` draws the reward and the accuracy as curves.png.
 """
@@ -34,7 +34,7 @@ Answer = Mapping[str, TextCell]
 
 SHOWN_ANSWERS = 8
 CELL_WIDTH = 60
-MOST_CHARACTERS = 4000  # of an episode that is shown whole; texts.jsonl has all of it
+MOST_CHARACTERS = 4000  # of the episode that is shown; texts.jsonl has the whole text
 NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
 CURVES_FILE = "curves.png"
@@ -63,7 +63,7 @@ def print_report(
     texts_before: Sequence[Answer],
     texts_after: Sequence[Answer],
 ) -> None:
-    """Prints the end of a run. The texts are the rows of the first and of the newest evaluation (`TextRecord`)."""
+    """Prints the report at the end of a run. The texts are rows of the first and newest evaluation (`TextRecord`)."""
     console.print()
     console.print(_headline(summary))
     for finding in summary["findings"]:
@@ -111,7 +111,7 @@ def _pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answ
 
 
 def played_episode(before: Sequence[Answer], after: Sequence[Answer]) -> Text | None:
-    """Returns the first episode of the table, turn by turn, as the newest evaluation played it; None for one turn."""
+    """Returns the table's first multi-turn episode, turn by turn, as the newest evaluation played it, or None."""
     for _, newest in _pairs(before, after):
         if SAMPLED_MARKS[0] in (words := str(newest["response"])):
             shown = Text(words[:MOST_CHARACTERS] + ("…" if len(words) > MOST_CHARACTERS else ""), style="dim")
@@ -143,7 +143,7 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
     if finished:
-        new = [one for one in overrides if _key(one) != "run.dir"]  # a new run has a folder of its own
+        new = [one for one in overrides if _key(one) != "run.dir"]  # a new run has a new folder
         alone = saved.get("rollout", {}).get("workers", 1) == 1 and not saved.get("placement", {}).get("gpus_per_node")
         if saved.get("mode", {}).get("name") != "colocate" and "mode=colocate" not in overrides and alone:
             dropped = [one for one in new if _key(one) != "mode.max_staleness"]
@@ -156,7 +156,7 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _saved(run_dir: Path) -> dict[str, Any]:
-    """Returns the run's own configuration, or an empty one for a run that ended before it was written."""
+    """Returns the run's configuration, or an empty one for a run that ended before it was written."""
     file = run_dir / "config.yaml"
     return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -164,9 +164,9 @@ def _saved(run_dir: Path) -> dict[str, Any]:
 def _train_on(
     saved: Mapping[str, Any], overrides: Sequence[str], here: Sequence[str], *, steps: int
 ) -> tuple[str, str]:
-    """Returns the command that doubles a finished run, and its purpose with the jump of the learning rate."""
+    """Returns the command that doubles the steps of a finished run, and its purpose with the learning rate's jump."""
     from relax_core.config.learning_rate_schedule import (
-        jump_words,  # OmegaConf, which a tracker's process does not need
+        jump_words,  # imports OmegaConf, which a tracker's process does not need
     )
 
     changes = [*here, f"run.steps={2 * steps}"]
@@ -186,7 +186,7 @@ def _command(overrides: Sequence[str], *changes: str) -> str:
 
 
 def _key(override: str) -> str:
-    """Returns the key of an override, which may be typed with pluses before it."""
+    """Returns the key of an override, without leading pluses."""
     return override.partition("=")[0].lstrip("+")
 
 
@@ -264,7 +264,7 @@ def _logprob_gap(gap: Mapping[str, float | None]) -> str:
 
 def _step_split(step_ms: Mapping[str, float | None]) -> str:
     parts = " · ".join(f"{name} {number(step_ms[name], '.1f')}" for name in (*STEP_PARTS, "other"))
-    return f"{number(step_ms['total'], '.1f')} ms = {parts} (rollout beside it: {number(step_ms['rollout'], '.1f')})"
+    return f"{number(step_ms['total'], '.1f')} ms = {parts} (rollout in parallel: {number(step_ms['rollout'], '.1f')})"
 
 
 def _ledger(ledger: Mapping[str, Any]) -> str:
@@ -321,7 +321,7 @@ _BACKEND = "MPLBACKEND"
 def draw_picture(draw: Callable[[], Path | None]) -> tuple[Path | None, str | None]:
     """Calls ``draw``, which makes a picture with `picture_figure`, and returns its path.
 
-    A picture is an optional product: if it cannot be drawn or written, the result is None and the reason.
+    A picture is optional: if it cannot be drawn or written, the result is None and the reason.
     """
     try:
         return draw(), None
@@ -330,10 +330,10 @@ def draw_picture(draw: Callable[[], Path | None]) -> tuple[Path | None, str | No
 
 
 def picture_figure(**settings: Any) -> Figure:
-    """Returns an empty figure that is drawn without a screen; ``settings`` are those of matplotlib's Figure.
+    """Returns an empty figure that needs no display; ``settings`` are the arguments of matplotlib's Figure.
 
-    A notebook exports its own MPLBACKEND to each command, and the package behind it may be missing here. So matplotlib
-    is imported without that variable, and a backend that exists is chosen afterwards for the code of the user.
+    A notebook exports its own MPLBACKEND to each command, and that backend's package may be missing here. So matplotlib
+    is imported without the variable, and the backend is set afterwards for the user's code if it exists.
     """
     if "matplotlib" not in sys.modules and (chosen := os.environ.pop(_BACKEND, None)) is not None:
         try:
@@ -363,7 +363,7 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
     if not training and not evaluation:
         raise ValueError(f"{path}: there is nothing to draw, because no train step was recorded")
     figure = picture_figure(figsize=(11, 4.4), dpi=120)
-    from matplotlib.layout_engine import ConstrainedLayoutEngine  # behind the import that `picture_figure` guards
+    from matplotlib.layout_engine import ConstrainedLayoutEngine  # after the import that `picture_figure` guards
 
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     axes = figure.subplots(1, 2)
@@ -417,6 +417,6 @@ def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tu
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of the ``window`` values around each value; at the ends, of fewer values."""
+    """Returns the mean of the ``window`` values around each value; at the ends the window is shorter."""
     before, after = window // 2, window - window // 2
     return [fmean(values[max(0, index - before) : index + after]) for index in range(len(values))]

@@ -1,7 +1,7 @@
-"""Keeps an index of a run's samples in a SQLite file of its own, which is made of the run's files and can be made anew.
+"""SQLite index of a run's samples, which is built from the run's files and can be rebuilt at any time.
 
-`SampleIndex.refresh` takes in what the files have gained since the last call. The rows answer any filter without a look
-at the run's files; these are opened for the tokens of single samples.
+`SampleIndex.refresh` adds the records that the files have gained since the last call. Filters are answered from the
+index alone; the run's files are opened only for the tokens of single samples.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from relax_core.observe.event_log import (
     of_samples,
 )
 
-FORMAT = 4  # part of the file's name: another format makes another index
+FORMAT = 4  # part of the file's name, so a new format creates a new index
 MOST_ROWS = 500
 ENGINE_POINTS = 200
-# Filter → the condition that it sets; a filter of two ends has the names with _min and _max.
+# Filter → column. A range filter has two names, which end with _min and _max.
 _EQUAL = {name: name for name in ("uid", "group", "state", "reason", "engine", "ended")} | {"group": "group_uid"}
 _BETWEEN = ("step", "reward", "length", "version", "staleness")
 FILTERS = (*_EQUAL, *(f"{name}_{end}" for name in _BETWEEN for end in ("min", "max")))
@@ -36,7 +36,7 @@ ORDERS = {"newest": "id DESC", "oldest": "id", "reward": "reward", "-reward": "r
 
 
 class SampleIndex:
-    """Is the index of one run's samples; ``path`` is its file, or None for memory. Its methods are thread-safe."""
+    """Indexes the samples of one run; ``path`` is the database file, None for memory. Its methods are thread-safe."""
 
     def __init__(self, run_dir: Path, path: Path | None) -> None:
         self._run_dir = run_dir
@@ -53,15 +53,15 @@ class SampleIndex:
         self._database.close()
 
     def refresh(self) -> int:
-        """Takes in what the event log has gained, at most some MiB, and returns the number of records.
+        """Adds the next records of the event log, at most a few MiB, and returns their number.
 
-        Once there are no more, the indices for the filters are made.
+        When there are no more, it creates the database indices for the filters.
         """
         with self._lock:
             return self._intake.refresh()
 
     def share(self) -> float:
-        """Returns how much of the run's files was taken in, from 0 to 1."""
+        """Returns the indexed share of the run's sample files, from 0 to 1."""
         with self._lock:
             cursor = self._intake.reader.cursor
         sizes = {name: size for name, size in event_files(self._run_dir).items() if of_samples(name)}
@@ -70,24 +70,25 @@ class SampleIndex:
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool = False) -> None:
         """Marks samples that the bus dropped, by uid and reason.
 
-        A sample that no file has yet is marked once it has come. With ``anew`` what was given before is void.
+        A sample that is not yet in the index is marked when it is added. ``anew`` discards the marks that still wait
+        for their samples.
         """
         with self._lock, self._database:
             self._intake.take_ledger(dropped, anew=anew)
 
     def ledger_position(self) -> tuple[int, int]:
-        """Returns what `set_ledger_position` was given last: the newest event's id, and the number of restores."""
+        """Returns the values of the last `set_ledger_position`: the newest event's id, and the number of restores."""
         with self._lock:
             row = self._database.execute("SELECT position, restores FROM ledger").fetchone()
         return (0, 0) if row is None else (row["position"], row["restores"])
 
     def set_ledger_position(self, position: int, restores: int) -> None:
-        """Records how far the events of the ledger were taken in."""
+        """Records the position up to which the ledger's events were read."""
         with self._lock, self._database:
             self._database.execute("INSERT OR REPLACE INTO ledger VALUES (0, ?, ?)", (position, restores))
 
     def problems(self) -> list[str]:
-        """Returns one sentence for each file that cannot be read on, or that has a line that is no event."""
+        """Returns one sentence for each file that is no longer readable, or that has an invalid line."""
         with self._lock:
             return list(self._intake.reader.problems.values())
 
@@ -100,11 +101,11 @@ class SampleIndex:
         most: int = 50,
         before: int | None = None,
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Returns how many samples fit all filters, and ``most`` of them from ``first`` on in this order.
+        """Returns the number of samples that match all filters, and at most ``most`` of them from ``first`` on.
 
-        With ``before`` only samples with a smaller id count.
+        The samples are sorted by ``order``. With ``before`` only samples with a smaller id count.
 
-        Raises ValueError, which lists what there is, for an unknown filter or order.
+        Raises ValueError, which lists the valid names, for an unknown filter or order.
         """
         unknown = [name for name in filters if name not in FILTERS]
         if unknown or order not in ORDERS:
@@ -129,7 +130,7 @@ class SampleIndex:
         return None if row is None else _shown(row)
 
     def overview(self) -> dict[str, Any]:
-        """Returns counts by state, reason and engine, and the least and largest step, version and reward."""
+        """Returns counts by state, reason and engine, and the smallest and largest step, version and reward."""
         with self._lock:
             counts = {
                 name: dict(
@@ -154,10 +155,10 @@ class SampleIndex:
         return {str(row[0]): row[1] for row in rows}
 
     def engines(self) -> list[dict[str, Any]]:
-        """Returns what each engine sampled, by the first turn of a sample: counts, means, and tokens a second in time.
+        """Returns each engine's counts and means, and its tokens per second over time; the first turn's engine counts.
 
-        ``times`` are the ends of at most `ENGINE_POINTS` equal pieces of the run's time, in Unix seconds, and ``rates``
-        the sampled tokens a second in them.
+        ``times`` are the ends of at most `ENGINE_POINTS` equal intervals of the run's time, in Unix seconds, and
+        ``rates`` the sampled tokens per second in them.
         """
         with self._lock:
             first, last = self._database.execute("SELECT MIN(time), MAX(time) FROM samples").fetchone()
@@ -198,7 +199,7 @@ def _shown(row: sqlite3.Row) -> dict[str, Any]:
 def every_id(
     index: SampleIndex, filters: Mapping[str, str | float], *, most: int, before: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields the newest ``most`` samples that fit the filters, page by page; with ``before`` those with smaller ids."""
+    """Yields the newest ``most`` samples that match the filters, page by page; ``before`` selects smaller ids."""
     for first in range(0, most, MOST_ROWS):
         asked = min(MOST_ROWS, most - first)
         _, rows = index.find(filters, most=asked, before=before)
@@ -208,7 +209,7 @@ def every_id(
         before = rows[-1]["id"]
 
 
-KINDS = ("made", "trained", "numbers")  # the numbers are those of the controller, which has the resumes
+KINDS = ("made", "trained", "numbers")  # numbers: only the controller's, for the resume events
 _TABLES = """
     CREATE TABLE IF NOT EXISTS cursor (id INTEGER PRIMARY KEY CHECK (id = 0), files TEXT);
     CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
@@ -223,7 +224,7 @@ _TABLES = """
     );
     CREATE INDEX IF NOT EXISTS by_uid ON samples (uid);
 """
-_INDICES = (  # they are made once the first read is done, because they would make it twice as long
+_INDICES = (  # created after the first read, because they would double its time
     "CREATE INDEX IF NOT EXISTS by_group ON samples (group_uid)",
     "CREATE INDEX IF NOT EXISTS by_step ON samples (step)",
     "CREATE INDEX IF NOT EXISTS by_reason ON samples (reason) WHERE reason != ''",
@@ -239,7 +240,7 @@ _DROP = "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? AND state
 
 
 class SampleIntake:
-    """Adds what the event log of the run in ``run_dir`` gains to ``database``, which has no other writer."""
+    """Adds the new records of the event log in ``run_dir`` to ``database``, which has no other writer."""
 
     def __init__(self, run_dir: Path, database: sqlite3.Connection) -> None:
         self._run_dir, self._database, self._indexed = run_dir, database, False
@@ -247,12 +248,12 @@ class SampleIntake:
         self.reader = self._reader_from_cursor()
 
     def refresh(self) -> int:
-        """Takes in the next records and returns how many; makes the indices once there are no more."""
+        """Adds the next records and returns their number; creates the database indices when there are no more."""
         try:
             with self._database:
                 return self._take_in(self.reader.read())
         except Exception:
-            self.reader = self._reader_from_cursor()  # what the database does not have is read again
+            self.reader = self._reader_from_cursor()  # records that are not in the database are read again
             raise
 
     def _reader_from_cursor(self) -> EventReader:
@@ -279,7 +280,7 @@ class SampleIntake:
         return len(events)
 
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool) -> None:
-        """Marks dropped samples, by uid and reason; `SampleIndex.take_ledger` says how. It is in a transaction."""
+        """Marks dropped samples as `SampleIndex.take_ledger` describes; the caller opens the transaction."""
         if anew:
             self._database.execute("DELETE FROM drops")
         for uid, reason in dropped:
@@ -290,7 +291,7 @@ class SampleIntake:
                 self._database.execute(_DROP, (reason, known))
 
     def _begin_attempt(self, start: int) -> None:
-        """Marks what earlier attempts did after the step from which this one goes on."""
+        """Marks the samples of earlier attempts as undone that came after the first ``start`` train steps."""
         cut = self._database.execute(
             "SELECT MAX(trained_time) FROM samples WHERE step = ? AND state != 'undone'", (start - 1,)
         ).fetchone()[0]

@@ -1,10 +1,10 @@
-"""Writes the samples that a process makes or trains to the run's event log and its folder ``samples``, and reads them.
+"""Logs generated and trained samples to the run's event log and its folder ``samples``, and reads them again.
 
-A thread writes; the caller only appends a reference to a queue. If the disk is slow or full, samples are left out and
-counted.
+A background thread writes; the caller only appends a reference to a queue. If the disk is slow or full, samples are
+left out and counted.
 
-The numbers are records of the event log (`MadeRecord`, `TrainedRecord`). Each says where the tokens stand: in a file
-``samples/WORKER.PART.tokens``, which holds msgpack maps one after the other and only grows.
+The metrics are records of the event log (`MadeRecord`, `TrainedRecord`). Each record locates its tokens in a file
+``samples/WORKER.PART.tokens``, which is a sequence of msgpack maps and only grows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PICTURES_FOLDER = "pictures"  # in the folder of samples: small pictures of item
 PLAYED_FOLDER = "media"  # in the folder of samples: files of sounds and videos, DIGEST
 TOKENS_SUFFIX = ".tokens"
 
-# The columns of a group that are kept. Routed experts and kept sets are larger than all else, so they are left out.
+# The columns of a group that are logged. Routed experts and kept sets are left out, because they are the largest.
 TOKEN_COLUMNS = (
     *(c.TOKEN_IDS, c.END, c.LOSS_MASK, c.LOGPROBS, c.VERSIONS, c.EPISODES, c.MEDIA),
     *(c.ADVANTAGES, c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.VALUES),
@@ -52,9 +52,9 @@ TOKEN_COLUMNS = (
 
 
 class TrainedTokens(msgspec.Struct, frozen=True):
-    """Holds what the trainer knows of each sampled token, sample by sample, in the order of the record's ``uids``.
+    """Holds the trainer's values of each sampled token, sample by sample, in the order of the record's ``uids``.
 
-    ``advantages`` and ``logprobs`` are float32, ``trained`` is bool. The log-probs are those of the forward pass whose
+    ``advantages`` and ``logprobs`` are float32, ``trained`` is bool. The log-probs come from the forward pass whose
     gradient was used; they are empty if the samples were counted without a pass.
     """
 
@@ -64,7 +64,7 @@ class TrainedTokens(msgspec.Struct, frozen=True):
 
 
 def token_columns(tree: TokenTree) -> dict[str, bytes]:
-    """Returns the columns of `TOKEN_COLUMNS` of a tree that the bus does not get."""
+    """Returns the columns `TOKEN_COLUMNS` of a tree that is not put on the bus."""
     arrays = {
         c.TOKEN_IDS: tree.token_ids,
         c.END: tree.end,
@@ -80,19 +80,20 @@ def token_columns(tree: TokenTree) -> dict[str, bytes]:
 log = logging.getLogger(__name__)
 GATHER_S = 0.2  # the thread gathers samples for this long and writes them as one batch
 MOST_WAITING_BYTES = 256 * 2**20
-PARTS = 16  # the tokens of a worker lie in about so many files, of which the oldest is removed first
+PARTS = 16  # approximate number of token files per worker; the oldest file is removed first
 ROW_BYTES = 17  # of a row's token id, end, mask, log-prob and version
 MOST_WHY = 4000  # characters
 Tokens = TypeVar("Tokens")
-# What makes a record from the place of its tokens, and the tokens.
+# A function that makes a record from the place of its tokens, and the tokens.
 Made = tuple[Callable[[TokensAt], MadeRecord | TrainedRecord], dict[str, bytes] | TrainedTokens]
 
 
 class SampleLog:
     """Appends the samples of one worker to the log of a run.
 
-    ``first`` of every ``every`` neighbouring groups are kept. The tokens take at most about ``max_bytes``; the oldest
-    ones are removed first. All methods but `close` return at once, and they may be called from one thread only.
+    The first ``first`` of every ``every`` consecutive groups are logged. The token files take at most about
+    ``max_bytes``; the oldest are removed first. All methods but `close` return at once, and they may be called from one
+    thread only.
     """
 
     def __init__(self, run_dir: Path, *, worker: str, first: int, every: int, max_bytes: int, attempt: int = 0) -> None:
@@ -101,7 +102,7 @@ class SampleLog:
         self._tokens = TokenFiles(run_dir / SAMPLES_FOLDER, worker=worker, max_bytes=max_bytes)
         self._queue: deque[tuple[int, Callable[[], list[Made]]]] = deque()
         self._put_bytes = self._done_bytes = 0  # each has one writer, so that no lock is needed
-        self.left_out = 0  # the number of groups that are in no file
+        self.left_out = 0  # number of groups that were not written
         self._seen_step, self._seen = -1, set[str]()
         self._pending = threading.Event()
         self._closing = threading.Event()
@@ -109,33 +110,33 @@ class SampleLog:
         self._thread.start()
 
     def keeps(self, index: int) -> bool:
-        """Returns whether the group with this index is kept."""
+        """Returns whether the group with this index is logged."""
         return index % self._every < self._first
 
     def put(self, group: Group) -> None:
-        """Keeps a group that is put on the bus."""
+        """Logs a group that is put on the bus."""
         if self.keeps(group.index):
             now = time.time()
             self._enqueue(payload_bytes(group.columns), lambda: [_of_put(group, now)])
 
     def lost(self, tree: TokenTree) -> None:
-        """Keeps samples that the bus does not get."""
+        """Logs samples that are not put on the bus."""
         if self.keeps(group_index(tree.group_uid)):
             now = time.time()
             self._enqueue(ROW_BYTES * tree.rows, lambda: [_of_lost(tree, now)])
 
     def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
-        """Keeps what the trainer computed of groups, or of parts of groups, at a train step.
+        """Logs the trainer's values of groups, or of parts of groups, at a train step.
 
         ``logprobs`` is float32 ``[tokens]`` over all groups, or None if they were counted without a pass. A sample that
-        is trained again in the same step, in a later epoch, is kept once.
+        is trained again in a later epoch of the same step is logged once.
         """
         now = time.time()
         nbytes = 12 * sum(len(group.tokens[1]) for group in groups)
         self._enqueue(nbytes, lambda: self._of_trained(step, groups, logprobs, now))
 
     def close(self, *, timeout_s: float) -> None:
-        """Writes what waits and ends the thread."""
+        """Writes the waiting samples and ends the thread."""
         self._closing.set()
         self._pending.set()
         self._thread.join(timeout_s)
@@ -191,7 +192,7 @@ class SampleLog:
             self._pending.clear()
 
     def _write(self, made: Sequence[Made]) -> None:
-        """Writes the tokens and then the records, so that what a record points to is there. Raises OSError."""
+        """Writes the tokens before the records, so that the tokens of each record exist. Raises OSError."""
         if made:
             places = self._tokens.append([msgspec.msgpack.encode(tokens) for _, tokens in made])
             self.left_out += self._events.append(*(record(at) for (record, _), at in zip(made, places, strict=True)))
@@ -207,7 +208,7 @@ class TokenFiles:
         self._name, self._part = "", -1
 
     def append(self, payloads: Sequence[bytes]) -> list[TokensAt]:
-        """Appends payloads and returns where they stand. Raises OSError if the file cannot be written."""
+        """Appends payloads and returns their places. Raises OSError if the file cannot be written."""
         file = self._file = self._file or self._open()
         places, offset = [], file.size
         for payload in payloads:
@@ -219,7 +220,7 @@ class TokenFiles:
         return places
 
     def close(self) -> None:
-        """Closes the open file; the next tokens go into a new one."""
+        """Closes the open file; the next tokens go into a new file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -237,7 +238,7 @@ class TokenFiles:
         return sorted(path for path in found if _OWN_NAME.fullmatch(path.name))
 
     def _remove_oldest(self, parts: list[Path]) -> None:
-        """Removes the oldest tokens, also those of earlier starts, until one more file of them has room."""
+        """Removes the oldest token files, also those of earlier starts, until there is room for one more."""
         sizes = [path.stat().st_size for path in parts]
         while parts and sum(sizes) > self._max_bytes - self._part_bytes:
             parts.pop(0).unlink(missing_ok=True)
@@ -303,24 +304,24 @@ def group_index(uid: str) -> int:
 _OWN_NAME = re.compile(r"[\w-]+\.\d{8,12}\.tokens")
 MOST_TOKENS_BYTES = 128 * 2**20  # of one group
 MOST_TOKENIZER_BYTES, MOST_TOKEN, MOST_DECODER_BYTES = 64 * 2**20, 2048, 4096
-REPLACEMENT = "\ufffd"  # stands for bytes that are no character yet
+REPLACEMENT = "\ufffd"  # the decoder's output for an incomplete character
 _made_tokens = msgspec.msgpack.Decoder(dict[str, bytes])  # the columns of a tree
 _trained_tokens = msgspec.msgpack.Decoder(TrainedTokens)
 
 
 class TokensRemoved(Exception):
-    """The tokens of a sample are not there any more, because the run keeps the newest 2 GiB."""
+    """The tokens of a sample no longer exist, because the run keeps the newest 2 GiB."""
 
 
 def read_made_tree(run_dir: Path, group_uid: str, at: TokensAt) -> TokenTree:
-    """Returns the tree of a made group. Raises TokensRemoved if its tokens are not there any more."""
+    """Returns the tree of a generated group. Raises TokensRemoved if its tokens no longer exist."""
     columns = _decoded(_made_tokens, run_dir, at)
     return decode_tree(Group(group_uid=group_uid, index=0, uids=[], versions=[], columns=columns))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPart:
-    """Holds what the trainer knows of a sample's sampled tokens, ``[tokens]`` each."""
+    """Holds the trainer's values of a sample's sampled tokens, ``[tokens]`` each."""
 
     advantages: np.ndarray  # float32
     logprobs: np.ndarray  # float32; empty if the sample was counted without a pass
@@ -348,7 +349,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Tokens], run_dir: Path, at: Tokens
             file.seek(at.offset)
             data = file.read(at.size)
     except FileNotFoundError as error:
-        raise TokensRemoved(f"{at.file} is not there any more: the run keeps the newest 2 GiB") from error
+        raise TokensRemoved(f"{at.file} no longer exists: the run keeps the newest 2 GiB") from error
     except NotPlain as error:
         raise TokensRemoved(str(error)) from error
     if len(data) < at.size:
@@ -360,7 +361,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Tokens], run_dir: Path, at: Tokens
 
 
 class SampleText:
-    """Makes text of token ids with the tokenizer that the run kept beside its samples.
+    """Decodes token ids with the tokenizer that the run saved next to its samples.
 
     Raises FileNotFoundError if there is none, and ValueError if it cannot be read.
     """
@@ -382,9 +383,9 @@ class SampleText:
         return self._decode([int(one) for one in ids])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token; joined they are about the whole text.
+        """Returns the text of each token; joined, the pieces are approximately the whole text.
 
-        If several tokens make one character, the last of them has it and those before are empty.
+        If several tokens form one character, the last token has it and the others are empty.
         """
         found: list[str] = []
         open_ids: list[int] = []
@@ -399,13 +400,13 @@ class SampleText:
 
 
 def _for_decoding(data: bytes) -> bytes:
-    """Returns the parts of a tokenizer.json that decode. Raises ValueError for what could take long or grow large."""
+    """Returns the parts of a tokenizer.json that decode. Raises ValueError if they could be slow or large."""
     try:
         whole = msgspec.json.decode(data, type=_TokenizerFile)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if b'"Regex"' in bytes(whole.decoder):
-        raise ValueError("its decoder has a regular expression, which may take for ever")
+        raise ValueError("its decoder has a regular expression, which may never end")
     vocabulary = msgspec.json.decode(whole.model, type=_Vocabulary).vocab
     texts = vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary)
     added = msgspec.json.decode(whole.added_tokens, type=list[_AddedToken])

@@ -1,8 +1,8 @@
-"""Hands a report of what a run waits for from its controller to who asks for it, by two files in the run's folder.
+"""Requests a stall report from a run's controller: a request file and a report file in the run's folder.
 
 `relax stall` and the gateway write ``RUN/stall/ID.ask``; the controller looks there once a second and writes
-``RUN/stall/ID.txt``. So it works for every run whose folder both can reach, with or without a gateway, and who may
-write the folder may ask.
+``RUN/stall/ID.txt``. This works for every run with a folder that both processes can reach, with or without a gateway.
+Every user with write access to the folder may request a report.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from pathlib import Path
 
 FOLDER = "stall"
 ASK, ANSWER = ".ask", ".txt"
-FORGOTTEN_S = 120.0  # who asked so long ago waits no more
+FORGOTTEN_S = 120.0  # older requests are removed without a report
 POLL_S = 0.1
-TIMEOUT_S = 60.0  # who asks waits so long, if it is not told otherwise
+TIMEOUT_S = 60.0  # default wait for a report
 _ID = re.compile(r"[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
 
 class NoAnswer(Exception):
-    """Says that the controller has not answered in time."""
+    """The controller has not answered in time, or the run has ended."""
 
 
 class StallAsks:
-    """Answers the asks in a run's folder, one at a time, in a thread beside the controller."""
+    """Answers the requests in a run's folder, in a thread of the controller's process."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._thread: threading.Thread | None = None
 
     def check(self, report: Callable[[], str]) -> None:
-        """Begins to answer the oldest ask with what ``report`` returns, if there is one; returns at once."""
+        """Starts to answer all open requests with the result of one call of ``report``; returns at once."""
         if self._thread is not None and self._thread.is_alive():
             return
         asks = self._open_asks()
@@ -49,7 +49,7 @@ class StallAsks:
     def _open_asks(self) -> list[str]:
         try:
             entries = [one for one in os.scandir(self._folder) if one.name.endswith(ASK) and one.is_file()]
-        except OSError:  # nobody has asked
+        except OSError:  # there is no request
             return []
         return [name for one in entries if _ID.fullmatch(name := one.name.removesuffix(ASK))]
 
@@ -63,12 +63,12 @@ class StallAsks:
                 made = self._folder / f"{ask}.partial"
                 made.write_text(text, encoding="utf-8")
                 made.replace(self._folder / f"{ask}{ANSWER}")
-        except OSError as error:  # whoever asked has gone, or the disk is full
+        except OSError as error:  # the requester has gone, or the disk is full
             log.warning("a report for relax stall could not be written: %s", error)
 
 
 class StallAsk:
-    """Leaves one ask in the folder of a run until `close`. Raises OSError if the folder cannot be written."""
+    """Writes a request to the folder of a run; `close` removes it. Raises OSError if the folder cannot be written."""
 
     def __init__(self, run_dir: Path) -> None:
         folder, name = run_dir / FOLDER, secrets.token_hex(16)
@@ -77,20 +77,20 @@ class StallAsk:
         self._ask.write_text("", encoding="utf-8")
 
     def report(self) -> str | None:
-        """Returns the report, None while the controller has not answered."""
+        """Returns the report, or None while the controller has not answered."""
         return self._answer.read_text(encoding="utf-8") if self._answer.exists() else None
 
     def close(self) -> None:
-        """Takes the ask back, and removes the answer."""
+        """Removes the request and the report."""
         self._ask.unlink(missing_ok=True)
         self._answer.unlink(missing_ok=True)
 
 
 def ask_for_report(run_dir: Path, *, timeout_s: float, goes_on: Callable[[], bool]) -> str:
-    """Returns the report of the controller of the run in ``run_dir``.
+    """Returns the stall report of the controller of the run in ``run_dir``.
 
-    Raises `NoAnswer` after ``timeout_s`` seconds, or as soon as ``goes_on`` says that the run has ended, and OSError if
-    the folder cannot be written.
+    Raises `NoAnswer` after ``timeout_s`` seconds or when ``goes_on`` returns False because the run has ended, and
+    OSError if the folder cannot be written.
     """
     deadline = time.monotonic() + timeout_s
     with closing(StallAsk(run_dir)) as ask:

@@ -1,8 +1,8 @@
-"""Makes standard streams that never raise, do not block a run, and show the hidden characters of foreign text by code.
+"""Standard streams that never raise, do not block a run, and escape the hidden characters of untrusted text.
 
-They drop output without a reader.
-A reader may exit first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal may close, and a pager may stop
-reading. This module imports little, because the entry point uses it before any other import.
+They drop output without a reader. A reader may exit first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal
+may close, and a pager may stop reading. This module imports little, because the entry point uses it before any other
+import.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from relax_core.contracts.foreign_files import shown
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-RUN_TIMEOUT_S = 1.0  # a run drops its output while a reader has read nothing for so long
+RUN_TIMEOUT_S = 1.0  # a run drops its output if the reader has read nothing for this time
 PIECE_BYTES = 4096  # a pipe that is ready for writing takes this number of bytes without waiting (PIPE_BUF)
 UNWRITABLE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader, terminal or descriptor has closed
 
 
 class ShownStream(io.TextIOWrapper):
-    """Writes each hidden character of a text by its code, so that no text moves the cursor or turns its direction.
+    """Writes hidden characters of a text as codes, so that no text moves the cursor or changes the text direction.
 
-    ``unfiltered`` writes text as it is, for `ShownConsole`.
+    ``unfiltered`` writes text unchanged, for `ShownConsole`.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
@@ -78,7 +78,7 @@ class UnreadFile(io.RawIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Is True if the descriptor is a terminal."""
+        """Returns whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def write(self, data: Buffer) -> int:
@@ -95,7 +95,7 @@ class UnreadFile(io.RawIOBase):
         return size
 
     def _write_piece(self, piece: bytes | memoryview) -> bool:
-        """Returns True if the reader took the piece or its beginning. It waits for the reader once."""
+        """Returns whether the reader took the whole piece; waits at most ``timeout_s`` seconds before each write."""
         timeout_s = 0.0 if self._dropped else self.timeout_s
         try:
             while piece:
@@ -132,13 +132,13 @@ def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
 
 
 def write_as_it_is(code: str) -> None:
-    """Writes a code of the terminal, which is Relax's own, to stdout."""
+    """Writes a terminal code of Relax to stdout unescaped."""
     getattr(sys.stdout, "unfiltered", sys.stdout).write(code)
     sys.stdout.flush()
 
 
 def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an error that nobody caught, as `sys.excepthook` does, with the hidden characters of its text by code."""
+    """Prints an uncaught error, as `sys.excepthook` does, with hidden characters as codes."""
     print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
@@ -146,7 +146,7 @@ def _unread(
     now: TextIO | None, original: TextIO | None, descriptor: int, timeout_s: float | None, undo: ExitStack
 ) -> TextIO:
     raw = getattr(getattr(now, "buffer", None), "raw", None)
-    if now is not None and isinstance(raw, UnreadFile):  # this block is nested in another one
+    if now is not None and isinstance(raw, UnreadFile):  # this block is nested in another block
         undo.callback(setattr, raw, "timeout_s", raw.timeout_s)
         raw.timeout_s = timeout_s
         return now

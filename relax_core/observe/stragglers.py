@@ -1,7 +1,7 @@
-"""Compares processes that do the same kind of work, and names one that is slower three windows in a row: a straggler.
+"""Detects stragglers: processes that are slower than their peers in three consecutive windows.
 
-What is compared is a process's own work, and never the time in which it waits for others: a collective makes all of its
-ranks as slow as the slowest one. A process is compared with the median of the others, for the same amount of work.
+Only a process's own work is compared, never the time in which it waits for others: a collective makes all of its ranks
+as slow as the slowest rank. A process is compared with the median of its peers, for the same amount of work.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import msgspec
 from relax_core.contracts.train import OWN_PARTS
 from relax_core.observe.event_log import RANK, ROLLOUT, MetricRecord, TextCell, TextRecord, is_resume
 
-WINDOW_STEPS = 15  # train steps of a window; three windows and a third of the one before are 50 steps
-ENGINE_WINDOW_STEPS = 10  # of the engines' windows, which end up to a second later, because they are asked so often
-WINDOWS = 3  # windows in a row
-MOST_SLOWER = 0.10  # the share beyond the others' median up to which nobody is slow
-MOST_EXCESS_MS = 5.0  # milliseconds a train step beyond the others' median up to which nobody is slow
-TRIMMED = 2  # steps of a window that are left out at either end, because a single pause is no lasting slowness
-MOST_WINDOWS = 100  # windows of a process that are kept, the newest; a run may be slow for days
-CROWDED = 0.05  # the share of their time that the others wait for a core, from which on such waits do not count
-LEAST_COVERED = 0.5  # the share of an engine's decode time for which others have decoded batches of the same size
+WINDOW_STEPS = 15  # train steps per window; three windows and a third of the previous window are 50 steps
+ENGINE_WINDOW_STEPS = 10  # train steps per window of the engines; it may end a second late, as they are polled
+WINDOWS = 3  # consecutive windows
+MOST_SLOWER = 0.10  # relative excess over the peers' median up to which a process is not slow
+MOST_EXCESS_MS = 5.0  # excess in milliseconds per train step up to which a process is not slow
+TRIMMED = 2  # number of slowest and of fastest steps that a window ignores, because a single pause does not count
+MOST_WINDOWS = 100  # newest windows that are kept per process; a process may be slow for days
+CROWDED = 0.05  # if the peers wait for a core for at least this share of their time, such waits do not count
+LEAST_COVERED = 0.5  # smallest share of an engine's decode time with batch sizes that its peers decoded, too
 
 Times = Mapping[str, float]  # a part of the work → milliseconds
 
 
 class DecodeTime(NamedTuple):
-    """Is how many decode steps of one size there were, their seconds, and how many of these they waited for a core."""
+    """Holds the number of decode steps of one batch size, their seconds, and the part that they waited for a core."""
 
     steps: int
     seconds: float
@@ -48,11 +48,11 @@ DecodeTimes = Mapping[int, DecodeTime]  # by the number of samples in a decode s
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Is the own work of one process in one train step.
+    """Holds the work of one process in one train step, without waits for others.
 
-    ``wall_ms`` has the wall time of each part, and ``cpu_ms`` the processor time. ``core_wait_ms`` is how much of the
-    wall time it was ready to run and got no core. ``amount`` says how much work it was, such as token rows, in a unit
-    that is the same for all equals.
+    ``wall_ms`` has the wall time of each part, and ``cpu_ms`` the CPU time. ``core_wait_ms`` is the part of the wall
+    time in which it was ready to run but had no core. ``amount`` is the amount of work, such as token rows, in a unit
+    that is the same for all peers.
     """
 
     wall_ms: Times
@@ -73,11 +73,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Is a process beside its equals in one window; all times are milliseconds a train step.
+    """Compares a process with its peers in one window; all times are milliseconds per train step.
 
-    ``own_ms`` is its time, and ``others_ms`` what the median of the others says for the same work. ``part`` is the part
-    of the work with the largest difference. ``cpu_slower`` is the share by which its processor time is beyond that of
-    the others, None where it is not known.
+    ``own_ms`` is its time, and ``others_ms`` the median of its peers for the same work. ``part`` is the part of the
+    work with the largest difference. ``cpu_slower`` is the relative excess of its CPU time over that of its peers, None
+    if unknown.
     """
 
     own_ms: float
@@ -88,23 +88,23 @@ class Compared:
 
     @property
     def slower(self) -> float:
-        """Returns the share by which the time is beyond that of the others; below 0 for a faster process."""
+        """Returns the relative excess of its time over that of its peers; negative for a faster process."""
         return self.own_ms / self.others_ms - 1.0 if self.others_ms > 0 else 0.0
 
     @property
     def excess_ms(self) -> float:
-        """Returns by how many milliseconds a train step the time is beyond that of the others."""
+        """Returns the excess of its time over that of its peers, in milliseconds per train step."""
         return self.own_ms - self.others_ms
 
     @property
     def is_slow(self) -> bool:
-        """Is True if the time is beyond both limits."""
+        """Returns whether the time exceeds both limits."""
         return self.slower > MOST_SLOWER and self.excess_ms > MOST_EXCESS_MS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streak:
-    """Holds the slow windows of one process in a row, the newest ones, and the first and last train step of all."""
+    """Holds the newest consecutive slow windows of one process, and the first and last train step of the streak."""
 
     from_step: int
     to_step: int
@@ -112,18 +112,18 @@ class Streak:
 
     @property
     def is_named(self) -> bool:
-        """Is True if the process counts as a straggler."""
+        """Returns whether the process counts as a straggler."""
         return len(self.windows) >= WINDOWS
 
 
 # -- One window -------------------------------------------------------------------------------------------------------
 def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
-    """Returns each process beside its equals over the steps of a window, each step a mapping of process → its work.
+    """Compares each process with its peers over the steps of a window; each step maps process → its work.
 
-    A process that is not in all of the steps, or did no work in one, is left out; one that remains alone is compared
-    with nobody. The steps that took a process longest and shortest are left out of its mean, so that one pause does not
-    count. Where the others wait for cores, too, there are more processes than cores, and how the kernel shares them out
-    is chance: then nobody's wait for a core counts. Where they do not, it counts as time of the process.
+    A process that is missing in a step, or did no work in it, is left out; if fewer than two remain, the result is
+    empty. The slowest and fastest steps of a process are left out of its mean, so that a single pause does not count.
+    If the peers wait for cores, too, there are more processes than cores, and the kernel's choice between them is
+    random: then waits for a core do not count. Otherwise they count as time of the process.
     """
     names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
     whole = {name: [step[name] for step in steps] for name in names}
@@ -142,11 +142,11 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
 
 
 def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict[str, Compared]:
-    """Returns each engine beside the others over the decode steps of a window of ``steps`` train steps.
+    """Compares each engine with its peers over the decode steps of a window of ``steps`` train steps.
 
-    An idle engine does not count: the time of a decode step is compared with what the others took for a step with as
-    many samples. An engine is left out if the others decoded too few batches of its sizes. Waits for a core count as
-    in `compared_work`.
+    Idle time does not count: the time of a decode step is compared with the peers' time for a step with as many
+    samples. An engine is left out if its peers decoded too few batches of its sizes. Waits for a core count as in
+    `compared_work`.
     """
     shares = {name: _decoding_share(times) for name, times in engines.items() if times}
     found = {}
@@ -186,9 +186,9 @@ def _waiting_share(steps: Sequence[Work]) -> float:
 
 
 def _mean_work(steps: Sequence[Work], *, waits: bool) -> Work:
-    """Returns the mean a unit of work over the steps, without the slowest and the fastest ones.
+    """Returns the mean per unit of work over the steps, without the slowest and the fastest steps.
 
-    With ``waits`` the waits for a core count as work, so that none is left in what is returned.
+    With ``waits`` the waits for a core count as work, and ``core_wait_ms`` of the result is 0.
     """
     if waits:
         steps = [replace(step, core_wait_ms=0.0) for step in steps]
@@ -225,14 +225,14 @@ def _beside(name: str, means: Mapping[str, Work]) -> Compared:
     )
 
 
-# -- Windows in a row -------------------------------------------------------------------------------------------------
+# -- Consecutive windows ---------------------------------------------------------------------------------------------
 def advanced(
     streaks: Mapping[str, Streak], window: Mapping[str, Compared], *, from_step: int, to_step: int
 ) -> dict[str, Streak]:
     """Returns the streaks after one more window, from train step ``from_step`` to ``to_step``.
 
-    A process that is not slow in it has none any more. One that the window does not tell of keeps its streak, because
-    nothing is known of it.
+    A process that is not slow in the window loses its streak. A process that is missing in the window keeps its streak,
+    because nothing is known about it.
     """
     found = {name: streak for name, streak in streaks.items() if name not in window}
     for name, compared in window.items():
@@ -252,18 +252,18 @@ def without(streaks: Mapping[str, Streak], gone: Collection[str]) -> dict[str, S
 
 
 STRAGGLER = "straggler"  # source of the numbers, and kind of the texts
-MOST_NAMES = 4  # equals that the words name
+MOST_NAMES = 4  # peers that a message lists
 
 Kind = Literal["rank", "engine", "reward worker"]
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one process that was slower than its equals from one train step to another.
+    """Describes a process that was slower than its peers from one train step to another.
 
-    ``who`` is its worker's name, and ``part`` the part of its work with the largest difference. ``slower`` is a share:
-    0.3 means that it took 1.3 times as long as the median of ``compared_with`` for the same work; ``excess_ms`` is that
-    in milliseconds a train step. ``cpu_slower`` is the same share of processor time, None where it is not known.
-    ``ended`` is False while it is still slow.
+    ``who`` is its worker's name, and ``part`` the part of its work with the largest difference. ``slower`` is a
+    relative excess: 0.3 means that it took 1.3 times as long as the median of ``compared_with`` for the same work;
+    ``excess_ms`` is the excess in milliseconds per train step. ``cpu_slower`` is the relative excess of CPU time, None
+    if unknown. ``ended`` is False while it is still slow.
     """
 
     kind: Kind
@@ -279,7 +279,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def straggler_of(kind: Kind, who: str, streak: Streak, *, ended: bool) -> Straggler:
-    """Returns what is told of a streak; its figures are those of the newest windows."""
+    """Returns the straggler of a streak, with the metrics of its newest windows."""
     windows = streak.windows
     cpu = [one.cpu_slower for one in windows if one.cpu_slower is not None]
     parts = [one.part for one in windows]
@@ -298,7 +298,7 @@ def straggler_of(kind: Kind, who: str, streak: Streak, *, ended: bool) -> Stragg
 
 
 def straggler_words(one: Straggler) -> str:
-    """Returns one sentence about a straggler, with facts alone."""
+    """Returns one sentence with the facts about a straggler."""
     names = ", ".join(one.compared_with[:MOST_NAMES])
     names += f" and {len(one.compared_with) - MOST_NAMES} more" if len(one.compared_with) > MOST_NAMES else ""
     median_of = f"the median of {names}" if len(one.compared_with) > 1 else names
@@ -311,7 +311,7 @@ def straggler_words(one: Straggler) -> str:
 
 
 def straggler_brief(one: Straggler) -> str:
-    """Returns a few words about a straggler of now, for a line of the panel."""
+    """Returns a short description of a current straggler, for a line of the panel."""
     return f"{one.who} +{one.slower:.0%} in {one.part}"
 
 
@@ -333,7 +333,7 @@ def straggler_of_row(row: Mapping[str, Any]) -> Straggler:
 
 
 def told_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
-    """Returns the stragglers of texts, each once with what was told of it last, in the order of their first text."""
+    """Returns the stragglers of texts in the order of their first text, each once as last reported."""
     found: dict[tuple[str, int], Straggler] = {}
     for text in texts:
         if text.kind == STRAGGLER:
@@ -346,13 +346,13 @@ REWARD_WORKER = re.compile(r"reward_worker/(\d+)/answers")
 
 
 class StragglerWatch:
-    """Names stragglers among the trainer's ranks, the engines and each rollout worker's reward workers.
+    """Detects stragglers among the trainer's ranks, the engines and each rollout worker's reward workers.
 
     One thread uses it.
 
-    Each of ``equal_ranks`` lists workers that do the same work, which are those at the same place in every dimension
-    but data parallel. ``earlier`` are the stragglers of the run before this process began. Records that were made
-    before ``began_s``, a Unix time, are those of an earlier process and do not count; by default that is now.
+    Each entry of ``equal_ranks`` lists workers that do the same work: they have the same position in every dimension
+    but data parallel. ``earlier`` are the stragglers of the run before this process began. Records from before
+    ``began_s`` (a Unix time, by default now) come from an earlier process and are ignored.
     """
 
     def __init__(
@@ -364,17 +364,17 @@ class StragglerWatch:
     ) -> None:
         self._equal_ranks = [list(names) for names in equal_ranks if len(names) > 1]
         self._began_s = time.time() if began_s is None else began_s
-        self._steps: list[tuple[int, dict[str, Work]]] = []  # the train steps of the window of the ranks
+        self._steps: list[tuple[int, dict[str, Work]]] = []  # the train steps of the ranks' current window
         self._batches: dict[
             int, list[tuple[int, dict[str, Work]]]
-        ] = {}  # by rollout worker: those of its reward workers
+        ] = {}  # by rollout worker: the prompt batches of its reward workers' current window
         self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the engines' window
         self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}, "reward worker": {}}
         self._over = list(earlier)
         self._news: list[Straggler] = []
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
-        """Takes the newest records in order; a resume begins all windows anew."""
+        """Adds the newest records in order; a resume restarts all windows."""
         for record in records:
             if record.time_s < self._began_s:
                 continue
@@ -386,7 +386,7 @@ class StragglerWatch:
                 self._add_batch(record)
 
     def add_decoding(self, step: int, engines: Mapping[str, DecodeTimes]) -> None:
-        """Takes what each engine has decoded since its start, after so many train steps."""
+        """Adds the decode times of each engine since its start, after ``step`` train steps."""
         before = self._decoding
         if before is None or step < before[0]:
             self._decoding = step, dict(engines)
@@ -407,12 +407,12 @@ class StragglerWatch:
             )
 
     def take(self) -> list[Straggler]:
-        """Returns who was named, and who is no straggler any more, since the last call."""
+        """Returns the processes that have become stragglers or have recovered since the last call."""
         news, self._news = self._news, []
         return news
 
     def present(self) -> list[Straggler]:
-        """Returns who is a straggler now."""
+        """Returns the current stragglers."""
         return [
             straggler_of(kind, name, streak, ended=False)
             for kind, streaks in self._streaks.items()
@@ -421,11 +421,11 @@ class StragglerWatch:
         ]
 
     def all_of_run(self) -> list[Straggler]:
-        """Returns all stragglers of the run, those that are over first."""
+        """Returns all stragglers of the run, those that have recovered first."""
         return [*self._over, *self.present()]
 
     def _add_step(self, record: MetricRecord) -> None:
-        if self._steps and record.step <= self._steps[-1][0]:  # it is done again
+        if self._steps and record.step <= self._steps[-1][0]:  # the step is repeated
             self._steps = []
         names = [name for equals in self._equal_ranks for name in equals if f"{name}/rows" in record.values]
         self._steps.append((record.step, {name: _work(record.values, name) for name in names}))
@@ -438,7 +438,7 @@ class StragglerWatch:
         self._advance("rank", compared, from_step=steps[0][0], to_step=steps[-1][0])
 
     def _add_batch(self, record: MetricRecord) -> None:
-        """Takes the times of the reward workers of one rollout worker for a prompt batch."""
+        """Adds the times of the reward workers of one rollout worker for a prompt batch."""
         rollout = int(record.values.get("worker", 0))
         answers = {found[1]: value for key, value in record.values.items() if (found := REWARD_WORKER.fullmatch(key))}
         if len(answers) < 2:
@@ -489,7 +489,7 @@ def _work(values: Mapping[str, float], name: str) -> Work:
 
 
 def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
-    """Returns the decode steps since ``before``; None for an engine that is new or was started again."""
+    """Returns the decode steps since ``before``; None for an engine that is new or was restarted."""
     if before is None or any(size not in now or now[size].steps < one.steps for size, one in before.items()):
         return None
     none = DecodeTime(0, 0.0)

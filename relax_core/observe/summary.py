@@ -1,7 +1,7 @@
-"""Builds and writes summary.json, the figures of a run. docs/summary.md says what each field means.
+"""Builds and writes summary.json, the metrics of a run. docs/summary.md describes each field.
 
-Findings say in words what the numbers mean, at the end and while a run learns nothing. The figures of episodes,
-modalities, rewards and judges are those of the panel, too.
+Findings explain problems of the metrics in sentences, at the end and while a run learns nothing. The panel also shows
+the metrics of episodes, rewards and judges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_core.contracts.env import REWARDED_ENDS
 from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
-WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pools grow in them
+WARM_UP_STEPS = 5  # medians leave out these steps, in which caches fill and pools grow
 STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of the trainer's step
 ENGINE_FIELDS = ("engines", "operations")  # of a run with a gateway
 OWN_FIELDS = (
@@ -39,11 +39,11 @@ Values = Mapping[str, float]
 
 
 def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of a run as docs/summary.md describes them.
+    """Returns the summary of a run as docs/summary.md describes it.
 
-    A figure without data is None. ``records`` are all records, in order. ``meta`` has wall_s and first_step_s in
-    seconds (None if no step was finished), outcome ("finished", "stopped" or "failed: <first cause>"), and what else of
-    `OWN_FIELDS` there is. Its other fields go under "run", where the report reads the list of overrides.
+    A metric without data is None. ``records`` are all records, in order. ``meta`` has wall_s and first_step_s in
+    seconds (None if no step was finished), outcome ("finished", "stopped" or "failed: <first cause>"), and the other
+    `OWN_FIELDS` that apply. Its remaining fields go under "run", where the report reads the list of overrides.
     """
     outcome = meta["outcome"]
     assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome
@@ -130,11 +130,11 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _shadow(actor: Mapping[int, Values]) -> dict[str, Any] | None:
-    """Returns what the reward's shadow says of the answers; None without a shadow, or if it scored none.
+    """Returns the metrics of the reward's shadow; None without a shadow, or if it scored no answer.
 
-    ``exact`` and ``gap`` are means over the scored answers. ``denied`` is the share of the answers that are right by
-    the reward which the shadow finds wrong, ``usual`` that of the first steps, and ``onset`` the first train step at
-    which it began to rise.
+    ``exact`` and ``gap`` are means over the scored answers. ``denied`` is the share of the reward's right answers that
+    the shadow rates as wrong, ``usual`` is that share in the first steps, and ``onset`` the first train step at which
+    it began to rise.
     """
     values = list(actor.values())
     if not any("reward_shadow" in one for one in values):
@@ -167,7 +167,7 @@ def _last(actor: Sequence[Values], name: str) -> float | None:
 
 
 def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
-    """Returns the least and the largest value of all samples of all steps."""
+    """Returns the smallest and the largest value of all samples of all steps."""
     return {
         "min": min((values[f"{name}/min"] for values in actor if f"{name}/min" in values), default=None),
         "max": max((values[f"{name}/max"] for values in actor if f"{name}/max" in values), default=None),
@@ -175,7 +175,7 @@ def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
 
 
 def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, Any] | None:
-    """Returns the evaluation with the highest value of run.keep_best; of equal ones the first."""
+    """Returns the evaluation with the highest value of run.keep_best; the first of equal values."""
     name = (metric or "").removeprefix(f"{EVAL}/")
     known = {step: values[name] for step, values in evaluations.items() if name in values}
     if not known:
@@ -185,7 +185,7 @@ def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, An
 
 
 def _evaluation(step: int, values: Values) -> dict[str, Any]:
-    """Returns the figures that every evaluation has, and under "figures" the others by name."""
+    """Returns the metrics that every evaluation has, and the others by name under "figures"."""
     counts = {name: int(values.get(name, 0)) for name in ("rows", "bad_rows", "unscored")}
     own = {"step": step, "exact": values["exact"], "reward": values["reward"], **counts}
     return {**own, "figures": {name: value for name, value in values.items() if name not in own}}
@@ -206,13 +206,13 @@ def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
 
 
 def _step_ms(settled: Sequence[Values], prompt_batches: Sequence[Values]) -> dict[str, float | None]:
-    """Returns means, so that the parts and "other" add up to the total. Rollout runs beside it and is no part of it."""
+    """Returns mean times; the parts and "other" add up to the total. Rollout runs in parallel and is not included."""
     timed = [values for values in settled if "step_ms" in values]
     rollout = [values["generate_ms"] for values in prompt_batches if "generate_ms" in values]
     split: dict[str, float | None] = dict.fromkeys(("total", *STEP_PARTS, "other"))
     if timed:
         total = fmean(values["step_ms"] for values in timed)
-        # An older Relax did not record every part; a part without a record is under "other".
+        # Older versions did not record every part; the time of such a part is under "other".
         parts = {part: fmean(values.get(f"{part}_ms", 0.0) for values in timed) for part in STEP_PARTS}
         split = {"total": total, **parts, "other": total - sum(parts.values())}
     return {**split, "rollout": fmean(rollout) if rollout else None}
@@ -231,9 +231,9 @@ def _finite(value: Any) -> Any:
 # -- Findings ----------------------------------------------------------------------------------------------------------
 
 WINDOW = 10  # number of steps in a mean
-NOISE = 5.0  # a fall of the reward counts from this number of standard errors of the difference of two windows on
-LOST_SHARE = 1 / 3  # a fall of the reward counts from this share of the former gain on
-EVAL_NOISE = 3.0  # a fall of the accuracy counts from this number of standard errors on
+NOISE = 5.0  # a drop of the reward counts above this number of standard errors of the difference of two windows
+LOST_SHARE = 1 / 3  # a drop of the reward counts above this share of the previous gain
+EVAL_NOISE = 3.0  # a drop of the accuracy counts above this number of standard errors
 EVAL_FALL = 0.03
 MOST_GROUPS = 0.5
 MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean that the prompts are learnt
@@ -242,8 +242,8 @@ MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean th
 def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:
     """Returns one sentence for each problem of the run; none for a healthy run.
 
-    ``actor`` maps train steps to the trainer's values, and ``evaluations`` maps weight versions to those of
-    evaluations.
+    ``actor`` maps train steps to the trainer's values, and ``evaluations`` maps weight versions to the evaluations'
+    values.
     """
     return [
         *_of_shadow(actor),
@@ -276,10 +276,10 @@ def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
 
 
 def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
-    """Checks whether the reward fell.
+    """Checks whether the reward dropped.
 
-    The last window's mean must be below the best window's by more than a third of the gain until then, and by more than
-    the noise between steps explains.
+    The last window's mean must be below the best window's mean by more than a third of the gain until then, and by more
+    than the noise between steps explains.
     """
     known = [
         (step, values["reward"]) for step, values in actor.items() if math.isfinite(values.get("reward", math.nan))
@@ -324,7 +324,7 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
         )
 
 
-# Of the form of `notify.rules`; a line of the run's log says when one becomes true.
+# In the syntax of `notify.rules`; the run logs a line when a rule becomes true.
 HACK = "actor/hack_onset"
 SIGNAL_RULES = (
     "actor/truncated >= 1 for 20 steps",
@@ -335,7 +335,7 @@ SIGNAL_RULES = (
 
 
 def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str:
-    """Returns what to do when one of `SIGNAL_RULES` becomes true with a record of the trainer.
+    """Returns advice for one of `SIGNAL_RULES` that became true with a record of the trainer.
 
     ``max_new_tokens`` is the limit of an answer, in tokens.
     """
@@ -367,7 +367,7 @@ MOST_FIRST_GROUPS = 0.75
 
 
 def first_steps_line(first: Sequence[Values], *, temperature: float, group_size: int) -> str | None:
-    """Returns what to do if hardly any group of the first `FIRST_STEPS` train steps had a signal, else None.
+    """Returns advice if hardly any group of the first `FIRST_STEPS` train steps had a learning signal, else None.
 
     ``first`` are the trainer's values of these steps, and the other arguments are the run's settings.
     """
@@ -395,11 +395,11 @@ _QUANTILES = ("turns/p50", "turns/p90", "turns/p99")
 
 
 def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
-    """Returns the figures of all episodes; none for a run of one turn.
+    """Returns the metrics of all episodes; empty for a run with single-turn episodes.
 
-    Means and shares are over all episodes, but the cached share over all tokens of prompts. ``given_up`` is the share
-    of episodes whose end has no reward. A quantile is the mean of those of the prompt batches, weighted by their
-    episodes. ``agent`` has the means of the figures of agents' requests, if agents play.
+    Means and shares are over all episodes, but the cached share is over all prompt tokens. ``given_up`` is the share of
+    episodes whose end has no reward. A quantile is the mean of the prompt batches' quantiles, weighted by their
+    episodes. ``agent`` has the mean metrics of agents' requests, if agents play.
     """
     played = [values for values in prompt_batches if "turns" in values]
     episodes = sum(values["samples"] for values in played)
@@ -423,16 +423,17 @@ def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
     }
 
 
-MOST_POINTS = 0.02  # difference of a modality's shares of the issued and of the trained samples
+MOST_POINTS = 0.02  # allowed difference between a modality's shares of the issued and of the trained samples
 PREFIX = "modality/"
 
 
 def modality_results(
     counts: Mapping[str, ModalityCounts], actor: Sequence[Values], prompt_batches: Sequence[Values]
 ) -> dict[str, Any]:
-    """Returns the figures of each modality; none for a run that issued text alone.
+    """Returns the metrics of each modality; empty for a run that issued only text.
 
-    ``issued_share`` is the share of all samples that have an end, and ``trained_share`` that of all trained ones.
+    ``issued_share`` is the share of all samples that have ended, and ``trained_share`` the share of all trained
+    samples.
     """
     if set(counts) <= {TEXT}:
         return {}
@@ -456,7 +457,7 @@ def modality_results(
 
 
 def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
-    """Returns a sentence for each modality whose share of the trained samples differs from that of the issued ones."""
+    """Yields a sentence for each modality with different shares of the issued and of the trained samples."""
     for name, one in modalities.items():
         issued, trained = one["issued_share"], one["trained_share"]
         if issued is None or trained is None or abs(trained - issued) <= MOST_POINTS:
@@ -469,7 +470,7 @@ def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tagged_mean(records: Sequence[Values], name: str, weight: str) -> float | None:
-    """Returns the mean of a figure over all records, each weighted by the samples or prompts behind it."""
+    """Returns the mean of a metric over all records, each weighted by its number of samples or prompts."""
     known = [(values[name], values[weight]) for values in records if name in values]
     return sum(value * count for value, count in known) / sum(count for _, count in known) if known else None
 
@@ -480,11 +481,11 @@ _NONE = "none/"
 
 
 def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
-    """Returns the figures of each reward over all answers of training, by its name.
+    """Returns the metrics of each reward over all answers of training, by the reward's name.
 
-    ``answers`` counts them; ``mean`` is that of those with a reward, None if there are none; ``none`` is the share of
-    the others, and ``none_by`` the shares by cause. A quantile is the mean of those of the prompt batches, weighted by
-    their answers.
+    ``answers`` is their number; ``mean`` is the mean reward of the answers that have one, None if there are none;
+    ``none`` is the share of answers without a reward, and ``none_by`` that share by cause. A quantile is the mean of
+    the prompt batches' quantiles, weighted by their answers.
     """
     return {
         name: {
@@ -503,10 +504,11 @@ def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, obje
 
 
 def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
-    """Returns the figures of each judge over the run, by its name; none for a run that asks none.
+    """Returns the metrics of each judge over the run, by the judge's name; empty for a run without judges.
 
-    ``verdicts`` counts the questions and ``tokens`` the tokens of prompts and texts. ``none`` is the share of questions
-    without a verdict, ``unreadable`` the share of texts without one, and ``queue_max`` the most questions that waited.
+    ``verdicts`` is the number of requested verdicts and ``tokens`` the tokens of prompts and texts. ``none`` is the
+    share of requests without a verdict, ``unreadable`` the share of texts without a verdict, and ``queue_max`` the
+    largest number of waiting requests.
     """
     return {
         name: {
@@ -522,7 +524,7 @@ def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, objec
 
 
 def named_figures(prompt_batches: Sequence[Values], prefix: str) -> dict[str, list[dict[str, float]]]:
-    """Returns, for each NAME, the figures KEY of each prompt batch that has values PREFIX + NAME/KEY."""
+    """Returns NAME → the metrics KEY of each prompt batch that has values PREFIX + NAME/KEY."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for values in prompt_batches:
         of_batch: dict[str, dict[str, float]] = defaultdict(dict)
@@ -536,7 +538,10 @@ def named_figures(prompt_batches: Sequence[Values], prefix: str) -> dict[str, li
 
 
 def panel_lines(newest: Values) -> Iterator[tuple[str, str]]:
-    """Yields label and words about the newest prompt batch: of rewards if one is missing or there are several."""
+    """Yields label and text of the panel's lines about rewards and judges in the newest prompt batch.
+
+    Rewards have a line only if a reward is missing, there are several, or there is a judge.
+    """
     rewards, judges = named_figures([newest], REWARD), named_figures([newest], JUDGE)
     if len(rewards) > 1 or judges or any(values["none"] for (values,) in rewards.values()):
         yield "rewards", " · ".join(_reward_words(name, values) for name, (values,) in rewards.items())
@@ -561,7 +566,7 @@ def _judge_words(name: str, values: Values) -> str:
 
 
 def _mean(batches: Sequence[Values], key: str, *, weight: Callable[[Values], float]) -> float | None:
-    """Returns the mean of a figure, weighted by ``weight``; None if all weights are 0."""
+    """Returns the mean of a metric, weighted by ``weight``; None if all weights are 0."""
     known = [(values.get(key, 0.0), weight(values)) for values in batches if weight(values)]
     whole = sum(count for _, count in known)
     return sum(value * count for value, count in known) / whole if whole else None

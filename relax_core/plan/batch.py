@@ -29,7 +29,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns one sentence for each fact. Sizes that do not divide have been refused before."""
+    """Returns sentences about the batch of a train step. Sizes that do not divide have been refused before."""
     groups, size, ranks = work.groups, work.group_size, config.parallel.dp
     mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
     words = [
@@ -76,7 +76,7 @@ def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
 
 
 def media_words(config: RelaxConfig, work: Workload, model: ModelDimensions) -> list[str]:
-    """Returns what media add to a prompt, to a group on the bus and to a train step's work."""
+    """Returns sentences about the media of a prompt, of a group on the bus and in a train step's work."""
     if work.media is None or model.patches is None:
         return []
     one, budget = work.media, config.parallel.micro_batch_patches
@@ -106,7 +106,7 @@ def media_words(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> float:
     """Returns the towers' share of the matrix products of a train step, without attention's scores.
 
-    A backward pass has twice the products of a forward pass; a tower that is frozen has none.
+    A backward pass has twice the products of a forward pass; a frozen tower has no backward pass.
     """
     assert work.media is not None and model.patches is not None, "a run with media"
     frozen, one = set(frozen_parts(config)), work.media
@@ -117,13 +117,13 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 
 
 def context_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns how many tokens one sample may have, which are never sampled, and the date in its prompt."""
+    """Returns sentences about the tokens of one sample, the tokens that are never sampled, and the date in prompts."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
     words = [
         f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."
     ]
     if config.model.path is not None:
-        with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
+        with suppress(ValueError, OSError):  # the checks of the folder report its problems
             words += _folder_words(config, Path(config.model.path))
     return words
 
@@ -157,7 +157,7 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
         words.append(
             f"engine.prefix_cache_tokens={kept} keeps keys and values of {groups:.3g} groups of the longest episodes."
             if kept
-            else "engine.prefix_cache_tokens=0: each turn computes everything before it anew."
+            else "engine.prefix_cache_tokens=0: each turn recomputes everything before it."
         )
     if spec.isolated:
         isolated = cast(IsolatedConfig, config.env)
@@ -190,7 +190,7 @@ def _timeouts(config: RelaxConfig) -> str:
 
 
 def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
-    """Returns which agents play, how many at one time, and what they may use."""
+    """Returns sentences about the agents: how they start, how many run at one time, and their limits."""
     agent, at_once = config.agent, agents_at_one_time(config) * config.rollout.workers
     endpoint = f"{config.endpoint.host}, port {config.endpoint.port or 'any free one'}"
     if not (command := agent_words(config, spec)):
@@ -199,8 +199,8 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     return [
         f"Agents play up to {plural(at_once, 'episode')} at one time, {how}: {shlex.join(command)}. The endpoint is at "
         f"{endpoint}.",
-        f"One may use {MEMORY_GIB:g} GiB, {at_once * MEMORY_GIB:g} GiB together, and have "
-        f"{PROCESSES} processes; the sum below has what a small one needs.",
+        f"Each agent may use {MEMORY_GIB:g} GiB, {at_once * MEMORY_GIB:g} GiB together, and have "
+        f"{PROCESSES} processes; the sum below counts small agents.",
     ]
 
 
@@ -214,7 +214,7 @@ def order_words(config: RelaxConfig) -> Iterator[str]:
 
 
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns how many groups may be in flight, and how old a trained token may be."""
+    """Returns sentences about the groups in flight and the staleness of trained tokens."""
     staleness, groups = config.mode.max_staleness, work.groups
     spares = config.rollout.spare_prompts
     kept = config.rollout.surplus is Surplus.keep
@@ -229,7 +229,7 @@ def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
 
 
 def _spare_words(spares: int, kept: bool) -> str:
-    """Returns how many groups over-sampling admits beyond those that the steps need."""
+    """Returns the number of groups that over-sampling admits beyond the groups that the steps need."""
     if not spares:
         return ""
     return f" + {spares} spare, kept over the steps" if kept else f", each step's with {spares} spare"

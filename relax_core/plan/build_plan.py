@@ -1,4 +1,4 @@
-"""Builds the plan: everything that is known about a run before anything starts."""
+"""Builds the plan of a run before anything starts, from all parts of `relax_core/plan`, and prints it as text."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Plan:
 
     ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run would use
     it, else None. ``cache_tokens_fit`` is the room for KV-cache tokens on one engine's GPUs, else None. ``engines``
-    says which engines may come while it trains; ``engine_room`` is None if none may be started. ``data`` is the result
-    of the data check, and ``left_out`` the part of it that is not used as it is; both are empty if no data is
-    available. ``warnings`` are printed first at a start. ``refused`` says why the run cannot work, each with the fix.
-    ``not_yet`` says why it cannot start today although it could work. Memory, placement and transfers are empty if the
-    layout itself is refused.
+    describes the engines that may be added during training; ``engine_room`` is None if none may be started. ``data`` is
+    the result of the data check, and ``left_out`` its unused and shortened rows; both are empty if no data is
+    available. ``warnings`` are printed first at a start. ``refused`` has the reasons why the run cannot work, each with
+    its fix, and ``not_yet`` the reasons why it cannot start yet although it could work. Memory and placement are empty
+    if the layout itself is refused.
     """
 
     name: str
@@ -112,7 +112,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
     look = _data_look(config)
-    # An engine that takes its whole cache at the start has memory of its own for states.
+    # An engine that allocates its whole cache at the start has separate memory for states.
     states = 0 if find_engine(config.engine.name).whole_cache else model.state_tokens(engine_bytes(config))
     work = find_workload(config, model, state_tokens=states)
     refused = [*_context_faults(config, model), *_state_faults(config, states), *placement_faults(config, roles, model)]
@@ -170,7 +170,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
 
 
 def as_json_values(plan: Plan) -> dict[str, Any]:
-    """Returns plain dicts and lists, with the sum of each phase and the peak of each holder."""
+    """Returns the plan as plain dicts and lists, with the sum of each phase and the peak of each holder."""
     values = dataclasses.asdict(plan)
     values["model"]["parameters"] = plan.model.parameters
     for holder, of_holder in zip(plan.memory, values["memory"], strict=True):
@@ -286,7 +286,7 @@ def _shared_memory_warning(memory: Sequence[Holder], transfers: Transfers, *, fo
 
 
 def _nccl_matches(names: str) -> bool:
-    """Reads NCCL's syntax: prefixes, separated by commas; ``=`` wants whole names, ``^`` excludes."""
+    """Returns whether an interface matches NCCL's syntax: prefixes, ``=`` for whole names, ``^`` to exclude names."""
     excludes, names = names.startswith("^"), names.removeprefix("^")
     exact, names = names.startswith("="), names.removeprefix("=")
     given = [name for name in names.split(",") if name]

@@ -1,6 +1,6 @@
 """Derives `engine.context_length` if it is not set, and `engine.prefix_cache_tokens`.
 
-The context holds the longest prompt and a response, and the longest observations of an env behind each turn but the
+The context holds the longest prompt and a response, and the longest observations of an env after each turn except the
 last; the prefix cache holds some groups of the longest episodes.
 """
 
@@ -29,10 +29,10 @@ Longest = Callable[[RelaxConfig, PromptMaker], int]  # returns the tokens of a p
 
 
 def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Returns the configuration with the derived context, and what is wrong with the model's tokenizer.
+    """Returns the configuration with the derived context, and the problems of the model's tokenizer.
 
-    Problems that other checks report, among them those of the data, are left to them. For a job on another cluster this
-    happens there, where its files are.
+    Problems that other checks report, such as those of the data, are left to them. A job on another cluster derives the
+    context there, where its files are.
     """
     settled, problems = _settle(config, lambda unsettled, _: look_at_data(unsettled).bound)
     keep_look(config, settled)
@@ -40,12 +40,12 @@ def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
 
 
 def settle_evaluation_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Does the work of `settle_context` for an evaluation without training, whose prompts are those of its sets."""
+    """Does the work of `settle_context` for an evaluation without training, with the prompts of its sets."""
     return _settle(config, _longest_asked)
 
 
 def planned_context(config: RelaxConfig) -> RelaxConfig:
-    """Does the work of `settle_context` for a plan only; files on another cluster are planned with a guess."""
+    """Does the work of `settle_context` for a plan only; prompts on another cluster count as `UNKNOWN_PROMPT`."""
     return with_threads(_with_context(settle_context(config)[0], UNKNOWN_PROMPT))
 
 
@@ -96,7 +96,7 @@ def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:
 
 
 def _observed(config: RelaxConfig) -> int:
-    """Returns how many tokens the observations behind all turns but the last have at most; 0 for an agent."""
+    """Returns the maximum number of observation tokens after all turns except the last; 0 for an agent."""
     env = find_env(config.env.name)
     if not env.has_turns or env.agent is not None:
         return 0
@@ -104,7 +104,7 @@ def _observed(config: RelaxConfig) -> int:
 
 
 def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:
-    """Returns the configuration with the derived prefix cache; prompts of one turn share too little to keep any."""
+    """Returns the configuration with the derived prefix cache; single-turn prompts share too little for a cache."""
     engine = config.engine
     try:
         keys = find_engine(engine.name).keys

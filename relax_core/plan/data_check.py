@@ -1,4 +1,4 @@
-"""Looks at the data before a run starts: rows that cannot be used, lengths, media, and the steps of the epochs."""
+"""Checks the data before a run starts: unusable rows, prompt lengths, media, labels, and the steps of the epochs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 def settle_steps(config: RelaxConfig) -> RelaxConfig:
     """Returns the configuration with ``run.steps`` derived from ``run.epochs`` if that is set.
 
-    The check of the data reports problems of the data. For a job on another cluster this happens there, where its files
-    are.
+    The check of the data reports problems of the data. A job on another cluster derives the steps there, where its
+    files are.
     """
     epochs, prompts = config.run.epochs, config.rollout.prompts_per_step
     if epochs is None or not 0 < epochs < math.inf or prompts < 1 or config.launcher.name is LauncherKind.ray_job:
@@ -57,7 +57,7 @@ def settle_steps(config: RelaxConfig) -> RelaxConfig:
 
 
 def epoch_words(config: RelaxConfig) -> list[str]:
-    """Returns where the number of train steps comes from, for a settled configuration with ``run.epochs``."""
+    """Returns the computation of ``run.steps`` as a sentence, for a settled configuration with ``run.epochs``."""
     if config.run.epochs is None:
         return []
     rows, prompts = _training_rows(config), config.rollout.prompts_per_step
@@ -81,12 +81,13 @@ FIRST_ROWS = 256  # data rows whose media are counted
 
 
 class UnreadMedia:
-    """Finds rows whose media no key of `data.media_keys` names, so that a model would be trained without them.
+    """Finds rows with media that no key of `data.media_keys` names, so that a model would be trained without them.
 
-    A row counts if it has a column with media. If the model does not read their kind, or the env makes its prompts from
-    the row by itself, its prompt must have a place for them, too. Rows with a place and no such column count if more
-    than data.max_bad_rows of the rows are so; fewer are left out as bad rows. A column without a place only gets a note
-    if a key names another column, because then the user chose what the model gets. Nothing counts with modality=text.
+    A row counts if it has a column with media. If the model does not read their kind, or the env makes its own prompts
+    from the row, its prompt must have a placeholder for them, too. Rows with a placeholder and without such a column
+    count if their share exceeds data.max_bad_rows; fewer are left out as bad rows. A column without a placeholder only
+    gets a note if a key names another column, because then the user chose the model's media. Nothing counts with
+    modality=text.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
@@ -96,12 +97,12 @@ class UnreadMedia:
         self._makes_prompts = env.has_turns or env.agent is not None
         self._looks = config.modality.name != TEXT and config.data.task is None
         self._first: dict[tuple[MediaKind, bool], tuple[str, str | None, bool]] = {}  # by kind, and if it has a column
-        self._places = dict.fromkeys(MEDIA_KINDS, 0)  # rows with a place and without a column
+        self._places = dict.fromkeys(MEDIA_KINDS, 0)  # rows with a placeholder and without a column
         self._noted: dict[MediaKind, tuple[str, str]] = {}
         self._looked = 0
 
     def look(self, row: DataRow, where: str, given: Callable[[], set[MediaKind]] = set) -> None:
-        """Looks at a data row. ``given`` returns the kinds of media that its prompt has."""
+        """Checks a data row. ``given`` returns the kinds of media that its prompt has."""
         self._looked += 1
         found = unread_media(row, self._columns) if self._looks else {}
         for kind, (column, has_place) in found.items():
@@ -114,7 +115,7 @@ class UnreadMedia:
                 self._places[kind] += column is None
 
     def notes(self) -> Iterator[str]:
-        """Yields the columns with media that the model could read, if no key names them and no place is for them."""
+        """Yields a note on each column with media that the model could read, without a key and a placeholder for it."""
         for kind, (where, column) in self._noted.items():
             first = "" if self._data.media_place else f" data.media_place={MediaPlace.first.value}"
             yield (
@@ -123,7 +124,7 @@ class UnreadMedia:
             )
 
     def refused(self, *, rows: int) -> str | None:
-        """Returns why a run on ``rows`` rows like these cannot start, None if nothing counts."""
+        """Returns the reason why a run on ``rows`` rows like these cannot start, None if nothing counts."""
         most = self._data.max_bad_rows
         for (kind, in_column), (where, column, has_place) in self._first.items():
             if not in_column and not too_many_bad(self._places[kind], self._looked, rows=rows, most=most):
@@ -150,10 +151,10 @@ class PromptMedia:
 
     ``items``, ``rows`` of the language model, ``patches`` of the vision tower, ``audio_frames`` of the audio tower and
     ``nbytes`` of tensors are means over these prompts; ``most_rows``, ``most_patches``, ``most_audio_frames`` and
-    ``most_bytes`` are those of the prompt that has most, and
-    ``item_patches`` those of the largest item. ``source_pixels`` is the largest size of an image or a frame before its
-    resize. ``videos`` and ``sounds`` say whether there are any, because videos need the tokenizer and sounds more
-    memory. ``prompts`` is 0 if the figures are what the limits allow because there are no rows yet.
+    ``most_bytes`` are the maxima over them, and ``item_patches`` those of the largest item. ``source_pixels`` is the
+    largest size of an image or a frame before its resize. ``videos`` and ``sounds`` say whether there are any, because
+    videos need the tokenizer and sounds more memory. ``prompts`` is 0 if there are no rows yet; the numbers are then
+    the largest that the limits allow.
     """
 
     prompts: int
@@ -173,7 +174,7 @@ class PromptMedia:
 
 
 def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
-    """Returns the description of some prompts, None if there is no prompt."""
+    """Returns the description of the prompts' media, None if there is no prompt."""
     if not prompts:
         return None
     items = [one for prompt in prompts for one in prompt]
@@ -197,8 +198,8 @@ def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
 
 LOOKED_AT = 100_000  # the largest number of rows that are all checked
 TOKENIZED_BYTES = 4 << 20
-GENERATED_ROWS = 64  # rows of a generated task, whose rows are all alike
-SETTLED_S = 0.1  # a file that was written this many seconds ago has another time once it changes
+GENERATED_ROWS = 64  # checked rows of a generated task; all its rows are alike
+SETTLED_S = 0.1  # if a file was written this long ago, its next change has another modification time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +211,9 @@ class DataLook:
     ``named`` describes the first of them. ``longest`` is the number of tokens of the longest tokenized prompt,
     evaluation sets included; ``bound`` is a number of tokens that no checked prompt exceeds, and no prompt of a
     generated task; both are 0 without a tokenizer. ``cut`` is the number of prompts that data.overlong shortens.
-    ``media`` describes the images and videos of the first prompts, None for a run on text. ``notes`` says what else is
-    read in another way than it may seem: labels, prompts of JSON text, evaluated rows that are trained. ``refused``
-    says why the run cannot start.
+    ``media`` describes the media of the first prompts, None for a run on text. ``notes`` are about other surprises:
+    labels, unread media, prompts of JSON text, evaluation rows that are also trained on. ``refused`` is the reason why
+    the run cannot start.
     """
 
     rows: int
@@ -229,7 +230,7 @@ class DataLook:
     refused: str | None
 
     def words(self, *, what: str) -> list[str]:
-        """Returns what a user should know about the data. ``what`` is the data's name."""
+        """Returns sentences about the data for the user. ``what`` is the data's name."""
         if self.generated:
             part = "generated"
         else:
@@ -242,7 +243,7 @@ class DataLook:
         return lines
 
     def left_out(self) -> list[str]:
-        """Returns what is not used as it is, and the first unused rows; empty if all rows are used."""
+        """Returns sentences about shortened prompts, unused rows and the notes; empty if there are none."""
         lines = []
         if self.cut:
             lines.append(f"{self.cut:,} prompts are longer than the context leaves room for, and are shortened.")
@@ -263,7 +264,7 @@ _newest: dict[str, DataLook] = {}  # results of this process, at most one
 def look_at_data(config: RelaxConfig) -> DataLook:
     """Reads rows, and makes their prompts if a tokenizer is available.
 
-    Raises ValueError (key, value, fix) for data that cannot be used at all. One process does not repeat the check of
+    Raises ValueError (key, value, fix) for data that cannot be used at all. A process does not repeat the check of
     unchanged files.
     """
     key = _key(config)
@@ -277,7 +278,7 @@ def look_at_data(config: RelaxConfig) -> DataLook:
 
 
 def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
-    """Keeps the result for ``config`` for ``settled`` too, whose context was derived from it."""
+    """Reuses the result for ``config`` for ``settled``, the configuration with the context derived from it."""
     key, other = _key(config), _key(settled)
     if key is not None and other is not None and key in _newest:
         _newest[other] = _newest[key]
@@ -376,7 +377,7 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
 
 
 def _remedy(config: RelaxConfig, found: _Found) -> str:
-    """Returns what would make most of the bad rows usable; empty if nothing general would."""
+    """Returns the fix that makes most of the bad rows usable; empty if there is no general fix."""
     if not found.too_long:
         missing = found.bad[f"{BAD_MEDIA}:missing_file"]
         return "Are the files mounted? Name their folder in data.media_root." if missing else ""
@@ -388,12 +389,12 @@ def _remedy(config: RelaxConfig, found: _Found) -> str:
 
 
 class _Found:
-    """Holds what was found so far.
+    """Collects the findings of a data check.
 
-    ``too_long`` maps the numbers of prompts without room to their tokens. ``longest`` is the number of tokens of the
-    longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
-    tokens. ``with_shadow`` counts rows whose label the reward's shadow can judge, and ``without_shadow`` says why it
-    cannot judge the first other row.
+    ``too_long`` maps the numbers of prompts that are too long to their tokens. ``longest`` is the number of tokens of
+    the longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
+    tokens. ``with_shadow`` counts rows whose label the reward's shadow can judge, and ``without_shadow`` has its error
+    for the first other row.
     """
 
     def __init__(
@@ -445,7 +446,7 @@ class _Found:
             self._leave_out(number, error)
 
     def _see_shadow(self, row: DataRow, where: str) -> None:
-        """Counts rows whose label the reward's shadow can judge, and keeps why it cannot judge the first other row."""
+        """Counts rows whose label the reward's shadow can judge, and keeps its error for the first other row."""
         shadow = None if self._rewards is None else self._rewards.shadow
         if shadow is None or shadow.spec.check_row is None:
             self.with_shadow += 1
@@ -500,7 +501,7 @@ class _Found:
         return [text for _, text in sorted(self._texts.items())[:NAMED_ROWS]]
 
     def notes(self, sets: Sequence[EvalSet]) -> list[str]:
-        """Returns what a user should know about labels, those of evaluation sets too, and prompts that are read."""
+        """Returns notes about labels, also of evaluation sets, unread media, and prompts that are JSON text."""
         lines: list[str] = []
         if self._labels is not None:
             for one in sets:
@@ -515,16 +516,16 @@ class _Found:
         return lines
 
     def trained_words(self, sets: Sequence[EvalSet]) -> Iterator[str]:
-        """Yields the evaluation sets that have rows with prompt and answer of a row that is trained on."""
-        if len(self._trained) < 2:  # rows that all ask the same differ elsewhere
+        """Yields a sentence for each evaluation set that has rows with the prompt and answer of a training row."""
+        if len(self._trained) < 2:  # rows with the same prompt and answer differ in other columns
             return
         for one in sets:
             if same := [number for number, row in enumerate(one.rows) if _row_hash(row) in self._trained]:
                 name = f"rows of evaluation set {one.name}" if one.name else "held-out rows"
                 yield (
                     f"{len(same):,} of {len(one.rows):,} {name} are trained on, with the same prompt and answer, so an "
-                    f"evaluation measures memory too. The first is row {same[0]} of the set. Leave them out of one of "
-                    "the two."
+                    f"evaluation also measures memorization. The first is row {same[0]} of the set. Leave them out of "
+                    "one of the two."
                 )
 
     def too_long_in_order(self) -> list[tuple[str, int]]:
@@ -532,7 +533,7 @@ class _Found:
 
 
 def _row_hash(row: DataRow) -> int:
-    """Returns a hash of what a data row asks: its prompt with its media, its answer, and its seed."""
+    """Returns a hash of a data row's prompt with its media, its answer, and its seed."""
     prompt = row["prompt"]
     if not isinstance(prompt, str):
         prompt = tuple((one["role"], _content_key(one.get("content"))) for one in prompt)
@@ -546,14 +547,17 @@ def _content_key(content: Any) -> Any:
 
 
 def _source_key(source: Any) -> Any:
-    """Returns what tells an item from others: its path, or its size with its first bytes and its last."""
+    """Returns the identity of an item: its path, or its size with its first and last 1,024 bytes."""
     if isinstance(source, MediaSource) and source.data is not None:
         return len(source.data), source.data[:1024], source.data[-1024:]
     return source.path if isinstance(source, MediaSource) else None
 
 
 def _key(config: RelaxConfig) -> str | None:
-    """Returns what a data check depends on, or None if a file was just written, so that its time is no proof."""
+    """Returns a key for the inputs of a data check.
+
+    Returns None if a file is missing, or was just written, so that its modification time may not show its next change.
+    """
     try:
         has_files = config.data.task is None and not names_plugin(config.data)
         parts = data_parts(config.data) if has_files else []

@@ -1,4 +1,4 @@
-"""Plans the memory of every process of a run, on CPU cores and on GPUs, and says what would make it fit."""
+"""Plans the memory of every process of a run, on CPU cores and on GPUs, and proposes settings that make it fit."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from relax_core.rollout.rewards.reward_pool import REWARD_CALLS
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 CHARACTERS_A_TOKEN = 3  # a low estimate, for real vocabularies
-TEXTS = 3  # of a prompt that may each have max_response_chars: question, reference, response
+TEXTS = 3  # texts of a prompt, each with up to max_response_chars: question, reference, response
 
 
 def own_judges(config: RelaxConfig) -> dict[str, JudgeConfig]:
-    """Returns the judges by name that have engines of the run."""
+    """Returns the judges, by name, that use engines of the run."""
     plan = judge_plan(config)
     judges = {} if plan is None else {name: setup.settings for name, setup in plan.judges.items()}
     return {name: judge for name, judge in judges.items() if judge.url is None}
@@ -70,7 +70,7 @@ def with_judge_engine(config: RelaxConfig, judge: JudgeConfig) -> RelaxConfig:
 
 
 def judge_holders(config: RelaxConfig) -> list[Holder]:
-    """Returns the memory of each judge's engines on CPU cores; the responses to a train step are judged at once."""
+    """Returns the memory of each judge's engines on CPU cores; a train step's responses are judged concurrently."""
     return [_holder(config, name, judge) for name, judge in own_judges(config).items()]
 
 
@@ -95,7 +95,7 @@ _MORE_GPUS = "raise parallel.tp, parallel.cp or parallel.pp with more GPUs"
 def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int) -> str:
     """Returns the fix, without its full stop, for a trainer whose peak exceeds ``limit`` bytes.
 
-    The fix is the first change of settings that fits, or how many rows would fit.
+    The fix is the first change of settings that fits, or the number of rows that would fit.
     """
     parallel = config.parallel
     changes: list[dict[str, Any]] = [{}]
@@ -151,19 +151,19 @@ BASES = {  # MiB
     "rollout": 154,
     "owner of an engine": 131,
 }
-SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
+SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # set by the configuration
 HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
 AGENT_STAND_IN = 10  # relax_core/control/host/agent_on_demand.py
-AGENT = 64  # a Python program with a client library, and its guard; one may use `MEMORY_GIB` of agent_limits.py
+AGENT = 64  # a Python program with a client library, and its guard; an agent may use `MEMORY_GIB` of agent_limits.py
 GATEWAY = 68  # FastAPI and uvicorn
 TORCH = 188  # for computing advantages with torch in the rollout
-SHARED_ITEMS = "items in /dev/shm"  # the holder of media items, which is no process
-KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
+SHARED_ITEMS = "items in /dev/shm"  # the holder of media items, which is not a process
+KEPT_BY_ALLOCATOR = 0.5  # share of a micro-batch's allocations: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
-PASS_COLUMNS = 8192  # columns of one prefill behind kept prefixes, which has two copies of their keys and values
-FIRST_COLUMNS = 64  # first columns of the engine's KV cache, which then doubles
+PASS_COLUMNS = 8192  # columns of one prefill after kept prefixes, which has two copies of their keys and values
+FIRST_COLUMNS = 64  # initial columns of the engine's KV cache, which then doubles
 
 
 def cpu_holders(
@@ -236,7 +236,7 @@ def _imports(mib: int, model: ModelDimensions, *, vision: int) -> int:
 
 
 def _supervisor(config: RelaxConfig, work: Workload) -> int:
-    """Returns the MiB of the process that starts the run, and checks its data in front."""
+    """Returns the MiB of the process that checks the data and starts the run."""
     named = [config.data.path, *(config.data.paths or ())]
     parquet = any(one is not None and Path(str(one)).suffix == ".parquet" for one in named)
     return BASES["supervisor"] + (HEADERS if work.media is not None else 0) + (PARQUET if parquet else 0)
@@ -255,7 +255,7 @@ def _trainer(
     *,
     publishes: bool,
 ) -> Holder:
-    """Returns the memory of a trainer's ranks, each of which counts like the fullest one."""
+    """Returns the memory of a trainer's ranks; each counts like the fullest rank."""
     stages = [
         Holder(
             name=name,
@@ -296,7 +296,7 @@ def _trainer_phases(
 
 
 def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
-    """Returns the bytes that a rank writes during the next step; data-parallel ranks share equal parts."""
+    """Returns the checkpoint bytes that a rank writes during the next step; data-parallel ranks share equal parts."""
     alike = parallel.dp * parallel.cp
     adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
     return state["weights"] // alike + adam
@@ -358,7 +358,7 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
 
 
 def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]:
-    """Returns the memory of ``kept`` tokens of finished responses, and of a prefill that goes on from them."""
+    """Returns the memory of ``kept`` tokens of finished responses, and of a prefill that continues them."""
     columns = min(max(PASS_COLUMNS, work.sample_tokens), work.samples_in_flight * work.sample_tokens)
     return {
         f"prefix cache ({kept} tokens)": kept * token_bytes,
@@ -384,14 +384,14 @@ def _with_kept(terms: Mapping[str, int]) -> dict[str, int]:
 SHARED = "every GPU"  # the name of the holder if all roles share all GPUs
 PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
 ENGINE_BYTES = 4 * GIB  # assumed: as above for an engine, with its CUDA graphs and prefill activations
-FRAGMENTS = 0.1  # assumed: share of what a micro-batch allocates
+FRAGMENTS = 0.1  # assumed: share of a micro-batch's allocations
 SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other is sent
 
 
 def gpu_holders(
     config: RelaxConfig, gpus: Mapping[str, int], *, model: ModelDimensions, work: Workload
 ) -> list[Holder]:
-    """Returns one holder for each kind of GPU: that of the trainer, the engines, and the forward roles.
+    """Returns one holder for the GPUs of each role: trainer, engines, and forward roles.
 
     If roles share all GPUs there is one holder for all of them.
     """
@@ -412,7 +412,7 @@ def gpu_holders(
 
 
 def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
-    """Returns how many KV-cache tokens of one engine fit on a GPU beside the weights."""
+    """Returns how many KV-cache tokens of one engine fit on a GPU next to the weights."""
     tp = config.engine.tp
     free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - _engine_weights(config, model)
     if config.mode.name is ModeName.colocate:
@@ -424,19 +424,19 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
 
 
 def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
-    """Returns the bytes on one GPU of an engine; the vision tower is whole on each if images are dealt to them."""
+    """Returns the bytes of an engine's weights on one GPU; each has the whole vision tower if images are sharded."""
     dealt = config.parallel.shard_media and find_engine(config.engine.name).deals_items and "audio" not in model.towers
     whole = model.tower_parameters if dealt else 0
     return ((model.parameters - whole) // config.engine.tp + whole) * engine_bytes(config)
 
 
 def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
-    """Returns the bytes on one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
+    """Returns the cache bytes of a token on one GPU of an engine; more GPUs than key-value heads copy the heads."""
     return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
 def _gpu_trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
-    """Returns the phases of the stage that needs most."""
+    """Returns the phases of the pipeline stage with the largest peak."""
     stages = [_stage_phases(config, model, work, later=later) for later in stages_of(config.parallel)]
     return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
 
@@ -522,7 +522,7 @@ def _gpu_forward(
 def _shared(
     config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
 ) -> Holder:
-    """Returns the phases of time sharing, in which the trainer's state is on the host while engines generate."""
+    """Returns the memory of time-shared GPUs; the trainer's state is on the host while the engines generate."""
     engine = _engine_terms(config, model, work)
     trainer = _beside_idle_engine(_gpu_trainer_phases(config, model, work))
     weights = {key: engine[key] for key in ("engine process", "engine weights")}

@@ -1,4 +1,4 @@
-"""Holds the terms of the memory plan: bytes of weights, gradients, activations, media and transfers."""
+"""Computes the terms of the memory plan: bytes of weights, gradients, activations, media and transfers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def size_words(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Is one phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
+    """Holds one phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
 
     name: str
     terms: Mapping[str, int]
@@ -49,9 +49,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Holds memory: ``count`` processes of one kind, or as many GPUs.
+    """Holds the phases of ``count`` processes of one kind, or of as many GPUs.
 
-    ``limit`` is the bytes that each may have, 0 if they share the machine's memory. ``room`` is the fix if the memory
+    ``limit`` is the bytes that each may use, 0 if they share the machine's memory. ``room`` is the fix if the memory
     does not fit.
     """
 
@@ -87,16 +87,16 @@ def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
 
 
 def widens(config: RelaxConfig) -> bool:
-    """Returns True if norms and attention of the trainer compute in float32 although the model is bfloat16."""
+    """Returns whether norms and attention of the trainer compute in float32 although the model is bfloat16."""
     return dtype_bytes(config) != FLOAT and not config.placement.gpus_per_node
 
 
 def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
-    """Returns how many numbers of one token row one layer keeps for its backward pass, without recomputation.
+    """Returns how many numbers a layer keeps of a token row for its backward pass, without recomputation.
 
-    They are counted from what autograd saves in the CPU build (docs/plan.md): two norms with normed input and output;
-    the query, key and value projections, the norms of query and key if there are any, and their rotations; the
-    feed-forward network's five widths. With ``widened`` (see `widens`) a float32 number counts as two.
+    They are counted from the tensors that autograd saves in the CPU build (docs/plan.md): two norms with normed input
+    and output; the query, key and value projections, the norms of query and key if there are any, and their rotations;
+    the feed-forward network's five widths. With ``widened`` (see `widens`) a float32 number counts as two.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
     attention = norm_values(model, widened=widened) + 4 * query + 3 * key + heads
@@ -104,7 +104,7 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
         attention += key + 4 * model.head_dim + heads + (query if model.delta_net is not None else 0)
     if model.output_gate:
         attention += 2 * query
-    if widened:  # query, key, value and output beside the bfloat16 output, and the norms of query and key
+    if widened:  # query, key, value and output, in addition to the bfloat16 output, and the norms of query and key
         attention += 2 * query + key + (3 * (query + key) if model.qk_norm else 0)
     if model.delta_net is not None:
         one = model.delta_net
@@ -119,18 +119,18 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
 
 
 def norm_values(model: ModelDimensions, *, widened: bool = False) -> int:
-    """Returns what the two norms of a layer keep; those beside a gated delta net are torch's, and keep their input.
+    """Returns how many numbers the two norms of a layer keep; torch's norms, with a gated delta net, keep their input.
 
-    With ``widened`` inputs and normed inputs are float32, beside the bfloat16 output.
+    With ``widened`` inputs and normed inputs are float32, in addition to the bfloat16 output.
     """
     return (4 if model.delta_net is None else 6) * model.hidden * (5 if widened else 2) // 2
 
 
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """Returns the bytes that say which row sees which, for a micro-batch on one rank.
+    """Returns the bytes of the attention mask of a micro-batch on one rank.
 
-    On a CPU this is a mask in float32; on a GPU a plan of blocks with four int32 for each pair of blocks
-    (FlexAttention's lists of partial and of full blocks, by query and by key).
+    On a CPU this is a mask in float32; on a GPU a block mask with four int32 for each pair of blocks (FlexAttention's
+    lists of partial and of full blocks, by query and by key).
     """
     if config.placement.gpus_per_node:
         blocks = -(-work.micro_batch_rows // FLEX_BLOCK)
@@ -139,7 +139,7 @@ def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) ->
 
 
 def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """Returns the bytes of a mask's construction; a plan of blocks is made without a mask."""
+    """Returns the bytes of a mask's construction; a block mask needs none."""
     return 0 if config.placement.gpus_per_node else _mask_pairs(parallel, work) // parallel.cp * MASK_BOOLS
 
 
@@ -179,8 +179,8 @@ FEATURE_COPIES = 2  # the tower's output of all items, and the rows of it that a
 class Share:
     """Holds the parameters of one rank.
 
-    ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` ones (the vision and audio
-    towers) are on every rank of the first stage.
+    ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` parameters (the vision
+    and audio towers) are on every rank of the first stage.
     """
 
     dense: int
@@ -210,7 +210,7 @@ def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[
 
 
 def stage_layers(layout: Layout, model: ModelDimensions, *, later: bool = False) -> int:
-    """Returns the layers of the first pipeline stage, or of one that comes ``later``."""
+    """Returns the number of layers of the first pipeline stage, or with ``later`` of any other stage."""
     first = layout.first_stage_layers if isinstance(layout, ParallelConfig) else None
     if first is None:
         return model.layers // layout.pp
@@ -218,14 +218,14 @@ def stage_layers(layout: Layout, model: ModelDimensions, *, later: bool = False)
 
 
 def stages_of(parallel: ParallelConfig) -> tuple[bool, ...]:
-    """Returns ``later`` of the stages of which one can be the fullest: the first one, and another with more layers."""
+    """Returns ``later`` of the stages that can have the peak: the first, and another stage with more layers."""
     return (False,) if parallel.first_stage_layers is None else (False, True)
 
 
 def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> Share:
-    """Returns the share of a rank of the first stage, which holds most if all have as many layers.
+    """Returns the share of a rank of the first stage, which holds most if all stages have equally many layers.
 
-    With ``later`` it is that of the last stage, which has no towers.
+    With ``later`` it is the share of the last stage, which has no towers.
     """
     matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
     embeddings = matrices * model.vocabulary * model.hidden
@@ -240,7 +240,7 @@ def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> 
 def state_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False
 ) -> dict[str, int]:
-    """Returns what a training rank of the first stage, or with ``later`` of the last one, holds between steps."""
+    """Returns the memory of a training rank of the first stage, or with ``later`` of the last stage, between steps."""
     share = share_of(parallel, model, later=later)
     trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
     copies = expert_copies = 1
@@ -258,7 +258,7 @@ def state_terms(
 def activation_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, later: bool = False
 ) -> dict[str, int]:
-    """Returns what a rank of the first stage, or with ``later`` of the second one, keeps for its backward passes."""
+    """Returns the memory of the backward passes of a rank of the first stage, or with ``later`` of the second stage."""
     size, cp = dtype_bytes(config), parallel.cp
     in_flight = _in_flight(parallel, work, later=later)
     rows = work.micro_batch_rows // cp
@@ -276,7 +276,7 @@ def activation_terms(
 def _tower_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, in_flight: float
 ) -> dict[str, int]:
-    """Returns what the tower keeps of a micro-batch, its features and deepstack rows, and the mapped frames."""
+    """Returns the memory of a micro-batch's tower activations, features and deepstack rows, and mapped frames."""
     if model.patches is None or work.media is None:
         return {}
     cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(parallel, work)
@@ -292,7 +292,7 @@ def _tower_terms(
 def patches_of_micro_batch(parallel: ParallelConfig, work: Workload) -> int:
     """Returns the most patches that pass a rank's tower together: those of its prompts, or of one larger prompt.
 
-    A prompt is never cut, so `parallel.micro_batch_patches` does not bound those of a single one.
+    A prompt is never cut, so `parallel.micro_batch_patches` does not bound a single prompt.
     """
     if work.media is None:
         return 0
@@ -309,7 +309,7 @@ def patches_of_rank(parallel: ParallelConfig, work: Workload) -> int:
 
 
 def row_values(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> int:
-    """Returns how many numbers of the model's dtype one layer keeps of one token row on one rank.
+    """Returns how many numbers of the model's dtype a layer keeps of a token row on one rank.
 
     Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
     """
@@ -321,7 +321,7 @@ def row_values(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimens
 def forward_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload
 ) -> dict[str, int]:
-    """Returns what a rank that only computes forward holds of a micro-batch at a time."""
+    """Returns the memory of a micro-batch on a forward-only rank."""
     size = dtype_bytes(config)
     terms = {
         "one layer": work.micro_batch_rows // parallel.cp * row_values(config, parallel, model) * size,
@@ -352,9 +352,9 @@ ENCODE_BYTES_A_PIXEL = 14  # of a source while it is decoded and resized (docs/m
 
 
 def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
-    """Returns what an engine keeps of the tower's features, and what the pass of its largest item takes.
+    """Returns the memory of the tower features that an engine keeps, and of the tower's pass of the largest item.
 
-    Features stay for one weight version, so that no more prompts have some than are asked within it.
+    Features are kept for one weight version, so only prompts that are sampled within a version have features.
     """
     if model.patches is None or work.media is None:
         return {}
@@ -368,10 +368,10 @@ def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Worklo
 
 
 def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: int, data_rows: int | None) -> int:
-    """Returns the bytes of encoded items in shared memory: what the caches may keep, or all items that are asked.
+    """Returns the bytes of encoded items in shared memory: the bound of the caches, or all items if they are smaller.
 
-    Items of prompts in flight stay beyond `CACHE_BYTES`. An item is one file, named by its digest, however many
-    workers and prompts have it.
+    Items of prompts in flight are kept beyond `CACHE_BYTES`. An item is one file, named by its digest, however many
+    workers and prompts share it.
     """
     media = work.media
     if media is None:
@@ -408,11 +408,12 @@ VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)
 class Transfers:
     """Holds the bytes that a run sends and stores.
 
-    ``sync_bytes`` is one published version, which every receiver reads. ``published_bytes`` is what the kept versions
-    take. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` says how a version
-    reaches the engines, and ``transport_reason`` why. ``kept_set_bytes`` is the most that the kept set of a sampled
-    token takes, and ``kept_step_bytes`` those of all tokens of a train step; both are 0 if nothing is left out.
-    ``passed_bytes`` are those of tensors that are not computed and that each export copies from the model's folder.
+    ``sync_bytes`` is one published version, which every receiver reads. ``published_bytes`` is the size of the kept
+    versions. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` is the name of the
+    transport to the engines, and ``transport_reason`` the reason for it. ``kept_set_bytes`` is the largest size of a
+    sampled token's kept set, and ``kept_step_bytes`` that of all tokens of a train step; both are 0 if sampling does
+    not truncate. ``passed_bytes`` is the size of tensors that are not computed and that each export copies from the
+    model's folder.
     """
 
     transport: str
@@ -430,9 +431,9 @@ class Transfers:
 def find_transfers(
     config: RelaxConfig, requirements: Requirements, *, model: ModelDimensions, work: Workload
 ) -> Transfers:
-    """Returns the transfers.
+    """Returns the bytes that a run sends and stores.
 
-    A checkpoint has the model's weights and Adam's states of those that train, and with a critic twice that.
+    A checkpoint has the model's weights and the Adam states of the trained weights, and with a critic twice that.
     """
     sync = model.parameters * dtype_bytes(config)
     trained = 2 if requirements.critic else 1

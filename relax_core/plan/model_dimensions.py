@@ -1,4 +1,4 @@
-"""Reads what the model of a run is: its folder or shape, its dimensions, and the cost of its patches."""
+"""Reads the dimensions of a run's model, from its folder or shape, and the memory cost of its image patches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shape_names() -> list[str]:
 
 
 def find_dimensions(config: RelaxConfig) -> ModelDimensions:
-    """Returns the dimensions of the trained model. Raises ValueError if there is nothing that can be planned."""
+    """Returns the dimensions of the trained model. Raises ValueError for a model that cannot be planned."""
     model = config.model
     if model.path is not None:
         return folder_dimensions(Path(model.path), family=model.family)
@@ -64,14 +64,14 @@ def shape_dimensions(name: str) -> ModelDimensions:
 
 
 def teacher_dimensions(model: str, *, family: str | None) -> ModelDimensions:
-    """Returns the dimensions of a distillation's teacher, a built-in one's name or a folder."""
+    """Returns the dimensions of a distillation's teacher, which is the name of a built-in model or a folder."""
     if model in MODEL_NAMES:
         return builtin_dimensions(model)
     return folder_dimensions(Path(model).expanduser().absolute(), family=family)
 
 
 def layout_shape(model: ModelDimensions) -> LayoutShape:
-    """Returns what a parallel layout must divide."""
+    """Returns the sizes that a parallel layout must divide."""
     widths = {"hidden units": model.hidden}
     if model.feed_forward:
         widths["feed-forward units"] = model.feed_forward
@@ -90,12 +90,12 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchCost:
-    """Says how many numbers a vision tower of ``depth`` blocks keeps of one patch for its backward pass.
+    """Holds how many numbers a vision tower of ``depth`` blocks keeps of one patch for its backward pass.
 
-    ``block`` is what each block keeps, ``mergers`` what the projector keeps, ``inputs`` the pixels and their embedding,
-    and ``hidden`` the width of a patch. ``a_row`` patches become one row of the language model, whose features and
-    deepstack rows are ``features`` numbers. ``products`` counts the multiplications of one patch, of the scores only
-    those among the patches of its row. ``pixel_bytes`` are the bytes of a patch's uint8 pixels in one frame.
+    Each block keeps ``block`` numbers and the projector ``mergers``; ``inputs`` are the pixels and their embedding, and
+    ``hidden`` is the width of a patch. ``a_row`` patches become one row of the language model, with ``features``
+    numbers in features and deepstack rows. ``products`` counts the multiplications of one patch, with only those scores
+    that are among the patches of its row. ``pixel_bytes`` are the bytes of a patch's uint8 pixels in one frame.
     """
 
     depth: int
@@ -120,7 +120,7 @@ class PatchCost:
 
 
 def patch_cost(values: Mapping[str, Any]) -> PatchCost:
-    """Counts what Qwen3-VL's vision tower keeps of a patch for its backward pass.
+    """Returns the cost of a patch in Qwen3-VL's vision tower.
 
     A block keeps two norms with input and output, the projections before and after rotation, the attention's output and
     the two widths of its MLP. A merger keeps its norm's input and output, and three widths for the patches of one row.
@@ -151,12 +151,12 @@ _LONG_SOUND = 3000  # frames of 30 seconds
 class ModelDimensions:
     """Holds the dimensions of a model.
 
-    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. In
-    ``delta_layers`` of the layers ``delta_net`` is in place of attention. With ``output_gate`` the query projection
+    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts.
+    ``delta_layers`` of the layers have ``delta_net`` in place of attention. With ``output_gate`` the query projection
     also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with ``qk_norm`` query and
-    key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder; ``projector`` of the
-    vision encoder's belong to its projector, and ``audio_projector`` of the audio encoder's to its one. ``patches``
-    says what a patch costs in a vision tower that is trained. ``row_products`` counts the multiplications of a row
+    key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder, which include
+    ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio encoder's.
+    ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications of a row
     (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
     seconds in the audio tower.
     """
@@ -261,7 +261,7 @@ class ModelDimensions:
         return self.delta_layers * (one.value_heads * one.key_dim * one.value_dim * _FLOAT + convolution * size)
 
     def state_tokens(self, size: int) -> int:
-        """Returns how many tokens' keys and values take the memory of a sample's states, 0 for a model without them."""
+        """Returns the size of a sample's states in tokens of the KV cache, 0 for a model without states."""
         return -(-self.state_bytes_per_sample(size) // (self.cache_values_per_token * size))
 
     def _attention_parameters(self) -> int:
@@ -282,10 +282,10 @@ class ModelDimensions:
 
 
 def read_dimensions(values: Values, *, name: str, family: str | None = None) -> ModelDimensions:
-    """Reads the content of a config.json.
+    """Returns the dimensions in the content of a config.json.
 
-    ``family``, a name or a file, is tried before the families that have a name. Raises ValueError for an unknown
-    family, for an option that is not computed, and for a missing field.
+    ``family``, a name or a file, is tried before the registered families. Raises ValueError for an unknown family, for
+    an unsupported option, and for a missing field.
     """
     key = family_key(values.get("model_type"), also=family)
     if key is None:
@@ -335,7 +335,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
 
 
 def vision_parameters(values: Values) -> int:
-    """Counts a Qwen3-VL vision tower: patches, positions, blocks and the projector."""
+    """Counts the parameters of a Qwen3-VL vision tower: patches, positions, blocks and the projector."""
     hidden, wide = values["hidden_size"], values["intermediate_size"]
     patch = values["in_channels"] * values["temporal_patch_size"] * values["patch_size"] ** 2
     block = 4 * hidden + 4 * hidden * hidden + 4 * hidden + 2 * hidden * wide + wide + hidden
@@ -349,7 +349,7 @@ def vision_parameters(values: Values) -> int:
 
 
 def projector_parameters(values: Values) -> int:
-    """Counts the mergers of a Qwen3-VL vision tower; the first normalizes patches, those of deepstack merged ones."""
+    """Counts a Qwen3-VL tower's mergers; the first normalizes patches, the deepstack mergers merged patches."""
     hidden, out = values["hidden_size"], values["out_hidden_size"]
     merged = hidden * values["spatial_merge_size"] ** 2
     merger = merged * merged + merged + merged * out + out

@@ -1,4 +1,4 @@
-"""Places a run on machines: GPUs and nodes of its roles, encode workers, the towers' passes, engines that may come."""
+"""Places a run on machines: GPUs and nodes of roles, encode workers, towers on ranks, and room for further engines."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which th
 class Place:
     """Holds the GPUs of one rank or engine.
 
-    ``name`` is that of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
-    ``coordinates`` are those of a trainer rank in its parallel layout.
+    ``name`` is the name of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
+    ``coordinates`` are the position of a trainer rank in its parallel layout.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Place:
 
 
 def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
-    """Maps each role that holds a model to its number of GPUs. Time-sharing roles have all GPUs each."""
+    """Maps each role that holds a model to its number of GPUs. With mode=colocate each role has all GPUs."""
     placement = config.placement
     if config.mode.name is ModeName.colocate:
         return dict.fromkeys(needed_roles(config, roles), placement.nodes * placement.gpus_per_node)
@@ -77,9 +77,9 @@ def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
 
 
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
-    """Returns one sentence for each rank or engine that has no GPU.
+    """Yields one sentence for each fault of the placement, such as a role without GPUs.
 
-    What the layouts must divide has been checked before.
+    The sizes that layouts must divide have been checked before.
     """
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
@@ -198,7 +198,7 @@ SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less
 UNSEEN = (
     "placement=gpu: Relax has run on one GPU alone, with a trainer of a tiny model and the embedded engine. Several "
     "GPUs, SGLang on a GPU, the weights on their way to it and recovery on GPUs have been tested on CPU cores alone, "
-    "and the plan's memory figures for a GPU are assumptions. "
+    "and the plan's memory numbers for a GPU are assumptions. "
     "Begin with a few steps of a small model, and watch its memory and the log-prob gap of engine and trainer."
 )
 _ASK_TORCH = """
@@ -214,7 +214,7 @@ class FoundGpus:
     """Describes the GPUs of this machine.
 
     ``device_files`` are the drivers' files in /dev. ``sizes`` are the bytes of memory of each GPU that torch can use.
-    ``torch`` is its version, or why it could not be asked; it is empty if no driver was found.
+    ``torch`` is its version, or the reason why it gave no answer; it is empty if no driver was found.
     """
 
     device_files: Sequence[str] = ()
@@ -223,7 +223,7 @@ class FoundGpus:
 
 
 def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
-    """Looks for the drivers' files below ``devices``; if there are any, asks torch in a process of its own."""
+    """Looks for the drivers' files below ``devices``; if there are any, queries torch in a separate process."""
     files = device_files(devices)
     if not files:
         return FoundGpus()
@@ -246,7 +246,7 @@ def device_files(devices: Path = Path("/dev")) -> list[str]:
 
 
 def gpu_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what keeps a start on GPUs from working, as far as this machine can tell.
+    """Yields the problems of a start on GPUs that this machine can detect.
 
     The GPUs of a joined Ray cluster are counted once it is joined, by
     `relax_core.roles.process_placement.cluster_fault`.
@@ -259,7 +259,7 @@ def gpu_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[NotYet]:
-    """Returns what this machine lacks for a run with its own Ray. Such a run can still be planned."""
+    """Yields the missing GPUs of this machine for a run with its own Ray. Such a run can still be planned."""
     wanted = f"placement.gpus_per_node={placement.gpus_per_node}"
     have = len(found.sizes)
     if placement.nodes > 1 and found.device_files:
@@ -293,9 +293,9 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeNode:
-    """Is one node on which media are encoded: its workers, their memory, and the items that they share, in bytes.
+    """Holds a node that encodes media: its workers, their memory, and the items that they share, in bytes.
 
-    ``cores`` and ``memory`` are those of the node, None where only a Ray that runs already knows them.
+    ``cores`` and ``memory`` are those of the node, None if only a running Ray cluster knows them.
     """
 
     number: int
@@ -308,7 +308,7 @@ class EncodeNode:
 
     @property
     def words(self) -> str:
-        """Returns what is placed there, for the plan."""
+        """Returns the plan's sentences about the node."""
         of_cores = "" if self.cores is None else f" on {plural(self.cores, 'core')}"
         of_memory = "" if self.memory is None else f" of {self.memory / GIB:.1f} GiB"
         return (
@@ -318,7 +318,7 @@ class EncodeNode:
         )
 
     def faults(self) -> Iterator[str]:
-        """Yields what the node lacks: a core for each encode worker, or memory."""
+        """Yields a sentence if the node lacks a core for each encode worker, and if it lacks memory."""
         fits = "Use a smaller modality.workers or fewer rollout.workers."
         here = f"modality.workers={self.workers // self.rollouts}: node {self.number} has "
         here += f"{plural(self.rollouts, 'rollout worker')}, so {plural(self.workers, 'encode worker')}"
@@ -334,7 +334,7 @@ class EncodeNode:
 def encode_nodes(
     config: RelaxConfig, roles: Mapping[str, int], work: Workload, *, data_rows: int | None
 ) -> list[EncodeNode]:
-    """Returns the nodes on which rollout workers, and therefore their encode workers, run; none for a run on text.
+    """Returns the nodes on which rollout workers, and therefore their encode workers, run; none for a text-only run.
 
     Rollout workers are spread over all nodes, node 0 first (`relax_core.roles.process_placement.node_options`).
     """
@@ -390,7 +390,7 @@ OF_ENGINES = ("engine", "owner of an engine")  # holders of the plan
 
 
 def engine_room(config: RelaxConfig, memory: Sequence[Holder], *, here: bool) -> EngineRoom | None:
-    """Returns what a further engine takes, None if the run starts none while it trains.
+    """Returns the resources of a further engine, None if the run starts none during training.
 
     ``memory`` is that of the plan, and ``here`` says that the run has no other machine.
     """
@@ -406,7 +406,7 @@ def engine_room(config: RelaxConfig, memory: Sequence[Holder], *, here: bool) ->
 
 
 def room_words(config: RelaxConfig, room: EngineRoom | None, *, free: int | None) -> Iterator[str]:
-    """Yields what is planned for engines that come and go; ``free`` is this machine's free memory in bytes."""
+    """Yields sentences about engines that are added and removed; ``free`` is this machine's free memory in bytes."""
     if config.gateway.name == "none":
         return
     limits = limits_of(config)
@@ -424,7 +424,7 @@ def room_words(config: RelaxConfig, room: EngineRoom | None, *, free: int | None
     left = "" if free is None else f" of {free / GIB:.1f} GiB that are free"
     cores = "" if room.machine_cores is None else f" of this machine's {room.machine_cores}"
     yield (
-        f"each engine that comes takes {room.engine_bytes / GIB:.1f} GiB{left}, and "
+        f"each added engine takes {room.engine_bytes / GIB:.1f} GiB{left}, and "
         f"{plural(room.engine_cores, 'core')}{cores}"
     )
     if config.engine.autoscaler.enabled:
@@ -436,16 +436,16 @@ def room_words(config: RelaxConfig, room: EngineRoom | None, *, free: int | None
         )
 
 
-UNBALANCED = 1.1  # a way is proposed if the slowest stage takes so many times as long as with it
-AS_GOOD = 1.02  # ways whose times are that near to each other are equally good, and the first one is proposed
+UNBALANCED = 1.1  # a way is proposed if the configured slowest stage takes more than this times as long
+AS_GOOD = 1.02  # ways with times within this factor are equally good, and the first of them is proposed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerWay:
-    """Is a way to pass the towers: the settings of `parallel` that it changes, and what it costs.
+    """Holds a way to distribute the towers' work over ranks: its settings of `parallel` and its costs.
 
-    ``time`` is that of the slowest stage, over the time that each rank would take if all had equal work. ``size`` is
-    the peak of the trainer's fullest rank, in bytes.
+    ``time`` is the time of the slowest stage, divided by the time of a rank if all had equal work. ``size`` is the peak
+    of the trainer's fullest rank, in bytes.
     """
 
     parallel: ParallelConfig
@@ -463,7 +463,7 @@ class TowerWay:
 def way_words(
     config: RelaxConfig, work: Workload, model: ModelDimensions, *, peak: Callable[[RelaxConfig], int]
 ) -> Iterator[str]:
-    """Yields the ways of a model with towers on several tensor-, context- or pipeline-parallel ranks.
+    """Yields sentences about the ways of a model with towers on several tensor-, context- or pipeline-parallel ranks.
 
     ``peak`` returns the bytes of the trainer's fullest rank for a configuration. A way that is clearly faster than the
     configured one is proposed.
@@ -483,14 +483,14 @@ def way_words(
         yield f"The towers unbalance the ranks. Set {best.settings}."
     if one.shard_media and find_engine(config.engine.name).deals_items and config.engine.tp > 1:
         audio = "audio" in model.towers
-        splits = "splits the towers of a model that hears over its GPUs" if audio else "deals images to its GPUs, too"
+        splits = "splits the towers of an audio model over its GPUs" if audio else "deals images to its GPUs, too"
         yield f"engine={config.engine.name} {splits}{'' if audio else ' (--mm-enable-dp-encoder)'}."
 
 
 def _changes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> Iterator[dict[str, Any]]:
-    """Yields the settings of each way: whole or dealt, as many layers as the other stages or the best number of fewer.
+    """Yields the settings of each way: towers on all ranks or sharded, and the first stage with equal or fewer layers.
 
-    The configured number of layers is among them.
+    Of the smaller numbers of layers, it is the configured number or else the fastest.
     """
     one = config.parallel
     sizes = [
@@ -523,7 +523,7 @@ def _way(
 
 
 def slowest_stage(parallel: ParallelConfig, work: Workload, model: ModelDimensions, *, towers: float) -> float:
-    """Returns the time of the slowest stage over that of a rank with an equal share of a micro-batch's products.
+    """Returns the time of the slowest stage, divided by that of a rank with an equal share of a micro-batch's products.
 
     ``towers`` is the towers' share of the products. The embedding and the output layer do not count.
     """

@@ -1,4 +1,4 @@
-"""Makes the prompts of a run before it runs, with its tokenizer and the room that a prompt has in the context."""
+"""Makes the prompts of a run before its start, with its tokenizer, the limit of a prompt, and the headers of media."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin a
 
 
 def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> PromptMaker | None:
-    """Returns a function from a data row to its prompt, or None if there is no usable model yet.
+    """Returns the maker of prompts from data rows, or None if there is no usable model yet.
 
-    The result is also None for an environment with turns, whose episodes make their own prompts. ``headers`` keeps what
-    it reads of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be used, such as
-    one that leaves out the tools of the environment.
+    The result is also None for agents and environments with turns, whose episodes make their own prompts. ``headers``
+    keeps the headers of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be used,
+    such as a template that leaves out the tools of the environment.
     """
     tokenizer = _tokenizer(config)
     env = find_env(config.env.name)
@@ -78,7 +78,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
 
 
 def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
-    """Returns how many rows an item has at most, by the limits of `modality`."""
+    """Returns the maximum number of rows of an item, by the limits of `modality`."""
     if config.data.task in MEDIA_ROWS:
         return MEDIA_ROWS[config.data.task]
     modality = config.modality
@@ -92,9 +92,10 @@ def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
 
 
 class ItemHeaders:
-    """Says by its header what a source becomes: the first `HEADERS` sources; of later ones the most rows seen.
+    """Reads the headers of sources and plans their items.
 
-    Without the files of a model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
+    Only the first `HEADERS` sources are read; a later source counts with the most rows of those. Without the files of a
+    model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
     """
 
     tokenize: Callable[[str], Sequence[int]] | None = None
@@ -109,7 +110,7 @@ class ItemHeaders:
             self._tower, self._audio = _towers(config)
 
     def rows(self, source: MediaSource) -> int:
-        """Returns the rows of a source, or as many as it may have.
+        """Returns the rows of a source, or an estimate if its header is not read.
 
         Raises `MediaError` if its header shows that it cannot be used.
         """
@@ -124,7 +125,7 @@ class ItemHeaders:
         return item.rows
 
     def item(self, source: MediaSource) -> PlannedItem | None:
-        """Returns what a source becomes, or None if it cannot be used or the model has no files yet."""
+        """Returns the planned item of a source, or None if it cannot be used or the model has no files yet."""
         item = None if self._tower is None else self._read(source, self._tower)
         return None if isinstance(item, MediaError) else item
 
@@ -152,7 +153,7 @@ def _key(source: MediaSource) -> str:
 
 
 def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | None]:
-    """Returns the settings for what is seen and for what is heard, None where the model has no files yet."""
+    """Returns the settings for vision and for audio, None if the model has no files yet or not this input."""
     try:
         if config.model.path is not None:
             model = folder_architecture(Path(config.model.path), also=config.model.family)
@@ -174,15 +175,15 @@ def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | 
 def prompt_room(config: RelaxConfig) -> int:
     """Returns the largest number of tokens of a prompt.
 
-    It is what the context leaves beside the response, or what the model's positions leave if the context is not derived
-    yet, and unbounded if these are unknown.
+    It is the context length, or the number of the model's positions if the context is not derived yet, minus the
+    response. It is unbounded if these are unknown.
     """
     context = config.engine.context_length if config.engine.context_length is not None else positions(config)
     return sys.maxsize if context is None else context - config.rollout.max_new_tokens
 
 
 def positions(config: RelaxConfig) -> int | None:
-    """Returns the most tokens that the model takes, or None if unknown or if another check refuses it."""
+    """Returns the number of the model's positions, or None if it is unknown or another check refuses the model."""
     model = config.model
     if model.builtin is not None:
         return MAX_POSITIONS
@@ -196,7 +197,7 @@ def positions(config: RelaxConfig) -> int | None:
 
 
 def stop_words(config: RelaxConfig) -> Iterator[str]:
-    """Warns of a chat template of model.path that ends an answer with no token or string that stops one."""
+    """Yields a warning if the chat template of model.path ends an answer without a stop token or stop string."""
     try:
         tokenizer = None if config.model.path is None else _tokenizer(config)
     except ValueError:  # the check of the model reports it

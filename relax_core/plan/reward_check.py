@@ -25,16 +25,16 @@ from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.rewards.reward_audit import audited_rows
 from relax_core.rollout.trial.reward_trial import Audited, audit_in_child
 
-ROWS = 24  # that are looked at before a run; relax check-reward takes more
-LIMIT_S = 8.0  # after which no further row is begun
-NAMED = 3  # families of wrong answers
+ROWS = 24  # rows that are checked before a run; relax check-reward checks more
+LIMIT_S = 8.0  # no further row is started after this time
+NAMED = 3  # families of wrong answers that a note names
 NOT_CHECKED = "The reward was not checked for wrong answers that it awards:"
 _MOST_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCheck:
-    """Holds what a user should know of the reward before the start; ``refused`` says why the run cannot start."""
+    """Holds notes for the user about the reward; ``refused`` is the reason why the run cannot start."""
 
     notes: Sequence[str] = ()
     refused: str | None = None
@@ -43,7 +43,7 @@ class RewardCheck:
 def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
     """Returns the result of the check, from the cache if this reward was checked on these rows before.
 
-    A reward that cannot be checked gets a note that says why. A reward that scores the turns of an environment has
+    A reward that cannot be checked gets a note with the reason. A reward that scores the turns of an environment has
     nothing to check.
     """
     reward = config.reward
@@ -59,7 +59,7 @@ def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
     if not above:
         return RewardCheck()
     named = [f"{name} ({share:.0%} of {found.rows} rows): {worst}" for name, (share, worst) in above.items()]
-    fix = "Use a stricter reward; relax check-reward with the same words shows all families (docs/rewards.md)."
+    fix = "Use a stricter reward; relax check-reward with the same arguments shows all families (docs/rewards.md)."
     if reward.audit == REFUSE:
         text = f"reward.audit=refuse: reward={reward.name} awards wrong answers, which a model learns. "
         return RewardCheck(refused=f"{text}{'; '.join(named[:NAMED])}. {fix}")
@@ -77,7 +77,7 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
     known = RewardChoice(find_reward(config.reward.name), config.reward).known()
     asking = [one.label for one in known if one.spec.is_async]
     if asking:
-        return Audited(why_not=f"reward={asking[0]} asks a server: relax check-reward checks it if it is up.")
+        return Audited(why_not=f"reward={asking[0]} queries a server: relax check-reward checks it if it is up.")
     found = audit_in_child(config.reward, rows, workers=config.rollout.reward_workers, limit_s=LIMIT_S)
     if found.crashed:
         return found

@@ -34,7 +34,7 @@ def _threads(config: RelaxConfig) -> int:
 
 
 def is_large(config: RelaxConfig) -> bool:
-    """Is True for a model of which a second thread computes faster; False for one that another check refuses."""
+    """Returns whether a second thread makes the model faster; False for a model that another check refuses."""
     if config.model.builtin is not None:  # tiny
         return False
     try:

@@ -12,7 +12,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.roles.process_placement import worker_group_layouts
 from relax_core.train.parallel_layout import FORWARD_ROLES, world_size
 
-# What only training reads, beside all keys of `optimizer`.
+# Keys that only training reads, in addition to all keys of `optimizer`.
 _TRAINING = (
     "mode",
     "resume",
@@ -26,10 +26,10 @@ _TRAINING = (
 
 
 def unused_keys(config: RelaxConfig) -> Iterator[str]:
-    """Yields "key: why" for a validated configuration."""
+    """Yields "keys: reason" for settings of a validated configuration that nothing reads."""
     algo: Any = config.algo
     if getattr(algo, "kl_coef", None) == 0.0:
-        yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 asks for no reference model"
+        yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 uses no reference model"
     if getattr(algo, "aggregation", None) in ("token_mean", "seq_mean_token_mean"):
         yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
     if getattr(algo, "credit", None) == "episode":
@@ -45,7 +45,7 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
         yield "data.size: a file has the rows that it has"
     yield from _unread_layouts(config)
     if config.model.path is not None and config.model.shape is not None:
-        yield "model.shape: model.path has dimensions of its own"
+        yield "model.shape: model.path has its own dimensions"
 
 
 def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
 def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
     parallel = config.parallel
     if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
-        yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 there is nobody to share with"
+        yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 there are no ranks to share with"
     if not set(FORWARD_ROLES) & set(worker_group_layouts(config)) and world_size(parallel.forward) > 1:
         yield "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference"
 

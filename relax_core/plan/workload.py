@@ -23,7 +23,7 @@ from relax_core.plan.model_dimensions import ModelDimensions, PatchCost
 from relax_core.registry import find_env
 
 _LOOKED_AT = 256  # rows of the data that are read
-_TEMPLATE_TOKENS = 8  # characters that a chat template adds around one message
+_TEMPLATE_TOKENS = 8  # tokens that a chat template adds around one message
 _CHARACTERS_A_TOKEN = (
     3  # characters of a token of a real vocabulary, a low estimate; a small vocabulary has a token for each character
 )
@@ -34,8 +34,8 @@ _SMALL_VOCABULARY = 1000
 class Workload:
     """Holds the sizes of a step.
 
-    ``prompt_source`` says where the length of the prompt comes from. ``observed_tokens`` are those that an environment
-    of several turns adds to an episode at most.
+    ``prompt_source`` is the source of the prompt's length, as text. ``observed_tokens`` is the maximum number of tokens
+    that an environment of several turns adds to an episode.
 
     Rows are token rows that the trainer computes: the prompt once, and each response without its last token.
     ``group_rows`` are those of a whole group, ``episode_rows`` those of a single episode. ``busy_ranks`` is the number
@@ -43,9 +43,9 @@ class Workload:
     are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch over all ranks, 0 if
     a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one pass over the step.
     ``repeated_share`` is the largest share of all computed rows that are repeated prompts. ``media`` describes the
-    media of a prompt, None for a run on text; a micro-batch counts the work of the towers for them, too.
-    ``mean_prompt_tokens`` has their rows on average instead of the most, and ``media_prompts`` is how many such prompts
-    a micro-batch has on one rank.
+    media of a prompt, None for a text-only run; a micro-batch counts the work of the towers for them, too.
+    ``mean_prompt_tokens`` are the tokens of a prompt with the mean instead of the maximum number of media rows, and
+    ``media_prompts`` is the number of such prompts in a micro-batch on one rank.
     """
 
     prompt_tokens: int
@@ -73,7 +73,7 @@ class Workload:
 def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: int = 0) -> Workload:
     """Returns the sizes of a step for a validated configuration. Without rows, all of a prompt counts as images.
 
-    ``state_tokens`` is what a sample takes of engine.max_total_tokens beside its own tokens.
+    ``state_tokens`` is a sample's share of engine.max_total_tokens in addition to its own tokens.
     """
     prompt, source = _prompt_tokens(config, vocabulary=model.vocabulary)
     media = None if model.patches is None else _prompt_media(config, model.patches, prompt=prompt)
@@ -125,7 +125,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
 
 
 def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
-    """Returns how many tokens an environment adds behind the first response, at most what the context has room for."""
+    """Returns the maximum number of tokens that an environment adds after the first response, within the context."""
     spec = find_env(config.env.name)
     if not spec.has_turns:
         return 0
@@ -137,10 +137,10 @@ def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedUpdate:
-    """Says how the groups of one update become micro-batches if all are equally long.
+    """Holds the division of one update's groups into micro-batches if all groups are equally long.
 
-    ``groups_together`` and ``group_pieces`` are as in `Workload`; ``repeated_prompts`` is the largest number of prompts
-    that are computed once more.
+    ``groups_together`` and ``group_pieces`` are as in `Workload`; ``repeated_prompts`` is the largest number of
+    repeated prompt computations.
     """
 
     groups_together: int
@@ -207,7 +207,7 @@ def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ra
 
 
 def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
-    """Returns the tokens of a long prompt, at most what the context leaves beside the response, and their source."""
+    """Returns the tokens of a long prompt, at most the context without the response, and their source."""
     room = config.engine.context_tokens - config.rollout.max_new_tokens
     data = config.data
     if data.task is not None:
@@ -233,7 +233,7 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
 
 
 def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> PromptMedia | None:
-    """Returns what the checked rows show, or else a prompt that is one image as large as the limits allow."""
+    """Returns the media of the checked rows, or else of a prompt that is one image as large as the limits allow."""
     if not media_kinds(config):
         return None
     has_rows = config.data.task is not None or are_rows_named(config.data)
@@ -259,7 +259,7 @@ def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> Pr
 
 
 def _mean_prompt(config: RelaxConfig, media: PromptMedia | None, *, prompt: int) -> int:
-    """Returns the tokens of a prompt with as many media rows as one has on average."""
+    """Returns the tokens of a prompt with the mean number of media rows."""
     if media is None:
         return prompt
     counted = generated.MEDIA_ROWS.get(config.data.task or "", media.most_rows)

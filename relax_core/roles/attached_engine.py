@@ -1,8 +1,8 @@
-"""The owner of an engine that the run attaches to; it sends weights, and neither starts nor ends the engine.
+"""The owner of an attached engine (an external server): it sends weights, and neither starts nor ends the engine.
 
-One run at a time holds such a server, because two would replace each other's weights. The mark is a locked file in the
-user's cache folder, which the kernel unlocks when the process that holds it exits. Runs of other users, and on machines
-that do not share this folder, do not see it.
+A lock file in the user's cache folder reserves such a server for one run, because two runs would replace each other's
+weights. The kernel releases the lock when its process exits. Runs of other users, and runs on machines that do not
+share this folder, do not detect the lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relax_core.roles.role_context import RunContext
 from relax_core.weights.version_copy import reading_copy
 from relax_core.weights.version_folder import reading
 
-WAIT_S = 10.0  # how long a process of the same run that was killed may still hold it
+WAIT_S = 10.0  # a killed process of the same run may still hold the lock for this time
 RETRY_S = 0.1
 
 
@@ -40,7 +40,7 @@ def marks_folder() -> Path:
 def held_server(url: str, *, run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """Holds the server at ``url`` for the run in ``run_dir`` while the block runs.
 
-    Raises EngineError, which names the run that has it, if another process holds it for ``wait_s`` seconds.
+    Raises EngineError, which names the holding run, if another process holds the server for ``wait_s`` seconds.
     """
     parts = urlsplit(url)
     path = marks_folder() / f"{parts.hostname}-{parts.port}"
@@ -50,7 +50,7 @@ def held_server(url: str, *, run_dir: Path, wait_s: float = WAIT_S) -> Iterator[
         if time.monotonic() > deadline:
             holder = _holder(path) or "another folder"
             raise EngineError(
-                f"engine {url}: the run in {holder} holds this server. Take it out there, or name another one."
+                f"engine {url}: the run in {holder} holds this server. Remove it from that run, or use another server."
             )
         time.sleep(RETRY_S)
     with mark:
@@ -91,17 +91,17 @@ def _holder(path: Path) -> str:
         return ""
 
 
-LOST_AFTER_S = 30.0  # a server that joined and does not answer for so long is taken out
-LEAVE_S = 5.0  # how long an engine that leaves may take to forget its weights
+LOST_AFTER_S = 30.0  # a joined server that does not answer for this time is removed
+LEAVE_S = 5.0  # time limit for a leaving engine to forget its weights
 
 
 class AttachedEngineOwner(EngineOwner):
-    """Owns the engine at ``engine.urls[rank]``, or one that joined a run under way by its address.
+    """Owns the engine at ``engine.urls[rank]``, or an engine that joined the running run by its URL.
 
-    If an engine of the start does not answer, the owner waits until the user has restarted it. One that joined is lost
-    after `LOST_AFTER_S` seconds; when it leaves, it goes on running and forgets its weights. An engine
-    gets the newest weights before it gets prompts. One that joined a run with engines of its own gets all its weights
-    from here, from a copy in the run's folder if the run publishes in its machine's memory.
+    If an engine of ``engine.urls`` does not answer, the owner waits until the user has restarted it. A joined engine is
+    lost after `LOST_AFTER_S` seconds; when it leaves, it keeps running and forgets its weights. An engine gets the
+    newest weights before it gets prompts. In a run with its own engines, this owner sends all weights to a joined
+    engine, from a copy in the run's folder if the run publishes in its machine's memory.
     """
 
     def media_node(self) -> str:
@@ -135,7 +135,7 @@ class AttachedEngineOwner(EngineOwner):
         self._url = url
         client = engine_client(self.context, url, attached=True)
         attach = find_engine(engine.name).attach
-        assert attach is not None, "engine.urls is a key of kinds of engine with attach only"
+        assert attach is not None, "only kinds of engine with attach have engine.urls"
         attach(client, engine.start_timeout_s, self.context.config.rollout)
         if joined and (problem := fit_problem(client.server_info(), engine_needs(self.context))) is not None:
             raise EngineError(f"engine {url}: {problem}")
@@ -154,11 +154,11 @@ class AttachedEngineOwner(EngineOwner):
                 self.set_state("waiting", str(error))
             self._stopping.wait(WATCH_S)
         if joined:
-            with suppress(EngineError):  # it may have ended; whoever takes it next attaches to it anew
+            with suppress(EngineError):  # it may have ended; the next run attaches to it again
                 attach(client, LEAVE_S, self.context.config.rollout)
 
 
-# -- Compares what a server of somebody else was started with with what the run asks of its engines -------------------
+# -- Compares the start settings of an external server with the run's needs -------------------------------------------
 
 # Names of the settings in the answer of /server_info: those of SGLang, then those of the embedded engine.
 SLOTS = ("max_running_requests", "max_running_samples")
@@ -167,10 +167,10 @@ TOKENS = ("max_total_num_tokens", "max_total_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineNeeds:
-    """Holds what the run asks of each engine.
+    """Holds the run's requirements for each engine.
 
-    ``vocabulary`` is the size of the model's. ``sample_tokens`` is the largest number of prompt and response tokens of
-    one sample, and ``slots`` the number of samples of a group, which an engine decodes together.
+    ``vocabulary`` is the size of the model's vocabulary. ``sample_tokens`` is the largest number of prompt and response
+    tokens of one sample, and ``slots`` the number of samples of a group, which an engine decodes together.
     """
 
     vocabulary: int
@@ -179,7 +179,7 @@ class EngineNeeds:
 
 
 def engine_needs(context: RunContext) -> EngineNeeds:
-    """Returns what this run asks of each engine."""
+    """Returns this run's requirements for each engine."""
     return EngineNeeds(
         vocabulary=language_values(read_hf_config(context.model_folder))["vocab_size"],
         sample_tokens=context.config.engine.context_tokens,
@@ -188,10 +188,10 @@ def engine_needs(context: RunContext) -> EngineNeeds:
 
 
 def fit_problem(info: Mapping[str, Any], needs: EngineNeeds) -> str | None:
-    """Returns why a server cannot do what the run asks of it, or None.
+    """Returns the reason why a server does not meet the run's requirements, or None.
 
-    ``info`` are the settings that it was started with. What it does not tell is not compared here; the probe finds
-    another vocabulary, too.
+    ``info`` holds the server's start settings. Missing settings are not compared; the probe detects another vocabulary,
+    too.
     """
     vocabulary = _vocabulary(info)
     if vocabulary is not None and vocabulary != needs.vocabulary:
@@ -216,6 +216,6 @@ def _least(info: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _vocabulary(info: Mapping[str, Any]) -> int | None:
-    """Returns the size of the vocabulary of the server's model, or None where its folder cannot be seen from here."""
+    """Returns the vocabulary size of the server's model, or None if its folder is not on this machine."""
     folder = Path(str(info.get("model_path", "")))
     return int(language_values(read_hf_config(folder))["vocab_size"]) if has_hf_config(folder) else None

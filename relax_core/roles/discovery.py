@@ -43,5 +43,5 @@ def _connect(what: str, connect: Callable[[], T], *, timeout_s: float) -> T:
             return connect()
         except ValueError as error:  # no actor of that name yet
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} was not there within {timeout_s:.0f} s: {error}") from error
+                raise TimeoutError(f"{what} was not found within {timeout_s:.0f} s: {error}") from error
             time.sleep(RETRY_S)

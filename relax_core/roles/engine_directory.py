@@ -37,7 +37,7 @@ def engine_client(
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     control_timeout_s: float = SYNC_TIMEOUT_S,
 ) -> EngineClient:
-    """Returns a client with the run's token and deadlines; one with ``attached`` has the key of others' servers.
+    """Returns a client with the run's token and deadlines; with ``attached`` it has the external servers' token.
 
     ``model_folder`` is that of a teacher's model; the default is the run's.
     """
@@ -55,18 +55,17 @@ def engine_client(
 
 
 def member_list(context: RunContext) -> MemberList:
-    """Returns what reads the list of the engines that sample."""
+    """Returns the reader of the list of sampling engines."""
     return MemberList(context.weights_folder, count=context.config.engine.count)
 
 
 class EngineDirectory:
     """Holds clients of the run's engines, by number.
 
-    Addresses come from the engines' owners, which may restart: ask again for an engine that stopped answering. Some
-    methods are about the engines to which the trainer pushes its weights; servers that joined a run with engines of its
-    own get them from their owners. ``role``
-    is the role of the owners, by default the engines that sample. ``model_folders`` are those of the models that the
-    engines serve, by default the run's.
+    Addresses come from the engines' owners, which may restart: request the address again if an engine stops answering.
+    `reachable` and `left` cover only engines that get the trainer's weight pushes; servers that joined a run with its
+    own engines get the weights from their owners. ``role`` is the role of the owners, by default that of the sampling
+    engines. ``model_folders`` are those of the models that the engines serve, by default the run's.
     """
 
     def __init__(self, context: RunContext, *, role: str = ENGINE, model_folders: Sequence[Path] | None = None) -> None:
@@ -75,9 +74,9 @@ class EngineDirectory:
         self._folders = model_folders
         self._members = member_list(context) if role == ENGINE else None
         self._clients: dict[int, EngineClient] = {}
-        self._urls: dict[int, str] = {}  # of the clients that there are or were
+        self._urls: dict[int, str] = {}  # of current and former clients
         self._left: list[str] = []  # addresses of engines that have left since the last `left`
-        self._asked: dict[int, Any] = {}  # engine → the reference of its owner's answer
+        self._asked: dict[int, Any] = {}  # engine → the Ray reference of its owner's pending answer
         self._lock = threading.Lock()  # serialises `reachable`
         self._connecting: dict[int, threading.Lock] = defaultdict(threading.Lock)  # so that an engine has one client
 
@@ -97,7 +96,7 @@ class EngineDirectory:
         self._clients[engine] = self._new_client(engine, url)
 
     def _ask(self, engine: int, *, timeout_s: float) -> Any:
-        """Asks the engine's owner for its address and returns a Ray reference; raises ValueError without an owner."""
+        """Requests the engine's address from its owner, as a Ray reference; raises ValueError without an owner."""
         owner: Any = ray.get_actor(worker_name(self._role, engine), namespace=self._context.namespace)
         return owner.endpoint.remote(timeout_s)
 
@@ -116,10 +115,10 @@ class EngineDirectory:
         return range(len(self._folders or ()))
 
     def reachable(self) -> list[EngineClient]:
-        """Returns clients of the engines that are up and get the trainer's pushes, without those that still join.
+        """Returns clients of the running engines that get the trainer's pushes, without engines that still join.
 
-        The owners of engines without a known address are asked for it. A silent owner is waited for once, for
-        `OWNER_S`, and its answer is used when it arrives.
+        Missing addresses are requested from the engines' owners. The call waits for a silent owner once, for `OWNER_S`
+        seconds, and its answer is used when it arrives.
         """
         with self._lock:
             asked: dict[int, Any] = {}
@@ -140,7 +139,7 @@ class EngineDirectory:
             return [self._clients[engine] for engine in sorted(self._clients)]
 
     def _leave(self, engine: int) -> None:
-        """Closes the client of an engine that has left, after its call that is in progress."""
+        """Closes the client of an engine that has left, after the call in progress."""
         client = self._clients.pop(engine, None)
         if (url := self._urls.pop(engine, None)) is not None:
             self._left.append(url)
@@ -149,7 +148,7 @@ class EngineDirectory:
             threading.Thread(target=client.close, name=f"close {client.url}", daemon=True).start()
 
     def left(self) -> list[str]:
-        """Returns the addresses of the engines that `reachable` has found to have left since the last call."""
+        """Returns the addresses of engines that left, as noticed by `reachable` since the last call of `left`."""
         with self._lock:
             left, self._left = self._left, []
             return left
@@ -162,7 +161,7 @@ class EngineDirectory:
         self._left.clear()
 
     async def client_async(self, engine: int, refresh: bool) -> EngineClient:
-        """Returns an engine's client without blocking the event loop; ``refresh`` asks for the address again."""
+        """Returns an engine's client without blocking the event loop; ``refresh`` requests the address again."""
         if refresh:
             self._clients.pop(engine, None)
         if engine in self._clients:
@@ -170,7 +169,7 @@ class EngineDirectory:
         return await asyncio.to_thread(self.client, engine)
 
     async def report_malformed(self, engine: int, why: str) -> None:
-        """Asks the owner to start its engine again; ``why`` says which reply does not follow the protocol."""
+        """Requests a restart of the engine from its owner; ``why`` describes the reply that violates the protocol."""
 
         def report() -> None:
             with suppress(ValueError):  # the owner has ended
@@ -185,10 +184,10 @@ class EngineDirectory:
 
 
 class EngineMedia:
-    """Brings the items of requests to the node of the engine that gets them.
+    """Brings the media items of requests to the engine's node.
 
     ``find_bus`` returns the run's bus, and ``role`` is that of the engines' owners. An engine process has no Ray, so
-    its clients ask the bus before they ask the engine.
+    its clients call the bus before they call the engine.
     """
 
     def __init__(self, context: RunContext, find_bus: Callable[[], RayBus], *, role: str) -> None:
@@ -204,7 +203,8 @@ class EngineMedia:
     def bring(self, engine: int, url: str, media: Sequence[Media]) -> None:
         """Waits until the engine at ``url`` has these items.
 
-        Raises EngineUnreachable if its owner does not answer, and what `relax_core.contracts.bus.Bus.bring_media` does.
+        Raises EngineUnreachable if its owner does not answer, and the errors of
+        `relax_core.contracts.bus.Bus.bring_media`.
         """
         timeout_s = CALL_TIMEOUT_S
         if media and (node_id := self._node(engine, url, timeout_s=timeout_s)):
@@ -223,7 +223,7 @@ class EngineMedia:
 
 
 def engine_media(context: RunContext, *, role: str = "engine") -> EngineMedia | None:
-    """Returns what brings items to the engines, or None if every engine reads the folder in which they are written.
+    """Returns the transfer of items to the engines, or None if every engine reads the folder of the items.
 
     It finds the bus when the first item is brought, because the bus may start later.
     """

@@ -1,4 +1,4 @@
-"""The owner of one engine process starts it, watches it and gives it the newest attested weights.
+"""The owner of one engine process: starts it, monitors it and sends it the newest attested weights.
 
 If the engine dies, its successor serves nothing until it has loaded the newest published weights and their digest
 matches. If the owner dies, the engine's stdin closes and the engine ends too.
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineHealth:
-    """Asks one engine process for its health once a second, in its own thread, because the owner's calls may take long.
+    """Polls the health of one engine process every second in a thread, because the owner's calls may take long.
 
     ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` then holds the number of seconds.
     """
@@ -68,18 +68,18 @@ class EngineHealth:
         return None
 
     def _end_frozen(self, finding: Finding) -> None:
-        log.warning("%s, and is killed", finding)
+        log.warning("%s; it is killed", finding)
         self._kill()
 
 
 def how_it_ended(code: int, *, frozen_s: float | None) -> str:
-    """Returns how a process with this exit code ended, as a predicate; negative exit codes are signals."""
+    """Returns a predicate for the end of a process with this exit code; negative exit codes are signals."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return how if frozen_s is None else f"froze (no answer for {frozen_s:.0f} s) and {how}"
 
 
-WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
-LOAD_S = 1.0  # how often it asks for the load
+WATCH_S = 0.25  # interval of the owner's checks, and the longest delay until a new engine gets weights
+LOAD_S = 1.0  # interval of load requests
 
 
 class WeightReconciler:
@@ -125,19 +125,20 @@ class WeightReconciler:
 
 
 class LoadMeter:
-    """Asks an engine for its load every `LOAD_S` seconds; ``newest`` are the fields of an `EngineReport`.
+    """Requests an engine's load every `LOAD_S` seconds; ``newest`` holds fields of an `EngineReport`.
 
-    Without ``always``, an engine that does not count its decode steps is asked once: only the gateway reads its load.
+    Without ``always``, an engine that does not count its decode steps is asked only once: only the gateway reads its
+    load.
     """
 
     def __init__(self, *, always: bool) -> None:
         self.newest: dict[str, Any] = {}
         self._always, self._is_read = always, True
         self._asked = -LOAD_S
-        self._tokens: tuple[float, int] | None = None  # when it was asked, and how many tokens it had sampled
+        self._tokens: tuple[float, int] | None = None  # time of the last request, and the tokens sampled until then
 
     def measure(self, client: EngineClient, *, now: float) -> None:
-        """Asks if it is time to; an engine that does not answer has no load."""
+        """Requests the load if the interval has passed; an engine that does not answer has no load."""
         if now - self._asked < LOAD_S or not self._is_read:
             return
         self._asked = now
@@ -151,7 +152,7 @@ class LoadMeter:
             if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
                 found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
             self._tokens = now, int(count)
-        elif (rate := load.get("gen_throughput")) is not None:  # SGLang's, which it does not set back when it is idle
+        elif (rate := load.get("gen_throughput")) is not None:  # SGLang's, which it does not reset when it is idle
             found["tokens_per_s"] = float(rate) if found["running"] else 0.0
         if (share := load.get("token_usage")) is not None:
             found["cache_share"] = float(share)
@@ -172,7 +173,7 @@ class EngineOwner(Worker):
         self._address = threading.Event()
         self._url = ""
         self._serving = -1
-        self._malformed = ""  # why a client asks for another process
+        self._malformed = ""  # a client's reason for a restart
         self._meter = LoadMeter(always=context.config.gateway.name != "none")
         self._reconciler = WeightReconciler(SYNC_TIMEOUT_S)
         super().__init__(name, context)
@@ -184,7 +185,7 @@ class EngineOwner(Worker):
         return self._url
 
     def replace_engine(self, why: str) -> None:
-        """Starts the engine again, because a client cannot read its replies; ``why`` is the client's error.
+        """Restarts the engine, because a client cannot read its replies; ``why`` is the client's error.
 
         An engine that the run does not own stays as it is.
         """
@@ -198,7 +199,7 @@ class EngineOwner(Worker):
         return replace(super().status(), engine=report)
 
     def media_node(self) -> str:
-        """Returns Ray's id of the node in whose media folder the engine reads, "" if it reads in none of its own."""
+        """Returns Ray's id of the node whose media folder the engine reads, "" if it reads no such folder."""
         return node_id() if self.context.media_folder is not None else ""
 
     @property
@@ -276,10 +277,10 @@ class EngineOwner(Worker):
         return self._launch_up(process.port, process.held_port)
 
     def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
-        """Starts the engine process, and starts it again if it is lost before it answers, which counts as a restart.
+        """Starts the engine process, again if it is lost before it answers, which counts as a restart.
 
-        The first engine of a run that ends with an error, or is late, has a fault that another start would not mend:
-        then it raises `EngineStartLost`.
+        Raises `EngineStartLost` if the first start of the run exits with an error or is late, because another start
+        would not fix that.
         """
         while True:
             try:

@@ -12,7 +12,7 @@ from relax_core.weights.version_folder import PublishedUnreadable
 
 Lost = Literal["bus", "rank", "engine", "process", "time", "weights", "lease"]
 
-# Gloo raises bare RuntimeErrors. The first of these words is the path of its source files.
+# Gloo raises bare RuntimeErrors. The first of these texts is the path of its source files.
 GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
 
 
@@ -21,10 +21,10 @@ class RankLost(RuntimeError):
 
 
 def what_was_lost(error: BaseException) -> Lost | None:
-    """Returns what a worker lost if the failure is not its own, else None.
+    """Returns the kind of loss if another process caused the failure, else None.
 
     A loss means that another process has died or did not do its part in time; restarting the services repairs that. An
-    error of a role's own code would be raised again.
+    error in a role's own code would occur again.
     """
     from ray.exceptions import RayActorError
 
@@ -49,8 +49,8 @@ def what_was_lost(error: BaseException) -> Lost | None:
 def first_cause(error: BaseException) -> BaseException:
     """Returns the error that came first.
 
-    In a task group that is the first leaf, because the other tasks were cancelled after it. Of an error that came
-    through Ray it is the one that was raised in the other process.
+    In a task group that is the first leaf, because the other tasks were cancelled after it. For an error that came
+    through Ray it is the error of the other process.
     """
     from ray.exceptions import RayTaskError  # imported late, because Ray reads its token's path when it is imported
 
@@ -81,5 +81,5 @@ def is_broken_collective(error: BaseException) -> bool:
 
 
 def failure_line(error: BaseException) -> str:
-    """Returns the first cause in one line for the user; the traceback belongs into the logs."""
+    """Returns the first cause in one line for the user; the traceback belongs in the logs."""
     return plugin_words(first_cause(error))

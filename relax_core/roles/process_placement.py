@@ -1,4 +1,4 @@
-"""Says which roles a run has, how many workers each has, and where their processes run."""
+"""The roles of a run, the number of workers of each role, and the placement of their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 LOOPBACK = "127.0.0.1"
-A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that asks for no resources
+A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that requests no resources
 ENGINE_ROLES = ("engine", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"
 MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles whose workers run torch
@@ -49,7 +49,7 @@ def node_id() -> str:
 
 
 def engines_take_gpus(config: RelaxConfig) -> bool:
-    """Is True if the run's own engines use GPUs.
+    """Returns whether the run's own engines use GPUs.
 
     The embedded engine runs on CPU cores, and engines that are attached by URL have their own devices.
     """
@@ -57,7 +57,7 @@ def engines_take_gpus(config: RelaxConfig) -> bool:
 
 
 def judges_take_gpus(config: RelaxConfig) -> bool:
-    """Is True if each engine of a judge uses a GPU; the check of the judges has found one kind of engine for all."""
+    """Returns whether each judge's engine uses a GPU; the check of the judges allows only one kind of engine."""
     plan = judge_plan(config)
     kinds = set() if plan is None else {one.settings.engine for one in plan.judges.values() if one.settings.url is None}
     return config.placement.gpus_per_node > 0 and any(find_engine(kind).on_gpus for kind in kinds)
@@ -107,7 +107,7 @@ def rank_bundles(placement: PlacementConfig, ranks: int) -> list[dict[str, float
 
 
 def reserve_ranks(launcher: LauncherConfig, placement: PlacementConfig, ranks: int) -> PlacementGroup:
-    """Returns the placement group of a role's ranks: packed, and without GPUs on this node alone."""
+    """Returns the placement group of a role's ranks: packed, and without GPUs only on this node."""
     import ray
     from ray.util.placement_group import placement_group
 
@@ -128,7 +128,7 @@ def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -
 
 
 def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns why a joined Ray cannot hold the placement, or None; ``nodes`` is the result of ``ray.nodes()``."""
+    """Returns the reason why a joined Ray cannot hold the placement, or None; ``nodes`` comes from ``ray.nodes()``."""
     each = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
     enough = sum(gpus >= placement.gpus_per_node for gpus in each)
     if not placement.gpus_per_node or enough >= placement.nodes:
@@ -140,7 +140,7 @@ def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]
     )
 
 
-# -- Says which roles a run has and how many workers each role has ----------------------------------------------------
+# -- The roles of a run and the number of workers of each role --------------------------------------------------------
 
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:
@@ -163,7 +163,7 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
 
 
 def equal_trainers(config: RelaxConfig) -> list[list[str]]:
-    """Returns the names of the trainer's ranks, those together that do the same work."""
+    """Returns groups of the trainer's ranks, by name, that do the same work."""
     return [[worker_name("actor", rank) for rank in ranks] for ranks in equal_ranks(config.parallel)]
 
 

@@ -12,20 +12,19 @@ from relax_core.observe.event_log import EventWriter
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Holds one run, as its roles see it. Paths are absolute.
+    """Holds a run's settings and paths for its roles. Paths are absolute.
 
     ``run_namespace`` is the run's Ray namespace. ``namespace`` is that of this attempt and holds its services.
-    Restarted services get a new one, so that processes of an earlier attempt cannot find them.
+    Restarted services get a new namespace, so that processes of an earlier attempt cannot find them.
 
-    ``attempt`` is the number of the attempt in the event log. ``restarted`` says that the services of this run were
-    started before, so that a failure of a start is no fault of the configuration. ``start_step`` is the number of train
-    steps that the checkpoint in ``resume_from`` has done, or 0. ``data_digest`` is the digest of the training data if
-    the data is in files (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions
-    (shared memory).
+    ``attempt`` is the number of the attempt in the event log. ``restarted`` is True if the services of this run were
+    started before; a failed start is then no fault of the configuration. ``start_step`` is the number of train steps in
+    the checkpoint ``resume_from``, or 0. ``data_digest`` is the digest of the training data if the data is in files
+    (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions (shared memory).
     ``token_file`` holds the run's bearer token. ``teacher_folders`` are the model folders of a distillation's teachers,
     by name, and ``judge_folders`` those of the judges that have engines of the run. ``media_folder`` holds the files of
-    the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
-    `relax_core.roles.process_placement.on_this_node` names.
+    the media items (shared memory), None in a run on text. In a joined Ray each node has its own folder next to it,
+    which `relax_core.roles.process_placement.on_this_node` returns.
     """
 
     config: RelaxConfig
@@ -50,12 +49,12 @@ class RunContext:
         return self.run_dir / "logs"
 
     def event_writer(self, worker: str) -> EventWriter:
-        """Returns the writer of what a worker reports."""
+        """Returns a worker's writer of the event log."""
         return EventWriter(self.run_dir, worker, attempt=self.attempt)
 
     @property
     def shared_weights(self) -> Path:
-        """Returns where servers of somebody else find the weights: a folder of the run's folder."""
+        """Returns the folder of the weights for external servers, inside the run's folder."""
         if self.weights_folder.is_relative_to(self.run_dir):
             return self.weights_folder
         return self.run_dir / self.weights_folder.parent.name / self.weights_folder.name

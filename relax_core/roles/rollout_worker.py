@@ -1,10 +1,10 @@
 """The worker of the rollout role, which builds the rollout loop and the evaluator and runs them.
 
-Start: the bus, the engines and the list of them; the env; the groups that a lost worker left; the processes that encode
-media and score; the evaluator, of the first worker alone; the endpoint of agents; then the loops. Three loops run side
-by side: `EngineFollower.follow` follows the list of engines, `_sample` runs the rollout loop, and `_evaluate` the
-evaluations. Shutdown: sampling and evaluations end with the bus or with the first failure, then the follower, the
-endpoint, rewards, judges, env workers, encoders and the log of samples.
+Order of the start: bus, engines and their list; env; groups of a lost worker; processes that encode media and score;
+evaluator, in the first worker only; endpoint of agents; loops. Three loops run concurrently: `EngineFollower.follow`
+follows the list of engines, `_sample` runs the rollout loop, and `_evaluate` the evaluations. Shutdown: sampling and
+evaluations end with the bus or with the first failure, then the follower, the endpoint, rewards, judges, env workers,
+encoders and the log of samples.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ from relax_core.weights.engine_members import MemberList
 if TYPE_CHECKING:
     from relax_core.data.media.encode_pool import EncodePool
 
-FOLLOW_S = 0.25  # the longest time after which a change of the list is noticed
+FOLLOW_S = 0.25  # interval between reads of the list of engines
 
 
 async def engine_follower(context: RunContext, pool: EnginePool, directory: EngineDirectory) -> EngineFollower:
-    """Returns what tells the pool, whose clients are those of ``directory``.
+    """Returns the follower that updates ``pool``, whose clients come from ``directory``.
 
-    The list has been read once, so the pool may get prompts.
+    It has read the list once, so the pool may get prompts.
     """
     follower = EngineFollower(pool, member_list(context), close_client=directory.close_client)
     await follower.read()
@@ -79,7 +79,7 @@ async def engine_follower(context: RunContext, pool: EnginePool, directory: Engi
 
 
 class EngineFollower:
-    """Tells ``pool`` which engines the run has; it belongs to the pool's event loop.
+    """Applies the list of the run's engines to ``pool``; it belongs to the pool's event loop.
 
     ``close_client`` closes the pool's client of an engine that has left.
     """
@@ -92,7 +92,7 @@ class EngineFollower:
         self._members = members
         self._told = members.at_start
         self._loop = asyncio.get_running_loop()
-        self._reading = asyncio.Lock()  # so that no older list is told after a newer one
+        self._reading = asyncio.Lock()  # so that no older list is applied after a newer list
 
     async def follow(self) -> None:
         """Reads the list until it is cancelled."""
@@ -101,10 +101,10 @@ class EngineFollower:
             await asyncio.sleep(FOLLOW_S)
 
     async def read(self) -> None:
-        """Reads the list and tells the pool what has changed.
+        """Reads the list and applies its changes to the pool.
 
-        Prompts of an engine whose samples are moved are moved at each call, because a request that was on its way to
-        the engine when the state changed begins after the first abort.
+        The prompts of an engine in the state "moving" are moved at each call, because a request in flight to the engine
+        at the change of state begins after the first abort.
         """
         async with self._reading:
             members = await asyncio.to_thread(self._members.read)
@@ -122,7 +122,7 @@ class EngineFollower:
         return self._pool.open_samples(engine)
 
     def open_samples(self, engine: int, *, timeout_s: float) -> int:
-        """Returns how many samples an engine still owes under the newest list; callable from any other thread.
+        """Returns the number of an engine's open samples under the newest list; callable from any other thread.
 
         Raises TimeoutError if the event loop is not free in time.
         """
@@ -133,9 +133,9 @@ CLOSED_S = 0.2
 
 
 class VersionsReached:
-    """Knows the newest version that the bus has told; one call of the bus at a time asks for a newer one.
+    """Holds the newest version that the bus has reported; one bus call at a time waits for a newer version.
 
-    Must be used by one event loop. ``stopping`` says whether the worker ends.
+    Must be used by one event loop. ``stopping`` returns whether the worker ends.
     """
 
     def __init__(self, bus: RayBus, *, version: int, call_timeout_s: float, stopping: Callable[[], bool]) -> None:
@@ -146,7 +146,7 @@ class VersionsReached:
         self._asking = asyncio.Lock()
 
     async def wait(self, version: int) -> None:
-        """Returns when the run has reached ``version``; raises `BusClosed` if it ends before."""
+        """Returns when the run has reached ``version``; raises `BusClosed` if the run ends before."""
         while self.version < version:
             async with self._asking:
                 if self.version < version:
@@ -168,10 +168,10 @@ CLOSE_SAMPLES_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutParts:
-    """Holds what one rollout worker samples and evaluates with.
+    """Holds the parts with which one rollout worker samples and evaluates.
 
-    ``reclaimed`` are the admissions of an earlier process of the worker, or tells that the bus is closed. ``encoders``
-    is None in a run on text, and ``advantages`` is None if another role computes them.
+    ``reclaimed`` holds the admissions of the worker's earlier process, or `BusClosed` if the bus is closed.
+    ``encoders`` is None in a run on text, and ``advantages`` is None if another role computes them.
     """
 
     bus: RayBus
@@ -189,7 +189,7 @@ class RolloutParts:
 
 
 class RolloutWorker(Worker):
-    """Is rollout worker ``rank``. Its state is in the bus, so a restarted worker reclaims its predecessor's groups.
+    """Runs rollout worker ``rank``. Its state is in the bus, so a restarted worker reclaims its predecessor's groups.
 
     Several workers share the prompts of a step; only the first one evaluates.
     """
@@ -220,7 +220,7 @@ class RolloutWorker(Worker):
             await closing.aclose()
 
     async def _connect(self) -> tuple[RayBus, EnginePool]:
-        """Returns the bus and the engines, once their list has been read."""
+        """Returns the bus and the engine pool, after the first read of the list of engines."""
         bus = discover_bus(self.context, self.waiting)
         directory = EngineDirectory(self.context)
         pool = traced_pool(self.context, directory, self.waiting)
@@ -228,14 +228,14 @@ class RolloutWorker(Worker):
         return bus, pool
 
     async def _load(self, bus: RayBus, pool: EnginePool) -> RolloutParts:
-        """Opens the data, the env, the rewards and the tokenizer, and takes the groups that a lost worker left."""
+        """Opens the data, the env, the rewards and the tokenizer, and reclaims the groups of a lost worker."""
         context, config = self.context, self.context.config
         metrics = context.event_writer(self.name)
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
-        rewards = self._rewards()  # its workers see the folder of media, which is there now
+        rewards = self._rewards()  # its workers see the folder of media, which exists now
         prompts = self._prompts(run_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         return RolloutParts(
@@ -266,9 +266,9 @@ class RolloutWorker(Worker):
     async def _rollout_loop(
         self, parts: RolloutParts, evaluator: Evaluator | None, closing: AsyncExitStack
     ) -> RolloutLoop:
-        """Returns the loop, for which it opens the log of samples and the endpoint of agents.
+        """Returns the loop, and opens the log of samples and the endpoint of agents for it.
 
-        ``closing`` gets what must be closed, and closes the endpoint first and the log last.
+        ``closing`` closes the endpoint first and the log last.
         """
         context, config, run_env = self.context, self.context.config, parts.run_env
         settings = self._settings(parts.prompts.tokenizer)
@@ -317,7 +317,7 @@ class RolloutWorker(Worker):
             following.cancel()
 
     def open_samples(self, engine: int) -> int:
-        """Returns how many samples this engine owes to this worker, which sends it no more if it is to leave."""
+        """Returns the number of this worker's open samples on an engine; a leaving engine gets no further samples."""
         timeout_s = CALL_TIMEOUT_S
         return 0 if self._follower is None else self._follower.open_samples(engine, timeout_s=timeout_s)
 
@@ -389,7 +389,7 @@ class RolloutWorker(Worker):
         )
 
     def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:
-        """Returns the handler, or None if a new weight version ends and aborts no groups."""
+        """Returns the handler, or None if a new weight version neither ends nor aborts groups."""
         rollout = self.context.config.rollout
         aborts = rollout.partial is Partial.abort
         if not (aborts or rollout.spare_prompts):
@@ -409,9 +409,9 @@ class RolloutWorker(Worker):
         return record_with_rewards(metrics, rewards, pool.request_times, own)
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
-        """Returns the admissions of an earlier process of this worker, or that the bus is closed.
+        """Returns the admissions of an earlier process of this worker, or `BusClosed` if the bus is closed.
 
-        The bus then ends what that process held, so this comes before any encoding.
+        The bus then also ends that process's holds of media items, so this call comes before any encoding.
         """
         try:
             timeout_s = CALL_TIMEOUT_S
@@ -428,9 +428,10 @@ class RolloutWorker(Worker):
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator, metrics: EventWriter) -> None:
-        """Runs the evaluations; the last one counts once its record is in the run's files.
+        """Runs the evaluations; the last evaluation counts after its record is in the run's files.
 
-        A stop ends them and the sampling that waits for them, because the engine may never get their weights.
+        A stop ends the evaluations and the sampling that waits for them, because the engine may never get their
+        weights.
         """
         running = asyncio.create_task(evaluator.run())
         try:
@@ -507,14 +508,14 @@ log = logging.getLogger(__name__)
 
 
 async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
-    """Returns the evaluator of the versions that are still to come.
+    """Returns the evaluator of the remaining versions.
 
-    If this process replaces one that ended before an evaluation was recorded, the version reached is evaluated too.
+    If this process replaces one that ended before an evaluation was recorded, the current version is evaluated, too.
     """
     config = context.config
     planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
     recorded = parts.reached.version
-    # With in_order the version waits for the evaluation. An evaluation for run.keep_best needs a checkpoint of its own.
+    # With in_order the version waits for the evaluation. An evaluation for run.keep_best needs its own checkpoint.
     if planned and not config.in_order and config.run.keep_best is None:
         recorded = await asyncio.to_thread(_newest_recorded, context)
     versions = versions_left(planned, reached=parts.reached.version, recorded=recorded)
@@ -533,8 +534,8 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
             media_folder=str(context.media_folder or ""),
         ),
         wait_version=parts.reached.wait,
-        # Episodes that hold places in env workers while they wait for weights could take those that training needs,
-        # and an agent would wait in vain.
+        # Episodes that wait for weights hold places in env workers, which training may need, and an agent would wait in
+        # vain.
         steps_ahead=0 if parts.run_env.env.isolated or parts.run_env.env.agent is not None else 1,
         in_order=config.in_order,
         record=parts.metrics.record,
@@ -545,7 +546,7 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
 
 
 def _first_look(context: RunContext) -> AnswerLook | None:
-    """Returns what the right answers of the run's first evaluation with some looked like, or None."""
+    """Returns the look of the right answers in the first evaluation with enough of them, or None."""
     looks = (look_of_rows(one.rows) for one in read_texts(context.run_dir, SKELETONS))
     return next((one for one in looks if one.right >= FEWEST_FIRST), None)
 
@@ -556,7 +557,7 @@ def _newest_recorded(context: RunContext) -> int:
 
 
 async def _report(context: RunContext, version: int, values: Mapping[str, float]) -> bool:
-    """Reports an evaluation to the trainer, which keeps the best checkpoint; returns True if the run ends with it.
+    """Reports an evaluation to the trainer, which keeps the best checkpoint; returns whether the run ends with it.
 
     The controller detects a trainer that has exited.
     """

@@ -1,4 +1,4 @@
-"""Opens the files in which a process of the run keeps the samples that it makes or trains."""
+"""Opens the log of samples of a process that generates or trains samples."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from relax_core.roles.role_context import RunContext
 from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.thumbnails import MOST, THUMBNAILS, Thumbnails
 
-MAX_BYTES = 2 << 30  # of the tokens that a run keeps; the oldest are removed first
+MAX_BYTES = 2 << 30  # of the tokens in a run's logs of samples; the oldest are removed first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) -> SampleLog | None:
     """Returns the log of the worker ``name``, or None if the run keeps no samples.
 
-    With ``tokenizer`` the model's tokenizer is copied beside the samples, so that their text can be read wherever the
-    run's folder is copied to. `MAX_BYTES` is divided among the processes that make or train samples.
+    With ``tokenizer`` the model's tokenizer is copied next to the samples, so that their text can be decoded in any
+    copy of the run's folder. `MAX_BYTES` is divided among the processes that generate or train samples.
     """
     config = context.config
     groups = config.rollout.prompts_per_step
@@ -53,7 +53,7 @@ def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) 
 
 
 def keep_media(context: RunContext, *, first: bool) -> Callable[[MediaItem, MediaSource], None]:
-    """Returns what is called with each new item and keeps what a person sees and hears of it.
+    """Returns the callback for each new item, which keeps its pictures and playable files.
 
     For the samples that are kept, it writes small pictures and files of sounds and videos; with ``first`` it writes
     pictures of the run's first items, too.

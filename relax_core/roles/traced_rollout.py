@@ -1,4 +1,4 @@
-"""The engine pool and the reward pool of a rollout worker; both record their waits among its own."""
+"""The engine pool and the reward pool of a rollout worker; both record their waits as the worker's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
 from relax_core.rollout.rollout_loop import Record
 
-OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
-JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with what the judges wrote
-JUDGED = "judged"  # kind of texts with what judges wrote of answers
+OWNER_FIRST_S = 10.0  # so that the owner of an engine that does not start reports first, because it knows the cause
+JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with the judges' texts
+JUDGED = "judged"  # kind of texts with the judges' texts about answers
 
 
 def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> EnginePool:
-    """Returns the pool of the engines of the configuration, whose clients are those of ``directory``."""
+    """Returns the pool of the configured engines, whose clients come from ``directory``."""
     config, media = context.config, engine_media(context)
     return EnginePool(
         config.engine.count,
@@ -46,9 +46,9 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
 
 
 class TracedRewardPool(RewardPool):
-    """Is a reward pool that records scoring as the worker's own wait, because a reward may hang in this process.
+    """Extends the reward pool: records scoring as the worker's own wait, because a reward may hang in this process.
 
-    ``judges`` are those of the run's reward, None if it asks none.
+    ``judges`` are those of the run's reward, None for a reward without judges.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TracedRewardPool(RewardPool):
             return outputs
 
     async def check_judges(self, config: RelaxConfig, record: Callable[[Mapping[str, float]], None]) -> None:
-        """Tries the judges on known verdicts, as `relax_core.rollout.judges.judge_pool.check_judges` says."""
+        """Tests the judges on known verdicts (`relax_core.rollout.judges.judge_pool.check_judges`)."""
         if self._judges is not None:
             with self._waiting("verdicts on known answers", on=self._name):
                 await check_judges(config, self._judges, record)
@@ -100,11 +100,11 @@ class TracedRewardPool(RewardPool):
             await self._judges.close()
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures of the rewards and of the judges since the last call."""
+        """Returns the metrics of the rewards and of the judges since the last call."""
         return super().figures() | ({} if self._judges is None else self._judges.figures())
 
     def judged_rows(self) -> list[dict[str, str]]:
-        """Returns the first answer of each of the newest groups since the last call, with what its judges wrote."""
+        """Returns the first answer of each of the newest groups since the last call, with its judges' texts."""
         rows = list(self._judged)
         self._judged.clear()
         return rows
@@ -124,7 +124,7 @@ def _judged_row(given: RewardInput, output: RewardOutput) -> dict[str, str]:
 def record_with_rewards(
     metrics: EventWriter, rewards: TracedRewardPool, requests: RequestTimes, own: Mapping[str, float]
 ) -> Record:
-    """Returns the function that records metrics, each time with ``own`` and what rewards, judges, engines did since."""
+    """Returns the function that records metrics with ``own`` and the new metrics of rewards, judges and engines."""
 
     def record(source: str, step: int, values: Mapping[str, float]) -> None:
         metrics.record(source, step, {**values, **rewards.figures(), **requests.take(), **own})

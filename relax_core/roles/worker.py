@@ -1,4 +1,4 @@
-"""The base of a role's worker: one loop in one thread, a status that others may read, and the first failure.
+"""The base of a role's worker: one loop in one thread, a status for other processes, and the first failure.
 
 The loop starts with the process. Therefore a process that Ray restarts after a kill continues by itself, from the state
 of the bus and the published weights.
@@ -42,7 +42,7 @@ STACK_FRAMES = 12  # the innermost frames of each thread that are reported
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Is a wait for ``what``; ``on`` is the worker that owes it, or "bus", and ``since`` a Unix time in seconds."""
+    """Holds a wait for ``what``; ``on`` is the worker that it needs, or "bus", and ``since`` a Unix time in seconds."""
 
     what: str
     on: str
@@ -51,13 +51,12 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
+    """Holds an owner's report on its engine: the address, and the version of the weights, -1 without weights.
 
-    ``running`` and ``waiting`` are samples, ``tokens_per_s`` tokens that it samples, and ``cache_share`` is the share
-    of its cache's tokens that is taken. They are None before it was asked for them, and where it does not tell them.
-    ``decode_times`` has for each number of samples how many decode steps there were since the engine's start, their
-    seconds, and how many of these it was ready to run and got no core; it is empty where the engine does not count
-    them.
+    ``running`` and ``waiting`` count samples, ``tokens_per_s`` counts sampled tokens, and ``cache_share`` is the used
+    share of the cache's tokens. They are None before the first load request, and if the engine does not report them.
+    ``decode_times`` has for each number of samples: the number of decode steps since the engine's start, their seconds,
+    and the seconds in which the engine was ready to run and got no core. It is empty if the engine does not count them.
     """
 
     url: str
@@ -71,14 +70,15 @@ class EngineReport:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """Is the status of a worker.
+    """Holds the status of a worker.
 
     ``since`` is the Unix time of the last change of state. ``detail`` is the cause in one line if the worker has
-    failed, and ``error`` its traceback. ``lost`` is what the worker lost if the failure is not its own. ``host`` names
-    where ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts how often such a process
-    restarted, and ``last_restart`` says how it had ended. ``waits`` are the worker's waits, the oldest first.
-    ``progress`` grows while the worker does long work of its own that the run waits for. ``engine`` is the engine of an
-    owner of one that is up. ``usage`` is what its process and its children use, None before it is measured.
+    failed, and ``error`` its traceback. ``lost`` is the kind of loss if another process caused the failure. ``host``
+    names the set of processes in which ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts
+    their restarts, and ``last_restart`` describes the end before the last restart. ``waits`` are the worker's waits,
+    the oldest first. ``progress`` grows while the worker does long work of its own that the run waits for. ``engine``
+    is the report of an owner whose engine is up. ``usage`` is the resource usage of its process and children, None
+    before it is measured.
     """
 
     name: str
@@ -115,7 +115,7 @@ def python_stacks() -> dict[str, str]:
 
 
 class Worker(ABC):
-    """Is a role's worker; subclasses implement `work`, which returns when the worker's part of the run is done."""
+    """Defines the base of a role's worker; subclasses implement `work`, which returns at the end of its part."""
 
     def __init__(self, name: str, context: RunContext) -> None:
         set_compile_cache(os.environ)
@@ -144,7 +144,7 @@ class Worker(ABC):
 
     @property
     def stopping(self) -> bool:
-        """Is true once the worker was asked to stop."""
+        """Returns whether the worker was asked to stop."""
         return self._stopping.is_set()
 
     def set_state(self, state: State, detail: str = "") -> None:
@@ -179,7 +179,7 @@ class Worker(ABC):
 
     @contextmanager
     def waiting(self, what: str, *, on: str) -> Iterator[None]:
-        """Records, while the block runs, what this worker waits for and on which worker; callable from any thread."""
+        """Records a wait of this worker for ``what`` on a worker while the block runs; callable from any thread."""
         key = object()
         self._waits[key] = Wait(what=what, on=on, since=time.time())
         try:
@@ -218,7 +218,7 @@ class Worker(ABC):
             self.set_state("failed", failure_line(error))
 
 
-# -- Writes what a role's process prints to its own log file while the run goes on, because plug-ins print too --------
+# -- Writes the output of a role's process to its own log file during the run, because plug-ins print, too ------------
 
 
 def keep_output(log_file: Path) -> None:
@@ -230,7 +230,7 @@ def keep_output(log_file: Path) -> None:
 
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
-    set_private_files()  # Ray on a cluster that the run joined has a umask of its own
+    set_private_files()  # a Ray cluster that the run joined has its own umask
     with suppress(OSError):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -242,7 +242,7 @@ def keep_output(log_file: Path) -> None:
 
 
 class _LogFile(io.FileIO):
-    """Drops output that the disk refuses in an outage, so that a plug-in which prints something goes on."""
+    """Drops output that the disk refuses in an outage, so that a printing plug-in continues."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:

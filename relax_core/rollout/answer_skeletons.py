@@ -1,8 +1,9 @@
-"""Describes what the answers look like that the reward judged right, so that a reward hack is noticed.
+"""Describes the form of the answers that the reward judged right, to detect reward hacks.
 
-A skeleton is an answer whose numbers and names are replaced. If the policy finds a form that the reward awards without
-a solution, such as "72 + 12 =" for a sum, the skeleton of this form takes over. An honest form takes over too, so
-`taken_over` also looks at a second, stricter reward, and at what the answers add to their prompts.
+A skeleton is an answer whose numbers and names are replaced by placeholders. If the policy finds a form that the reward
+awards without a solution, such as "72 + 12 =" for a sum, the skeleton of this form becomes the most frequent skeleton.
+An honest form may become frequent too, so `taken_over` also checks a second, stricter reward, and the share of words
+that are not in the prompt.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ import msgspec
 
 from relax_core.contracts.sink import TextCell
 
-TOP = 3  # skeletons that a look describes
+TOP = 3  # skeletons in an `AnswerLook`
 SKELETON_CHARACTERS = 80
 EXAMPLE_CHARACTERS = 120
-END_CHARACTERS = 2000  # of a long answer, only so many at its beginning and as many at its end are read
+END_CHARACTERS = 2000  # only so many at the beginning and at the end of a long answer are read
 FEWEST_NOW, FEWEST_FIRST = 16, 4  # right answers; below these numbers a share is too uncertain for an alarm
-TAKEN, RISE = 0.5, 0.25  # a skeleton takes over if it has at least this share, and this much more than at first
-LOW = 0.5  # a lower shadow score is low
-LOW_NEW, FALL = 0.2, 0.25  # a lower share of new words is low; it must also fall this much
+TAKEN, RISE = 0.5, 0.25  # a skeleton takes over with at least this share, which must have risen by RISE
+LOW = 0.5  # shadow scores below this are low
+LOW_NEW, FALL = 0.2, 0.25  # a share of new words below LOW_NEW is low; it must also have fallen by FALL
 
 _THINK, _THINK_END = "<think>", "</think>"
 _HAN_KANA = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each character counts as a word
 _WORD = rf"(?:[{_HAN_KANA}]|[^\W\d_{_HAN_KANA}]+)"
-# A minus or plus is part of a number unless it follows a number, a word or a bracket, and then it is an operator.
+# A minus or plus is part of a number unless it follows a number, a word or a bracket; then it is an operator.
 _SIGN = r"(?<![\d)\]}%] )(?<![\w)\]}%])[-+−]"
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 _NUMBER = re.compile(rf"(?:{_SIGN})?{_UNSIGNED}")
 _WORDS = re.compile(_WORD)
 _SPACE = re.compile(r"\s+")
 _QUOTED = re.compile(r"(?<!\w)([\"“„«'‘`])([^\"“”„«»'‘’`\n]{1,80})([\"”“»'’`])(?!\w)")
-_OPENS = r"(?:\A|[.!?…。！？\n])[ \"“„«'‘`(\[{*_#>-]*"  # what stands before the first word of a sentence
+_OPENS = r"(?:\A|[.!?…。！？\n])[ \"“„«'‘`(\[{*_#>-]*"  # the text before the first word of a sentence
 _WORD_IN_SENTENCE = re.compile(rf"{_OPENS}{_WORD}|(?P<later>{_WORD})")
 _NAMES = re.compile(r"\bA(?: A)+\b")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Is an answer that the reward judged right.
+    """Holds an answer that the reward judged right.
 
-    ``shadow`` is the score that an independent, stricter reward gives it, in [0, 1], or None if it was not scored.
-    ``tokens`` is the number of sampled tokens.
+    ``shadow`` is its score by an independent, stricter reward, in [0, 1], or None if it was not scored. ``tokens``
+    is the number of sampled tokens.
     """
 
     prompt: str
@@ -77,10 +78,10 @@ class SkeletonFigures:
 class AnswerLook:
     """Describes the right answers of an evaluation. `look_rows` writes it, and `look_of_rows` reads it.
 
-    ``right`` is the number of answers. ``top`` has the three most frequent skeletons, the most frequent first; equally
-    frequent skeletons are sorted by their text. ``distinct`` is the number of distinct skeletons divided by ``right``,
-    in [0, 1]. ``new_share``, ``shadow`` and ``tokens`` are means over all right answers, as those of `SkeletonFigures`.
-    Without answers, ``top`` is empty, ``shadow`` is None, and the other figures are 0.
+    ``right`` is the number of answers. ``top`` has the three most frequent skeletons, the most frequent first;
+    equally frequent skeletons are sorted by their text. ``distinct`` is the number of distinct skeletons divided by
+    ``right``, in [0, 1]. ``new_share``, ``shadow`` and ``tokens`` are means over all right answers, as in
+    `SkeletonFigures`. Without answers, ``top`` is empty, ``shadow`` is None, and all numbers are 0.
     """
 
     right: int
@@ -91,10 +92,10 @@ class AnswerLook:
     tokens: float
 
     def values(self) -> dict[str, float]:
-        """Returns the figures by metric name, all in [0, 1]; empty without answers.
+        """Returns the metrics by name, all in [0, 1]; empty without answers.
 
-        skeleton/share and skeleton/shadow are those of the most frequent skeleton, and the latter is left out if no
-        shadow score is known. skeleton/new_share and skeleton/distinct are those of all right answers.
+        skeleton/share and skeleton/shadow belong to the most frequent skeleton; skeleton/shadow is left out if
+        no shadow score is known. skeleton/new_share and skeleton/distinct cover all right answers.
         """
         if not self.top:
             return {}
@@ -171,12 +172,12 @@ def look_at_answers(right: Sequence[Judged]) -> AnswerLook:
 def taken_over(first: AnswerLook, now: AnswerLook) -> str | None:
     """Returns a sentence that names a skeleton which took over and looks like a reward hack, or None.
 
-    The most frequent skeleton of ``now`` took over if it has at least half of the right answers, and at least 0.25 more
-    than in ``first``, the run's first evaluation. This alone is no alarm, because an honest form takes over too: its
-    shadow score must be below 0.5. If no shadow score is known, its share of new words and numbers must be below 0.2,
-    and at least 0.25 lower than that of all right answers of ``first``; a right answer that repeats the question, such
-    as "21 + 53 = 74", has a third. Rewards and lengths do not matter. Fewer than 16 right answers now, or fewer than 4
-    at first, give None.
+    The most frequent skeleton of ``now`` took over if it has at least half of the right answers, and at least 0.25
+    more than in ``first``, the run's first evaluation. This alone raises no alarm, because an honest form may take
+    over too: the shadow score of the skeleton must be below 0.5. If no shadow score is known, its share of new
+    words and numbers must be below 0.2, and at least 0.25 lower than that of all right answers of ``first``; a
+    right answer that repeats the question, such as "21 + 53 = 74", has a third. Rewards and lengths do not matter.
+    With fewer than 16 right answers now, or fewer than 4 at first, the result is None.
     """
     if now.right < FEWEST_NOW or first.right < FEWEST_FIRST:
         return None
@@ -208,7 +209,7 @@ def taken_over(first: AnswerLook, now: AnswerLook) -> str | None:
 def look_rows(look: AnswerLook, *, notice: str | None) -> list[dict[str, TextCell]]:
     """Returns a look as rows of a text record, one for each skeleton, the most frequent first.
 
-    ``notice`` is the sentence of `taken_over`, which the first row has.
+    ``notice`` is the sentence of `taken_over`; the first row holds it.
     """
     whole = {name: getattr(look, name) for name in _OF_LOOK}
     rows = [vars(one) | {f"all_{name}": value for name, value in whole.items()} for one in look.top]
@@ -216,7 +217,7 @@ def look_rows(look: AnswerLook, *, notice: str | None) -> list[dict[str, TextCel
 
 
 def look_of_rows(rows: Sequence[Mapping[str, TextCell]]) -> AnswerLook:
-    """Returns the look that `look_rows` made of right answers. Raises ValueError for no rows and for other rows."""
+    """Returns the look that `look_rows` wrote. Raises ValueError for no rows and for rows of another form."""
     if not rows:
         raise ValueError("a look without answers has no rows")
     top = [{name: row.get(name) for name in _OF_SKELETON} for row in rows]
@@ -230,7 +231,7 @@ _OF_SKELETON = ("text", "share", "shadow", "new_share", "example", "tokens")
 
 
 def _share_words(look: AnswerLook, text: str) -> str:
-    """Returns the share of a skeleton in words; of a skeleton below the most frequent, a look has only a bound."""
+    """Returns the share of a skeleton as text: an upper bound if it is not among the most frequent skeletons."""
     for figures in look.top:
         if figures.text == text:
             return f"{figures.share:.0%}"

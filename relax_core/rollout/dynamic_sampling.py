@@ -1,4 +1,4 @@
-"""Dynamic sampling: an algorithm drops groups that teach nothing, and each dropped group is replaced by a new one.
+"""Dynamic sampling: an algorithm drops groups without a training signal, and a new group replaces each of them.
 
 Source: DAPO (arXiv 2503.14476, section 3.2). `complete_group` applies the filter to a group with all of its rewards.
 """
@@ -13,10 +13,10 @@ MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, wit
 
 
 class GroupFilter:
-    """Is an algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept.
+    """Applies an algorithm's `drop_group`, and counts the groups that it dropped since the last group that it kept.
 
-    ``parts`` names the parts of a reward that is a sum. Its filter compares the first part that all samples have, which
-    says whether an answer is exact, because further parts would make wrong answers differ.
+    ``parts`` names the parts of a reward that is a sum. The filter compares the first part that all samples have,
+    which says whether an answer is exact, because further parts would make wrong answers differ.
     """
 
     def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:
@@ -32,7 +32,7 @@ class GroupFilter:
 
 
 def compared_numbers(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
-    """Returns the number of each episode that a filter compares, as `GroupFilter` says."""
+    """Returns the number of each episode that a filter compares; see `GroupFilter`."""
     for label in parts:
         if all(label in one.parts for one in episodes):
             return [one.parts[label] for one in episodes]
@@ -49,7 +49,8 @@ class TruncatedGroups:
     def record(self, truncated: bool) -> None:
         """Records whether all responses of a group were cut.
 
-        Raises ValueError if no response ends before its limit any more, because the run would sample for ever.
+        Raises ValueError after `MAX_TRUNCATED_IN_A_ROW` such groups in a row, because the run would sample for
+        ever.
         """
         self._in_a_row = self._in_a_row + 1 if truncated else 0
         if self._in_a_row >= MAX_TRUNCATED_IN_A_ROW:

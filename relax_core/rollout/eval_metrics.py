@@ -20,18 +20,18 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?|[+-]?\.[0-9]{1,40}")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _NO_FORMATTING = str.maketrans("", "", "$ {}()")
-FEWEST_VOTERS = 3  # with two voters the winner of the tie would decide
+FEWEST_VOTERS = 3  # with two voters, the break of ties would decide
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Is one answer to a prompt.
+    """Holds one answer to a prompt.
 
-    ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none could be
-    computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length. An episode of several
-    turns is one answer, whose tokens are the sampled ones; ``ended`` says why it ended, and is empty for one turn.
-    ``why`` is what the reward says that it compared with what, or why there is no reward. ``shadow`` is 1 if the
-    reward's shadow finds the answer right, else 0, and None if it did not score it.
+    ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none
+    could be computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length. An episode
+    of several turns is one answer, and ``tokens`` are sampled tokens; ``ended`` says why it ended, and is empty for
+    one turn. ``why`` is the reward's explanation: what it compared, or why there is no reward. ``shadow`` is 1 if
+    the reward's shadow finds the answer right, else 0, and None if the shadow did not score it.
     """
 
     text: str
@@ -47,10 +47,10 @@ class Answer:
 
 
 def vote_of(output: RewardOutput, text: str, *, label: str) -> str | None:
-    """Returns what an answer votes for, None for nothing; ``text`` is the response, empty if it was cut.
+    """Returns the vote of an answer, None for no vote; ``text`` is the response, empty if it was cut.
 
-    Answers that the reward finds equal have one vote: each exact answer that it read has the vote of the label, and a
-    wrong number has that of its value. Where the whole response is the answer, its text is the vote.
+    Answers that the reward finds equal have the same vote: an exact answer that the reward could read votes for the
+    label, and a wrong number for its value. Where the whole response is the answer, its text is the vote.
     """
     if output.answer is None:
         return text.strip() or None
@@ -71,7 +71,7 @@ def _as_number(answer: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Is an estimate over an evaluation's prompts with the limits of its interval of 95 %."""
+    """Holds an estimate over an evaluation's prompts with the limits of its interval of 95 %."""
 
     value: float
     low: float
@@ -99,7 +99,7 @@ def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
 
 
 def shadow_values(answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """Returns the accuracy by the reward's shadow over the answers that it scored, and that by the reward above it."""
+    """Returns the shadow's accuracy over the answers that it scored, and the excess of the reward's accuracy."""
     scored = [answer for of_prompt in answers for answer in of_prompt if answer.shadow is not None]
     if not scored:
         return {}
@@ -125,10 +125,10 @@ def ks(samples: int) -> list[int]:
 
 
 def pass_chance(answers: int, right: int, k: int) -> float:
-    """Returns the probability that ``k`` of ``answers``, drawn without replacement, contain one of the ``right`` ones.
+    """Returns the probability of a right answer among ``k`` of ``answers`` answers, drawn without replacement.
 
-    This is the unbiased estimator of pass@k, 1 - C(n - c, k) / C(n, k), of Chen et al., Evaluating large language
-    models trained on code (2021), equation 1.
+    ``right`` of the answers are right. This is the unbiased estimator of pass@k, 1 - C(n - c, k) / C(n, k), of Chen
+    et al., Evaluating large language models trained on code (2021), equation 1.
     """
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
@@ -136,9 +136,9 @@ def pass_chance(answers: int, right: int, k: int) -> float:
 def majority_chance(answers: Sequence[Answer], k: int) -> float:
     """Returns the probability that the most frequent of ``k`` answers, drawn without replacement, is right.
 
-    If several answers are the most frequent, each counts equally. If nobody votes, the result is wrong. This is the
-    mean over all draws (a U-statistic), so it is unbiased for maj@k, the majority vote of Wang et al., Self-consistency
-    (2022). An answer is right if the first answer with the same vote is.
+    If several answers are the most frequent, each counts equally. Without a vote, the result is wrong. This is the
+    mean over all draws (a U-statistic), so it is unbiased for maj@k, the majority vote of Wang et al.,
+    Self-consistency (2022). An answer is right if the first answer with the same vote is.
     """
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
     right: dict[str | None, bool] = {}

@@ -61,10 +61,11 @@ def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
 
 
 def versions_left(planned: Sequence[int], *, reached: int, recorded: int) -> list[int]:
-    """Returns the versions that a worker evaluates which starts when the run has reached version ``reached``.
+    """Returns the versions that a worker still evaluates if it starts when the run is at version ``reached``.
 
-    These are the ``planned`` versions from there on. If an older one is missing, because it is newer than the newest
-    ``recorded`` evaluation, ``reached`` comes first: the engines have no older weights.
+    These are the ``planned`` versions from ``reached`` on. ``reached`` is added if an older planned version was not
+    evaluated, because it is newer than ``recorded``, the newest recorded evaluation: the engines no longer have
+    older weights.
     """
     later = [version for version in planned if version >= reached]
     missing = any(recorded < version < reached for version in planned)
@@ -82,9 +83,9 @@ class EvalRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSet:
-    """Is an evaluation set with its prompts; ``bad`` holds data rows without a usable prompt, which do not count.
+    """Holds an evaluation set with its prompts; ``bad`` holds data rows without a usable prompt, which do not count.
 
-    ``parts`` are the values of the rows' key "part" whose figures are told apart (`relax_core.contracts.data.EvalSet`).
+    ``parts`` are values of the rows' key "part" that get separate metrics (`relax_core.contracts.data.EvalSet`).
     """
 
     name: str
@@ -104,12 +105,12 @@ class SetAnswers:
     def unscored(self) -> int:
         """Returns the number of answers whose reward could not be computed.
 
-        They are not exact, and the mean reward leaves them out.
+        They count as not exact, and the mean reward leaves them out.
         """
         return sum(answer.reward is None for of_prompt in self.answers for answer in of_prompt)
 
     def look(self) -> AnswerLook:
-        """Returns what the right answers look like; those of episodes with several turns are left out."""
+        """Returns the description of the right answers; those of episodes with several turns are left out."""
         return look_at_answers(
             [
                 Judged(prompt=question(one.row["prompt"]), text=answer.text, shadow=answer.shadow, tokens=answer.tokens)
@@ -131,7 +132,7 @@ class SetAnswers:
         return found
 
     def values(self) -> dict[str, float]:
-        """Returns all figures by metric name; the interval of NAME is NAME/low and NAME/high."""
+        """Returns all metrics by name; the interval of NAME is NAME/low and NAME/high."""
         values: dict[str, float] = {}
         for name, one in self.estimates().items():
             values |= {name: one.value, f"{name}/low": one.low, f"{name}/high": one.high}
@@ -151,7 +152,7 @@ class SetAnswers:
         return {"turns": fmean(answer.turns for answer in played), **shares} if played else {}
 
     def by_part(self) -> dict[str, SetAnswers]:
-        """Returns the answers of each part whose figures are told apart; a part without rows is left out."""
+        """Returns the answers of each part that gets separate metrics; a part without rows is left out."""
         found = {}
         for part in self.of.parts:
             if own := [place for place, one in enumerate(self.of.rows) if one.row.get("part") == part]:
@@ -183,7 +184,7 @@ def prepare(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedS
 
 
 async def prepare_with_media(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
-    """Returns a set with its prompts, whose images and videos are encoded once to know which rows can be used.
+    """Returns a set with its prompts; images and videos are encoded once to find rows that cannot be used.
 
     Raises as `prepare` does.
     """
@@ -205,7 +206,7 @@ async def prepare_with_media(one: EvalSet, prompts: PromptMaker, *, most_bad: fl
 
 
 def eval_where(name: str, number: int) -> str:
-    """Returns the words for row ``number`` of the set ``name``."""
+    """Returns the name of row ``number`` of the set ``name`` for messages."""
     return f"eval row {number}" + (f" of {name}" if name else "")
 
 
@@ -217,12 +218,12 @@ def _prepared(one: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad:
 class Evaluator:
     """Runs the evaluations one after the other, each as soon as its version is ``steps_ahead`` train steps away.
 
-    ``ask(version)`` returns the answers to every set with weights of that version or newer, as `play_sets`
-    gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
-    `gate` lets training prompts of a version pass only after its evaluation, so that the engine's batches are equal in
-    every run. ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the
-    gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look`` is what the right
-    answers of the run's first evaluation look like, None before it.
+    ``ask(version)`` returns the answers to every set with weights of that version or newer, as `play_sets` does.
+    ``wait_version(version)`` returns when the run has reached that version. With ``in_order``, `gate` holds
+    training prompts of a version back until its evaluation is done, so that the engine's batches are equal in every
+    run. ``ends_run`` receives the metrics of each evaluation and returns True to end the run; then no prompt passes
+    the gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look`` describes
+    the right answers of the run's first evaluation; it is None before that evaluation.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class Evaluator:
             done.set()
 
     async def gate(self, version: int) -> None:
-        """Returns when no evaluation must come before training prompts that start at ``version``."""
+        """Waits, with ``in_order``, until all evaluations that training prompts of ``version`` must follow are done."""
         if self._in_order:
             for due, done in self._done.items():
                 if due <= version:
@@ -274,7 +275,7 @@ class Evaluator:
         return self._ends_run is not None and await self._ends_run(version, values)
 
     async def _look(self, found: SetAnswers) -> tuple[AnswerLook, str | None]:
-        """Returns what the right answers of a set look like, and a sentence if they look like an exploit."""
+        """Returns the description of a set's right answers, and a sentence if they look like a reward hack."""
         look = await asyncio.to_thread(found.look)
         if self._first_look is None and look.right >= FEWEST_FIRST:
             self._first_look = look
@@ -282,7 +283,7 @@ class Evaluator:
 
 
 def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
-    """Returns the figures of the first set by their names, and those of every named set as SET/NAME."""
+    """Returns the metrics of the first set by name, and those of every named set as SET/NAME."""
     values = found[0].values()
     for one in found:
         if one.of.name:
@@ -306,7 +307,7 @@ def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
 
 
 async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: PromptMaker) -> list[PreparedSet]:
-    """Returns the sets with their prompts, or without if the episodes of the environment open with their own.
+    """Returns the sets with their prompts; without prompts if the environment opens its own episodes.
 
     Raises ValueError if more than the share data.max_bad_rows of a set is unusable.
     """
@@ -346,7 +347,7 @@ async def answer_sets(
         on_progress=on_progress,
         media_folder=media_folder,
     )
-    if config.repeatable and version < config.run.steps:  # a resumed run evaluates where it begins, others do not
+    if config.repeatable and version < config.run.steps:  # a resumed run evaluates one version more, at its start
         await pool.forget_prefixes()
     return found
 

@@ -1,7 +1,7 @@
 """Computes advantages of token trees, and returns if there is a critic.
 
 The rollout calls this for each group when it completes. The advantages role calls it for algorithms that need columns
-of other roles or a whole train step's groups. Therefore both give the same bits.
+of other roles or a whole train step's groups. Their results are bit-identical.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
 
 
 def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageInputs:
-    """Returns a group as an algorithm sees it, from the columns of `input_columns` alone.
+    """Returns a group in the form that an algorithm gets, from the columns of `input_columns` alone.
 
-    The engine's log-probs are the old ones if no role recomputes them. The tokens of an episode stand turn by turn,
-    which is not the order of rows if an episode went back to an older part of its history.
+    The engine's log-probs are the old log-probs if no role recomputes them. The tokens of an episode are in the
+    order of its turns, which differs from the order of rows if an episode went back to an older part of its
+    history.
     """
     import torch
 
@@ -121,7 +122,7 @@ def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
 
 
 def _by_turn(tree: TokenTree) -> np.ndarray | slice:
-    """Returns the numbers of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``.
+    """Returns the indices of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``.
 
     It is a slice of all tokens if no episode went back to an older part of its history.
     """
@@ -131,7 +132,7 @@ def _by_turn(tree: TokenTree) -> np.ndarray | slice:
 
 
 def _by_row(tree: TokenTree, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Returns columns of tokens that stand as `advantage_inputs` puts them in the order of the tree's tokens."""
+    """Returns columns of tokens, given in the order of `advantage_inputs`, in the order of the tree's tokens."""
     by_turn, order = {name: values.float().numpy() for name, values in columns.items()}, _by_turn(tree)
     if isinstance(order, slice):
         return by_turn
@@ -140,7 +141,7 @@ def _by_row(tree: TokenTree, columns: Mapping[str, Tensor]) -> dict[str, np.ndar
 
 
 def _turns(tree: TokenTree, of_tokens: np.ndarray) -> GroupTurns:
-    """Returns the turns of a group, whose tokens in their order have the turns ``of_tokens``, int64 ``[tokens]``."""
+    """Returns the turns of a group; ``of_tokens``, int64 ``[tokens]``, has the turn of each token in turn order."""
     import torch
 
     rewards: list[float] = []

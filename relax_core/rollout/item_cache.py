@@ -1,7 +1,7 @@
-"""Keeps the encoded media of a run, so that each is encoded once wherever it occurs.
+"""Caches the encoded media of a run, so that each item is encoded once wherever it occurs.
 
-An item is known by its source: the path of a file, or the digest of its bytes. Prompts of training and evaluation hold
-their items, and an item that nobody holds is let go once the cache has more bytes than it may have.
+An item is identified by its source: the path of a file, or the digest of its bytes. Prompts of training and evaluation
+hold their items; an item without a holder is evicted when the cache exceeds its limit of bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from relax_core.contracts.media import MediaError, MediaItem, MediaReason, Media
 
 Key = tuple[str, str]  # kind, and the path or the digest of the bytes
 CACHE_BYTES = 1024 * 1_000_000  # of encoded items that each rollout worker keeps for prompts that come again
-MOST_ERRORS = 65_536  # refused sources that are remembered
-PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # reasons that may not hold another time
+MOST_ERRORS = 65_536  # sources that cannot be used, whose errors are remembered
+PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # transient reasons
 
 
 class ItemEncoder(Protocol):
@@ -30,11 +30,11 @@ class ItemEncoder(Protocol):
 
 
 class ItemCache:
-    """Gives items by their sources and encodes what it does not have.
+    """Returns items by their sources, and encodes missing items.
 
-    ``most_bytes`` bounds the tensors of all items that nobody holds, together with those that somebody does.
-    ``let_go`` is called with the digest of each item that the cache gives up, and ``on_encoded`` with each new item and
-    its source. ``encoded`` counts the encodings.
+    ``most_bytes`` bounds the tensors of all items; items that are held count, but are not evicted. ``let_go`` is
+    called with the digest of each evicted item, and ``on_encoded`` with each new item and its source. ``encoded``
+    counts the encodings.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ItemCache:
         self._errors: OrderedDict[Key, MediaError] = OrderedDict()
         self._encoding: dict[Key, asyncio.Task[MediaItem]] = {}
         self._wanted_by: dict[Key, list[str]] = defaultdict(list)  # owners that wait for an encoding
-        self._unused: OrderedDict[str, None] = OrderedDict()  # digests that nobody holds, the oldest first
+        self._unused: OrderedDict[str, None] = OrderedDict()  # digests without a holder, the oldest first
         self._keys: dict[str, set[Key]] = defaultdict(set)
         self._sizes: dict[str, int] = {}
         self._bytes = 0
@@ -76,7 +76,7 @@ class ItemCache:
         return [one for one in found if isinstance(one, MediaItem)]
 
     def release(self, owner: str) -> None:
-        """Ends what ``owner`` holds or waits for; an owner that holds nothing is no error."""
+        """Releases all items that ``owner`` holds or waits for; an owner without items is no error."""
         for waiting in self._wanted_by.values():
             waiting[:] = [one for one in waiting if one != owner]
         for digest, count in self._held.pop(owner, Counter()).items():
@@ -168,7 +168,7 @@ class HoldingBus(Protocol):
 
 
 class HeldItems:
-    """Encodes items with ``encoder`` and holds each at the bus before anybody uses it. It implements `ItemEncoder`.
+    """Encodes items with ``encoder`` and holds each at the bus before it is used. It implements `ItemEncoder`.
 
     ``worker`` is the rank of the rollout worker, and ``timeout_s`` the deadline of a call to the bus.
     """
@@ -179,15 +179,15 @@ class HeldItems:
         self._worker = worker
         self._timeout_s = timeout_s
         self._unused: dict[str, None] = {}  # items to be let go
-        self._calling = asyncio.Lock()  # a hold never overtakes the end of an earlier one, nor the reverse
+        self._calling = asyncio.Lock()  # keeps holds and releases in order
         self._letting_go: asyncio.Task[None] | None = None
         self._failure: BusLost | BusTimeout | None = None  # of the last call that let items go
 
     async def encode(self, source: MediaSource) -> MediaItem:
         """Returns the item, which the bus keeps until `let_go`.
 
-        Raises `MediaError` if the source cannot be used, the errors of the bus, and RuntimeError if the item's file
-        vanishes again and again.
+        Raises `MediaError` if the source cannot be used, the errors of the bus, and RuntimeError if the item's
+        file vanishes repeatedly.
         """
         for _ in range(ENCODINGS):
             item = await self._encoder.encode(source)

@@ -1,4 +1,4 @@
-"""Builds what encodes a run's media: limits, the root of their files, worker processes and the cache."""
+"""Builds the encoders of a run's media: limits, the root folder of media files, and worker processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
     from relax_core.families.folder import folder_architecture
 
     model = folder_architecture(model_folder, also=config.model.family)
-    assert model.vision is not None, "only a family that sees has kinds of media"
+    assert model.vision is not None, "only a vision family has kinds of media"
     settings = EncodeSettings(
         model_folder=str(model_folder),
         tower=model.vision,
@@ -44,7 +44,7 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
 
 
 def item_work_of(config: RelaxConfig, *, model_folder: Path) -> Callable[[MediaItem], float]:
-    """Returns the function that tells the towers' work for an item, by which prompts are distributed over engines."""
+    """Returns the function that estimates the towers' work for an item; it distributes prompts over engines."""
     from relax_core.families.folder import folder_architecture
     from relax_core.families.towers import item_work
 
@@ -52,7 +52,7 @@ def item_work_of(config: RelaxConfig, *, model_folder: Path) -> Callable[[MediaI
 
 
 def media_limits(modality: ModalityConfig) -> MediaLimits:
-    """Returns the limits that the configuration sets."""
+    """Returns the limits of media in the configuration."""
     from relax_core.data.media.media_limits import MediaLimits
 
     return MediaLimits(

@@ -1,4 +1,4 @@
-"""Decides which groups in flight continue under new weights and which ones are cancelled."""
+"""Partial rollouts: decides which groups in flight continue under new weights and which groups are cancelled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_ABORTS = 3  # with rollout.partial=abort, a group that was aborted this ofte
 
 
 class VersionBus(Protocol):
-    """Declares the call of the bus that the handler makes."""
+    """Declares the bus call that the weight-update handler makes."""
 
     async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Waits for a version after ``since_version``, or for groups of ``worker`` that the bus has ended."""
 
 
 class AbortingPool(Protocol):
-    """Declares the calls of the engine pool that the handler makes."""
+    """Declares the calls of the engine pool that the weight-update handler makes."""
 
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
         """Aborts these requests; each continues from its prefix with weights ``min_version`` or newer."""
@@ -31,14 +31,14 @@ class AbortingPool(Protocol):
 
 @dataclass(slots=True)
 class _GroupInFlight:
-    min_version: int  # the oldest weights that its newest request may start with
+    min_version: int  # the oldest weight version that its newest request may start with
     rids: set[str] = field(default_factory=set)  # its requests in flight
     cancel: Callable[[], object] | None = None  # ends its episodes
     aborts: int = 0
 
 
 class GroupsInFlight:
-    """Is what players report the groups in flight to; this one ends none of them.
+    """Receives the players' reports of groups in flight, and ends none of them.
 
     `WeightUpdateHandler` ends or restarts groups.
     """
@@ -47,7 +47,7 @@ class GroupsInFlight:
         """Adds the groups of these admissions; some of them may end before they begin."""
 
     def begin(self, index: int, cancel: Callable[[], object] | None = None) -> bool:
-        """Says that a group begins, whose episodes ``cancel`` ends; returns False if the group has ended."""
+        """Reports the start of a group, whose episodes ``cancel`` ends; returns False if the group has ended."""
         return True
 
     def turn_begins(self, index: int, rid: str) -> None:
@@ -61,11 +61,11 @@ class GroupsInFlight:
 
 
 class WeightUpdateHandler(GroupsInFlight):
-    """Follows the weight versions for the loop of rollout worker ``worker``, which reports its groups in flight.
+    """Follows the weight versions for rollout worker ``worker``, whose loop reports its groups in flight.
 
-    Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort) all
-    other groups are aborted at each new version, so that they continue from their prefixes with its weights. A group
-    that was aborted ``max_aborts`` times is left to finish.
+    Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort)
+    all other groups are aborted at each new version, so that they continue from their prefixes with its weights. A
+    group that was aborted ``max_aborts`` times is left to finish.
     """
 
     def __init__(

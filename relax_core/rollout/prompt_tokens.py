@@ -1,4 +1,4 @@
-"""Turns a data row into its prompt: conversation, encoded media, chat template, limit of length, and seeds of samples.
+"""Turns a data row into its prompt: conversation, encoded media, chat template, length limit, and sampling seeds.
 
 Seeds belong to samples and not to processes, so that a group sampled again after a crash gets the same tokens.
 """
@@ -25,13 +25,13 @@ from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
 
 Result = TypeVar("Result")
-_THREADS = ThreadPoolExecutor(1, thread_name_prefix="large text")  # a second one would take a core from the engine
+_THREADS = ThreadPoolExecutor(1, thread_name_prefix="large text")  # a second thread would take a core from the engine
 
 
 async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
-    """Returns what ``work`` returns, and raises what it raises; it runs in a thread if it is ``large``.
+    """Runs ``work`` and returns its result; ``large`` work runs in a thread.
 
-    ``work`` must not touch what the event loop changes meanwhile. One large piece of work runs at a time.
+    ``work`` must not use state that the event loop changes meanwhile. One large piece of work runs at a time.
     """
     if not large:
         return work()
@@ -39,8 +39,8 @@ async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
 
 
 DEFAULT_PROMPT_ITEMS = 16
-_CUT_CHARACTERS = 16  # of a text that is cut, for each token that a prompt may have, before it is tokenised
-_CUT_TOKENS = 4  # prompts of up to so many times their limit are tokenised while a text is cut
+_CUT_CHARACTERS = 16  # per token of the limit: a longer text is cut to this length before it is tokenised
+_CUT_TOKENS = 4  # while a text is cut, prompts of up to so many times their limit are tokenised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones.
+    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer prompts.
 
-    With ``last_assistant`` "continue" the model continues the assistant's message with which a prompt ends; without it
-    such a prompt is refused.
-    ``items`` encodes media; without it, rows that have some cannot be used. A prompt has at most
-    ``prompt_items`` of them. ``item_rows`` says how many rows one has at most, for `tokens`, which encodes none.
-    ``media_kinds`` are the kinds that the run reads: a row with a place for one and no item of it is refused.
+    With ``last_assistant`` "continue" the model continues the assistant's message with which a prompt ends; without
+    it such a prompt is refused. ``items`` encodes media; without it, rows with media cannot be used. A prompt has
+    at most ``prompt_items`` items. ``item_rows`` returns the largest number of rows of an item, for `tokens`, which
+    encodes none. ``media_kinds`` are the kinds that the run reads: a row with a placeholder of such a kind and no
+    item of it is refused.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class PromptMaker:
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
         """Returns the token ids of a prompt of text; ``where`` is the data row's file and line for errors.
 
-        For each item there are as many ids as it may have rows, without a meaning. Raises `BadRow` as
-        `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if the prompt is too
-        long and ``overlong`` is error.
+        Each item takes as many placeholder ids as it may have rows. Raises `BadRow` as `text` does, and if the
+        prompt is too long and such rows are dropped. Raises ValueError if the prompt is too long and
+        ``overlong`` is error.
         """
         return self._opening(self._messages(row, where=where), (), where=where).token_ids
 
@@ -169,7 +169,7 @@ class PromptMaker:
     async def hold_again(self, row: DataRow, media: Sequence[Media], *, owner: str) -> None:
         """Makes ``owner`` hold the media of a prompt that was made before.
 
-        Those that the cache gave up are encoded again. Raises ValueError if their files are others now.
+        Items that the cache has evicted are encoded again. Raises ValueError if their files have changed.
         """
         if media:
             again = await self.encoded(media_sources(self._messages(row, where="")), owner=owner)
@@ -178,7 +178,7 @@ class PromptMaker:
                 raise ValueError(f"the files of {words} changed while the run read them. Start the run again.")
 
     def release(self, owner: str) -> None:
-        """Ends what ``owner`` holds of the encoded media."""
+        """Releases the encoded media that ``owner`` holds."""
         if self.items is not None:
             self.items.release(owner)
 
@@ -200,7 +200,7 @@ class PromptMaker:
             has, count = "has at least", error.tokens
         text = (
             f"{where}: its prompt {has} {count} tokens, but engine.context_length leaves room for "
-            f"{self.max_prompt_tokens} beside rollout.max_new_tokens."
+            f"{self.max_prompt_tokens} in addition to rollout.max_new_tokens."
         )
         if items:
             rows = sum(item.rows for item in items)
@@ -224,7 +224,7 @@ class PromptMaker:
         return self._render(self._messages(row, where=where), where=where)
 
     def bound(self, row: DataRow, *, where: str) -> int:
-        """Returns a number of tokens that the whole prompt does not exceed: each stands for at least one byte.
+        """Returns an upper bound of the number of tokens of the whole prompt: each token stands for at least one byte.
 
         Raises as `text` does.
         """
@@ -234,7 +234,7 @@ class PromptMaker:
     def count(self, row: DataRow, *, where: str) -> int:
         """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does.
 
-        A prompt that is certain to be too long is not tokenised; the number is then one that it has at least.
+        A prompt that is certain to be too long is not tokenised; the result is then a lower bound.
         """
         try:
             return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
@@ -248,7 +248,8 @@ class PromptMaker:
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
         """Returns the conversation of a data row.
 
-        Raises `MediaError` for a place without an item, because the model would be asked about what it does not get.
+        Raises `MediaError` for a placeholder without an item, because the model would be asked about media that
+        it does not get.
         """
         messages = self._conversation(row, where=where)
         for kind, (_, has_place) in (unread_media(row, TEXT_ONLY) if self._media_kinds else {}).items():
@@ -276,9 +277,9 @@ class PromptMaker:
             raise BadRow.because("template", f"{where}: {error}") from error
 
     def _rows_of(self, messages: Sequence[Message], *, where: str) -> list[int]:
-        """Returns how many rows each item has at most, if `tokens` may stand in for their encoding.
+        """Returns the largest number of rows of each item, if `tokens` may use it instead of encoding the items.
 
-        Raises `MediaError` for one that cannot be used, as far as that is known without encoding it.
+        Raises `MediaError` for an item that cannot be used, as far as that is known without encoding it.
         """
         sources = media_sources(messages)
         if sources and self._item_rows is None:
@@ -316,7 +317,7 @@ class PromptMaker:
         tools: Sequence[ToolSchema] | None = None,
         most_tokens: int | None = None,
     ) -> Prompt:
-        """Returns the prompt. Raises `TextTooLong` for more than ``most_tokens``, None for those of a prompt."""
+        """Returns the prompt. Raises `TextTooLong` for more than ``most_tokens``; None means ``max_prompt_tokens``."""
         most = self.max_prompt_tokens if most_tokens is None else most_tokens
         try:
             goes_on = messages[-1]["role"] == "assistant"
@@ -372,18 +373,18 @@ class PromptMaker:
 
 
 def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) -> None:
-    """Raises EngineError for an answer to another prompt than the one that will be trained.
+    """Raises EngineError if an engine sampled from a prompt of another length than the prompt that will be trained.
 
-    An engine may expand an image to another number of tokens than the tree has. An engine that does not say how many
-    tokens it saw is believed if the prompt is text.
+    An engine may expand an image to another number of tokens than the tree has. An engine that does not report the
+    length of its prompt is trusted if the prompt is text.
     """
     for one in responses:
         seen, sent = one.prompt_tokens, len(request.input_ids)
         if seen != sent and (seen or request.media):
             raise EngineError(
-                f"{one.engine or 'the engine'}, request {request.rid}: it saw a prompt of {seen} tokens, and "
+                f"{one.engine or 'the engine'}, request {request.rid}: it got a prompt of {seen} tokens, and "
                 f"{sent} were sent with {len(request.media)} media. Its answer is refused, because it was "
-                "sampled from another prompt than the one that would be trained."
+                "sampled from another prompt than the trained prompt."
             )
 
 
@@ -458,12 +459,12 @@ def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Ov
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedPrompt:
-    """Is an admitted prompt that is ready for the engine.
+    """Holds an admitted prompt that is ready for the engine.
 
-    ``number`` is the number of its data row, and ``where`` the row's file and line. ``modality`` is the prompt's. For
-    an env of several turns the request has no tokens, because the env opens its own episodes; the names of theirs begin
-    with its ``rid``. ``evaluation`` is empty for training; it names the evaluation set whose row ``index`` this is, so
-    that its seeds and uids are its own.
+    ``number`` is the number of its data row, and ``where`` the row's file and line. ``modality`` is the prompt's
+    modality. For an env of several turns the request has no tokens, because the env opens its own episodes; the
+    rids of their requests begin with its ``rid``. ``evaluation`` is empty for training; otherwise it names the
+    evaluation set with row ``index``, so that seeds and uids differ from those of training.
     """
 
     index: int

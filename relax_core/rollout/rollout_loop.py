@@ -1,7 +1,7 @@
 """The loop of a rollout worker: admissions → prompts → episodes → rewards → complete groups on the bus.
 
-The loop never waits for the trainer. It asks for admissions one step ahead, and the engine holds prompts that must not
-start yet. `PromptAdmissions` makes the prompts of admissions and leaves out data rows that have none.
+The loop never waits for the trainer. It requests admissions one step ahead, and the engine holds prompts that must not
+start yet. `PromptAdmissions` makes the prompts of admissions and leaves out data rows that cannot be used.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class RolloutBus(Protocol):
         """Ends a group without training; the ledger keeps the reason."""
 
     async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
-        """Says which modality the prompts of these groups have, by index."""
+        """Reports the modality of the prompts of these groups, by index."""
 
     async def put(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         """Puts complete groups into the bus."""
 
 
 class RolloutLoop:
-    """Is the loop of one rollout worker.
+    """Runs the loop of one rollout worker.
 
-    ``gate(version)`` returns when no evaluation must come before prompts of that version. ``bad_rows`` counts the data
-    rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
+    ``gate(version)`` returns when no evaluation must come before prompts of that version. ``bad_rows`` counts the
+    data rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
     ``weight_update_handler`` is set if groups may end or restart with a weight version. ``advantages`` computes a
-    complete group's advantages if no role does so. ``player`` plays the episodes. ``samples`` keeps what becomes of
+    complete group's advantages if no role does so. ``player`` plays the episodes. ``samples`` logs the outcome of
     every group.
     """
 
@@ -120,12 +120,12 @@ class RolloutLoop:
             makes_prompts=player.makes_prompts,
         )
         self._cancelled: list[PlayedFigures] = []  # of groups that were given up since the last record
-        self._sampled_tokens: Counter[str] = Counter()  # by what became of them
+        self._sampled_tokens: Counter[str] = Counter()  # by outcome
         self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
         self._staged: list[Group] = []
         self._flushing = False
-        self._newest_group: asyncio.Task[PlayedFigures] | None = None  # the group that came last
+        self._newest_group: asyncio.Task[PlayedFigures] | None = None  # the group whose episodes ended last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
         """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); leaves no prompt batch running."""
@@ -142,7 +142,7 @@ class RolloutLoop:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
 
     async def _begin(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
-        """Makes prompts and starts their batches, beside later admissions if these need not wait for the encoding."""
+        """Makes prompts and starts their batches; concurrently with later admissions if these need not wait."""
         admitted = self._admissions.prompts(admissions)
         launched = self._launch(admitted, tasks)
         if self._admissions.go_on:
@@ -153,8 +153,8 @@ class RolloutLoop:
     async def _launch(self, admitted: Coroutine[Any, Any, Sequence[AdmittedPrompt]], tasks: asyncio.TaskGroup) -> None:
         """Starts a prompt batch for each weight version that these prompts wait for.
 
-        Each batch waits at the gate separately: a group that replaces a dropped one may be what an evaluation waits for
-        that holds the others at the gate.
+        Each batch waits at the gate separately: an evaluation that holds other batches at the gate may wait for
+        a group that replaces a dropped group.
         """
         by_version: dict[int, list[AdmittedPrompt]] = defaultdict(list)
         for prompt in await admitted:
@@ -163,7 +163,7 @@ class RolloutLoop:
             start_in(tasks, self._sample(version, by_version[version], tasks))
 
     async def _sample(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
-        """Plays the groups of prompts of one weight version; each leaves when it is complete."""
+        """Plays the groups of prompts of one weight version; each group is scored as soon as it has ended."""
         await self._gate(version)
         start = time.perf_counter()
         requests: list[StreamEnd] = []
@@ -200,7 +200,7 @@ class RolloutLoop:
         return PlayedFigures.of(episodes, reward_s=reward_s)
 
     def _give_up(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
-        """Counts the episodes of a group that is given up, and their tokens, none of which is trained; keeps them."""
+        """Counts the episodes of a cancelled group and their tokens, none of which is trained; logs its samples."""
         self._prompts.release(prompt.uid)
         if episodes:
             self._sampled_tokens.update(token_accounts(episodes, None))
@@ -211,7 +211,7 @@ class RolloutLoop:
     def _record_figures(
         self, played: Sequence[PlayedFigures], requests: Sequence[StreamEnd], *, seconds: float
     ) -> None:
-        """Records the figures of a prompt batch, and of the groups that were given up since the last record."""
+        """Records the metrics of a prompt batch, and of the groups that were cancelled since the last record."""
         played = [*played, *self._cancelled]
         self._cancelled = []
         values = {
@@ -306,7 +306,7 @@ def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) 
 
 
 class ModalityFigures:
-    """Sums milliseconds by modality and figure, until `take` gives the means since it was called last."""
+    """Averages times in ms by modality and metric, over the prompts since the last call of `take`."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -318,7 +318,7 @@ class ModalityFigures:
         self._prompts[modality, figure] += 1
 
     def take(self) -> dict[str, float]:
-        """Returns each mean as "modality/video/encode_ms", with its number of prompts, and begins anew."""
+        """Returns each mean as "modality/video/encode_ms", with its number of prompts, and resets all of them."""
         values: dict[str, float] = {}
         for (modality, figure), prompts in sorted(self._prompts.items()):
             values[f"modality/{modality}/{figure}_ms"] = self._sums[modality, figure] / prompts
@@ -331,9 +331,10 @@ class ModalityFigures:
 class BadRows:
     """Counts the drawn and the bad data rows of a rollout worker.
 
-    ``rows`` is the number of data rows, and ``most`` the share of them that may be bad (data.max_bad_rows). ``report``
-    is called with all named rows each time that one more is named. ``most_in_a_row`` is the number of rows in a row
-    whose images or videos may be bad. ``media_reasons`` counts those that were, by reason.
+    ``rows`` is the number of data rows, and ``most`` the share of them that may be bad (data.max_bad_rows).
+    ``report`` is called with all named rows each time that a row is added to them. ``most_in_a_row`` is the number
+    of rows in a row whose images or videos may be bad. ``media_reasons`` counts prompts with bad images or videos,
+    by reason.
     """
 
     def __init__(self, *, rows: int, most: float, report: Report, most_in_a_row: int = 64) -> None:
@@ -353,7 +354,7 @@ class BadRows:
             self._drawn.add(number)
 
     def use(self) -> None:
-        """Says that the data row that was drawn last can be used."""
+        """Reports that the data row that was drawn last can be used."""
         self._media_in_a_row.clear()
 
     def leave_out(self, number: int, error: BadRow) -> None:
@@ -375,13 +376,13 @@ class BadRows:
             )
 
     def _count_media(self, error: MediaError) -> None:
-        """Counts a prompt with a bad item each time that it is drawn; raises ValueError if all in a row have one."""
+        """Counts a prompt with a bad item each time that it is drawn; raises ValueError for too many in a row."""
         self.media_reasons[error.word] += 1
         self._media_in_a_row.append(error)
         if len(self._media_in_a_row) >= self._most_in_a_row:
             raise ValueError(
                 f"the images or videos of {len(self._media_in_a_row)} data rows in a row cannot be used, "
-                f"which is no chance. The first: "
+                f"which suggests a common cause. The first: "
                 f"{self._media_in_a_row[0]} Is data.media_root mounted, and is it the folder of these paths?"
             )
 
@@ -412,12 +413,12 @@ class RolloutLoopSettings:
 
 
 class PromptAdmissions:
-    """Asks the bus for admissions and makes their prompts; `RolloutLoop` explains the parameters.
+    """Requests admissions from the bus and makes their prompts; `RolloutLoop` explains the parameters.
 
     ``check_row`` raises `BadRow` for a data row (with its file and line) that its reward cannot score.
-    ``makes_prompts`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if the
-    next admissions need not wait until the images and videos of earlier ones are encoded. They wait in a run whose
-    batches must be equal every time, where each is admitted one train step ahead anyway.
+    ``makes_prompts`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if
+    the next admissions need not wait until the images and videos of earlier admissions are encoded. They wait in a
+    run whose batches must be equal every time, where each is admitted one train step ahead anyway.
     """
 
     def __init__(
@@ -458,17 +459,17 @@ class PromptAdmissions:
                 log.warning("waits on: %s", late)
 
     def prompts(self, admissions: Sequence[Admission]) -> Coroutine[Any, Any, list[AdmittedPrompt]]:
-        """Records these admissions at once, and returns the call that makes their prompts, of those that can be used.
+        """Records these admissions at once, and returns the call that makes the prompts of their usable data rows.
 
-        A data row that cannot be used ends its group with the reason. The next row replaces it at once, except with
-        ``go_on``. Therefore the prompt batches of a run that must be repeatable are equal in every run with the same
-        data and seed.
+        A data row that cannot be used ends its group with the reason. The next row replaces it at once, except
+        with ``go_on``. Therefore the prompt batches of a run that must be repeatable are equal in every run
+        with the same data and seed.
         """
         self._flight.admit(admissions)
         return self._make(admissions)
 
     def played(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
-        """Counts a group whose episodes have ended; one of an env of several turns may have shown bad media.
+        """Counts a group whose episodes have ended; an env of several turns may have shown bad media.
 
         Raises ValueError if there are too many such rows.
         """
@@ -482,7 +483,7 @@ class PromptAdmissions:
             self.figures.add(prompt.modality, "prefill", prefill_ms)
 
     def media_figures(self) -> dict[str, float]:
-        """Returns how many items were encoded and how many prompts had bad ones since the run began, by reason.
+        """Returns how many items were encoded and how many prompts had bad items since the run began, by reason.
 
         The times by modality are those since the last call.
         """
@@ -513,7 +514,7 @@ class PromptAdmissions:
                 else:
                     left_out += 1
                     await self.leave_out(admission.index, number, prompt)
-            # If another call asks too, it may have taken the credit, and these prompts must not wait for it.
+            # A concurrent call may have taken the credit, and these prompts must not wait for it.
             replace = left_out > 0 and self._settings.alone and not self.go_on
             admissions = await self._admitted_at_once(left_out) if replace else ()
             self._flight.admit(admissions)

@@ -1,4 +1,4 @@
-"""Writes items of a run as small pictures, for a person who looks at its prompts or at its samples."""
+"""Writes a run's media items as small pictures, for people who inspect its prompts or samples."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PICTURE_SIDE, QUALITY, PICTURE_SUFFIX = 320, 80, ".jpg"  # of the pictures of sa
 class Thumbnails:
     """Writes small pictures of items, each in a thread.
 
-    The first ``first`` items become PNGs in ``folder``, whose names begin with the item's number. With ``pictures``
-    items become JPEGs there, named by digest: all of the first ones and later some, so that it costs a run at most 1%
-    of a core and some 100 MB.
+    The first ``first`` items become PNGs in ``folder``, whose names begin with the item's number. With
+    ``pictures``, items become JPEGs in that folder, named by digest: all early items and some later items, so that
+    it costs a run at most 1% of a core and some 100 MB.
     """
 
     def __init__(self, folder: Path, media_folder: Path, *, first: int = MOST, pictures: Path | None = None) -> None:
@@ -33,7 +33,7 @@ class Thumbnails:
         self._count, self._rate = 0, KeptRate()
 
     def add(self, item: MediaItem) -> None:
-        """Begins to write the pictures of an item whose file is there, if it is to have some."""
+        """Starts to write the pictures of an item, if it gets any; its file must exist."""
         wanted: list[tuple[Path, int]] = []
         if self._count < self._first:
             wanted.append((self._folder / f"{self._count:02d}-{item.kind}-{item.digest[:8]}.png", SIDE))
@@ -70,7 +70,7 @@ def _save(frames: np.ndarray, wanted: list[tuple[Path, int]]) -> None:
 
 
 def _spectrogram(features: np.ndarray) -> np.ndarray:
-    """Returns a sound's features as a picture with the high frequencies above, uint8 ``[1, mel bins, frames, 3]``."""
+    """Returns a sound's features as a picture with high frequencies at the top, uint8 ``[1, mel bins, frames, 3]``."""
     least, most = float(features.min()), float(features.max())
     grey = (255 * (features[::-1] - least) / max(most - least, 1e-6)).astype(np.uint8)
     return np.repeat(grey[None, :, :, None], 3, axis=3)

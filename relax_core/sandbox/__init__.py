@@ -1,5 +1,5 @@
-"""Runs Python code that a model wrote, and worker processes, in a sandbox of bubblewrap; it imports nothing of Relax.
+"""Runs Python code that a model wrote, and worker processes, in a bubblewrap sandbox; it imports nothing else of Relax.
 
-Start reading in `run_code.py`; `inside_sandbox.py` is the program in its sandbox, and `worker_sandbox.py` the sandbox
-of isolated rewards.
+Start reading in `run_code.py`; `inside_sandbox.py` is the program inside its sandbox, and `worker_sandbox.py` the
+sandbox of isolated rewards.
 """

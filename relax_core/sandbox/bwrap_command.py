@@ -1,4 +1,4 @@
-"""Builds the command of bubblewrap for every sandbox: own namespaces, a read-only system, no network, no devices."""
+"""Builds the bubblewrap command of every sandbox: new namespaces, a read-only system, no network, almost no devices."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from relax_core.sandbox.seccomp_filter import seccomp_filter
 
 MIB = 2**20
-_DEVICES = ("null", "random", "urandom")  # /dev/zero gives shared memory that no limit counts, a terminal the kernel's
+_DEVICES = ("null", "random", "urandom")  # not /dev/zero (shared memory without a limit) and terminals (kernel memory)
 
 
 class SandboxRefused(RuntimeError):
-    """The machine cannot run the sandbox; the text says what is missing or what was refused."""
+    """The machine cannot run the sandbox; the text says which part is missing or was refused."""
 
 
 def bwrap_command(
     seccomp: int, *, disk_mib: int, environment: dict[str, str], read_only: Sequence[Path] = (), folder: str = "/tmp"
 ) -> list[str]:
-    """Returns the words before a program that run it in a sandbox.
+    """Returns the command prefix that runs a program in a sandbox.
 
-    The program sees /usr and the paths of ``read_only``, has ``environment`` alone, and may write in /tmp, a file
-    system in memory of ``disk_mib`` MiB. It begins in ``folder``. ``seccomp`` is a descriptor with the filter
-    (`filter_descriptor`), which the process must inherit.
+    The program sees /usr and the paths of ``read_only``, has only the variables of ``environment``, and may write in
+    /tmp, an in-memory file system of ``disk_mib`` MiB. It starts in ``folder``. ``seccomp`` is a descriptor of the
+    filter (`filter_descriptor`), which the process must inherit.
 
     Raises `SandboxRefused` if there is no bubblewrap.
     """
@@ -57,7 +57,7 @@ def filter_descriptor(stack: ExitStack, *, keep_modes: bool = False) -> int:
 
 
 def in_memory(stack: ExitStack, name: str, content: bytes) -> int:
-    """Returns a descriptor from which ``content`` can be read, and not changed, until the end of ``stack``."""
+    """Returns a read-only descriptor of ``content``, open until the end of ``stack``."""
     file = stack.enter_context(os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b"))
     file.write(content)
     file.seek(0)
@@ -67,7 +67,7 @@ def in_memory(stack: ExitStack, name: str, content: bytes) -> int:
 
 
 def refusal(printed: bytes) -> str:
-    """Returns why a sandbox did not start, with what usually helps; ``printed`` is what bubblewrap printed."""
+    """Returns why a sandbox did not start, with the usual fix; ``printed`` is the output of bubblewrap."""
     words = printed.decode(errors="replace").strip()[:400] or "it did not start"
     fixes = []
     for file, wrong, fix in (

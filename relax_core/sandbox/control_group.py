@@ -1,7 +1,7 @@
-"""Puts a sandbox into a control group of its own, which counts all its memory, also that of the kernel.
+"""Limits a sandbox with a separate control group, which counts all of its memory, including kernel memory.
 
-A group can be made by root, or by a user to whom a part of the tree was delegated. Elsewhere there is none, and the
-sandbox has the limits that a process gives itself and that its owner checks.
+Root can create a group, and so can a user with a delegated part of the tree. Otherwise there is no group, and the
+sandbox has the limits that a process sets for itself and that its owner checks.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from functools import cache
 from pathlib import Path
 
 _PREFIX = "relax-sandbox-"
-_LEFT_S = 60.0  # an empty group that is older was left by an owner that was killed
+_LEFT_S = 60.0  # an older empty group was left by a killed owner
 _END_S = 10.0
-_PAUSE_S = 5e-4  # the last process of a sandbox ends within a millisecond of its owner's notice
+_PAUSE_S = 5e-4  # the last process of a sandbox exits within a millisecond after its owner notices the end
 _TRY_S = 30.0
-# A process enters each group by itself before it becomes the command: it may have children before its owner moves it.
+# A process enters each group itself before it execs the command: it could have children before its owner moves it.
 _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class _Base:
-    """Is a folder in which groups can be made; ``version`` is 1 or 2, ``controllers`` are those that count in them."""
+    """Holds a folder in which groups can be created; ``version`` is 1 or 2, ``controllers`` are active in it."""
 
     folder: Path
     version: int
@@ -36,10 +36,10 @@ class _Base:
 
 
 class ControlGroup:
-    """Is one group of processes with limits; `remove` ends it when its processes have ended.
+    """Manages one group of processes with limits; `remove` deletes it when its processes have ended.
 
-    ``memory_bytes`` counts anonymous and shared memory, files in memory, page tables, buffers of pipes and sockets and
-    the kernel's objects; nothing of it is swapped. ``processes`` is the most processes and threads.
+    ``memory_bytes`` limits anonymous and shared memory, files in memory, page tables, buffers of pipes and sockets and
+    kernel objects; nothing of it is swapped. ``processes`` is the largest number of processes and threads.
     """
 
     def __init__(self, bases: tuple[_Base, ...], *, memory_bytes: int, processes: int) -> None:
@@ -56,11 +56,11 @@ class ControlGroup:
 
     @property
     def enter(self) -> list[str]:
-        """Returns the words before a command that make its process enter the group."""
+        """Returns the command prefix with which a process enters the group."""
         return ["/bin/sh", "-c", _ENTER, "sh", *(str(folder / "cgroup.procs") for _, folder in self._folders), "--"]
 
     def out_of_memory(self) -> bool:
-        """Returns whether the kernel has killed a process because the group was at its limit of memory."""
+        """Returns whether the kernel has killed a process because the group was at its memory limit."""
         for base, folder in self._folders:
             if "memory" in base.controllers:
                 file = folder / ("memory.oom_control" if base.version == 1 else "memory.events")
@@ -69,7 +69,7 @@ class ControlGroup:
         return False
 
     def remove(self) -> None:
-        """Removes the group; one that is still busy after some seconds is removed by the next start of a process."""
+        """Removes the group; a group that stays busy for some seconds is removed by a later process."""
         until = time.monotonic() + _END_S
         for _, folder in self._folders:
             while True:
@@ -100,14 +100,14 @@ class ControlGroup:
 
 
 def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
-    """Returns a new group, or None if this process may make none."""
+    """Returns a new group, or None if this process cannot create groups."""
     bases = _usable_bases()
     return ControlGroup(bases, memory_bytes=memory_bytes, processes=processes) if bases else None
 
 
 @cache
 def _usable_bases() -> tuple[_Base, ...]:
-    """Returns where groups are made; empty if a process cannot enter a new one. Removes groups that were left."""
+    """Returns the folders for new groups; empty if a process cannot enter a new group. Removes abandoned groups."""
     bases = tuple(_bases(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()))
     if not any("memory" in base.controllers for base in bases):
         return ()
@@ -128,10 +128,10 @@ def _usable_bases() -> tuple[_Base, ...]:
 
 
 def _bases(own: str, mounts: str) -> list[_Base]:
-    """Returns the folders for groups by the texts of /proc/self/cgroup and /proc/self/mountinfo.
+    """Returns the folders for groups, from the contents of /proc/self/cgroup and /proc/self/mountinfo.
 
-    Of version 1 the group of this process can have groups below it. Of version 2 it can only if it has no processes or
-    is the root; else groups are made beside it.
+    In version 1 the group of this process can have child groups. In version 2 it can only if it has no processes or is
+    the root; else groups are created next to it.
     """
     found = []
     for line in own.splitlines():

@@ -1,8 +1,8 @@
-"""The program in the sandbox: it limits itself and runs the code that comes on stdin.
+"""Program inside the sandbox: it limits itself and runs the code from stdin.
 
-It is given to the interpreter as text, because the sandbox has no files of Relax. Its arguments are the limits in
-seconds, bytes, processes and bytes, and the descriptor of a socket. Through it the owner gets /tmp as soon as the
-sandbox stands, and counts the files there.
+It is passed to the interpreter as text, because the sandbox has no files of Relax. Its arguments are the limits (CPU
+seconds, bytes of memory, processes, bytes of a file) and the descriptor of a socket. Through the socket the owner
+receives /tmp when the sandbox is up, and counts the files there.
 """
 
 import os
@@ -11,13 +11,13 @@ import socket
 import sys
 from types import TracebackType
 
-NAME = "code.py"  # what errors call the code
+NAME = "code.py"  # file name of the code in errors
 
 
 def limit(kind: int, value: int, *, grace: int = 0) -> None:
-    """Sets a limit that the process cannot raise again, or keeps the one that it has if that is lower.
+    """Sets a limit that the process cannot raise again, or keeps the present limit if that is lower.
 
-    ``grace`` is how much further the kernel lets it go after the first signal.
+    ``grace`` is the distance from the soft limit, which sends a signal, to the hard limit.
     """
     most = resource.getrlimit(kind)[1]
     wanted = [value, value + grace] if value != resource.RLIM_INFINITY else [most, most]
@@ -27,7 +27,7 @@ def limit(kind: int, value: int, *, grace: int = 0) -> None:
 
 
 def tell(error: BaseException, where: TracebackType | None, source: str) -> None:
-    """Prints an error with the lines of the code, as Python does for a file."""
+    """Prints an error with the source lines of the code, as Python does for a file."""
     import linecache
     import traceback
 
@@ -40,7 +40,7 @@ def main() -> None:
     cpu_s, memory_bytes, processes, file_bytes, ready = map(int, sys.argv[1:])
     source = sys.stdin.buffer.read().decode()
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # at the first the kernel says why, at the second it kills
+    limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # the soft limit sends SIGXCPU, the hard limit kills
     limit(resource.RLIMIT_FSIZE, file_bytes)
     limit(resource.RLIMIT_NOFILE, 64)  # a pipe or a pair of sockets has up to 208 KiB of buffers
     limit(resource.RLIMIT_SIGPENDING, 64)  # timers and queued signals

@@ -1,4 +1,4 @@
-"""Runs Python code in a sandbox: own namespaces, a read-only system, no network, and limits on all that it may use."""
+"""Runs Python code in a sandbox: new namespaces, a read-only system, no network, and limits on all resources."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from relax_core.sandbox.bwrap_command import (
 )
 from relax_core.sandbox.control_group import ControlGroup, make_control_group
 
-_UNUSED_UIDS = range(65519, 61183, -1)  # systemd gives these to services for a moment and to no person
+_UNUSED_UIDS = range(65519, 61183, -1)  # systemd gives these to short-lived services and never to a person
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
-_START_S = 30.0  # the limit for the start of the sandbox and its interpreter; the code's time begins after it
-_CHECK_S = 0.1  # between two looks at the memory and the files
-_OWN_MIB = 32  # what bubblewrap and the kernel's own objects take in a control group
-_OWN_PROCESSES = 4  # bubblewrap's, and the one that enters the group
+_START_S = 30.0  # limit for the start of the sandbox and its interpreter, before the code's time begins
+_CHECK_S = 0.1  # between two checks of the memory and the files
+_OWN_MIB = 32  # memory of bubblewrap and kernel objects in a control group
+_OWN_PROCESSES = 4  # processes of bubblewrap, and the process that enters the group
 _END_S = 10.0
 _READ_BYTES = 1 << 16
 _SIGNAL_EXIT = 128  # bwrap exits with this and the number of the signal that ended the program
@@ -45,11 +45,11 @@ Ended = Literal["exit", "wall_time", "cpu_time", "memory", "files", "output"]
 
 @dataclass(frozen=True, kw_only=True)
 class CodeLimits:
-    """Holds what one run of code may use.
+    """Holds the limits of one run of code.
 
-    ``wall_s`` and ``cpu_s`` are seconds. ``memory_mib`` holds for each process and for all of them together,
-    ``disk_mib`` for /tmp, the only place to write, and for a file in it, where ``files`` is the most files, folders and
-    links. ``output_bytes`` is what may be printed.
+    ``wall_s`` and ``cpu_s`` are seconds. ``memory_mib`` limits each process and all of them together. ``disk_mib``
+    limits /tmp, the only place to write, and each file in it; ``files`` is the largest number of files, folders and
+    links there. ``output_bytes`` limits the output.
     """
 
     wall_s: float = 10.0
@@ -63,7 +63,7 @@ class CodeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeResult:
-    """Is the result of a run: how it ended, its exit code, what it printed, and the seconds that it took.
+    """Holds the result of a run: how it ended, its exit code, its output, and its duration in seconds.
 
     ``ended`` is "exit", or the limit that ended it. ``exit_code`` is negative for a signal. ``output`` holds stdout and
     stderr in the order in which they were written, cut at the limit.
@@ -95,16 +95,16 @@ def run_code(code: str, limits: CodeLimits) -> CodeResult:
 
 
 def run_code_without_sandbox(code: str, limits: CodeLimits) -> CodeResult:
-    """Returns the result of Python code in a plain child process, which may read and write all that this one may.
+    """Returns the result of Python code in a plain child process, with this process's access to files.
 
-    The limits hold for each process of the code, but there is none on their number, and one that leaves the session of
-    the code goes on.
+    The limits apply to each process of the code, but the number of processes is not limited, and a process that leaves
+    the code's session continues after the end.
     """
     return _run([sys.executable], code, replace(limits, processes=resource.RLIM_INFINITY, files=sys.maxsize))
 
 
 def try_sandbox() -> None:
-    """Runs one line of code in the sandbox. Raises `SandboxRefused` with what to do if the machine refuses it."""
+    """Runs one line of code in the sandbox. Raises `SandboxRefused`, with the fix, if the machine cannot run it."""
     result = run_code("print(6 * 7)", CodeLimits())
     if result.output != "42\n":
         raise SandboxRefused(
@@ -114,7 +114,7 @@ def try_sandbox() -> None:
 
 @cache
 def _unused_uid() -> int:
-    """Returns a user number without an account and without processes: the kernel counts no processes of root."""
+    """Returns a user id without an account and without processes: the kernel does not count the processes of root."""
     used = {one.pw_uid for one in pwd.getpwall()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -137,9 +137,9 @@ def _interpreter(uid: int | None) -> Path:
 
 
 def _as_user(uid: int | None) -> list[str]:
-    """Returns the words before a command that make it this user's; none for None.
+    """Returns the command prefix that switches to this user; empty for None.
 
-    A program changes the user, because Popen would copy all of this process's page tables for it: 10 ms with torch.
+    A program switches the user, because Popen would copy all of this process's page tables for it: 10 ms with torch.
     """
     if uid is None:
         return []
@@ -160,7 +160,7 @@ def _run(
     inherited: tuple[int, ...] = (),
     group: ControlGroup | None = None,
 ) -> CodeResult:
-    """Runs the program of `inside_sandbox.py` by ``command``, which has the descriptors ``inherited``."""
+    """Runs the program of `inside_sandbox.py` with the command prefix ``command``, which inherits ``inherited``."""
     program = Path(__file__).with_name("inside_sandbox.py").read_text(encoding="utf-8")
     given = [limits.cpu_s, limits.memory_mib * MIB, limits.processes, limits.disk_mib * MIB]
     with ExitStack() as stack:
@@ -191,7 +191,7 @@ def _run(
         finally:
             _end(process)
         seconds = time.monotonic() - began
-        _comes(ready.fileno(), limit_s=_END_S)  # the end of the sandbox's first process, which has this socket too
+        _comes(ready.fileno(), limit_s=_END_S)  # until the sandbox's first process ends, which holds this socket, too
     exit_code = process.returncode
     if _SIGNAL_EXIT < exit_code <= _SIGNAL_EXIT + signal.NSIG:
         exit_code = _SIGNAL_EXIT - exit_code
@@ -205,7 +205,7 @@ def _run(
 def _disk(ready: socket.socket, process: subprocess.Popen[bytes], stack: ExitStack) -> int:
     """Waits for the interpreter in the sandbox and returns a descriptor of its /tmp, open until the end of ``stack``.
 
-    Raises `SandboxRefused` if it does not come.
+    Raises `SandboxRefused` if it does not start.
     """
     if _comes(ready.fileno(), limit_s=_START_S):
         said, descriptors, _, _ = socket.recv_fds(ready, 1, 1)
@@ -219,7 +219,7 @@ def _disk(ready: socket.socket, process: subprocess.Popen[bytes], stack: ExitSta
 
 
 def _comes(descriptor: int, *, limit_s: float) -> bool:
-    """Returns whether something can be read from a descriptor, or its end, within ``limit_s`` seconds."""
+    """Returns whether data or end-of-file can be read from a descriptor within ``limit_s`` seconds."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, limit_s) * 1e3))
@@ -228,7 +228,7 @@ def _comes(descriptor: int, *, limit_s: float) -> bool:
 def _output(
     process: subprocess.Popen[bytes], limits: CodeLimits, *, over: Callable[[], Ended | None], until: float
 ) -> tuple[bytes, Ended]:
-    """Returns what a process prints until it ends or is at a limit, and which limit that is."""
+    """Returns the output of a process until it ends or reaches a limit, and how it ended."""
     assert process.stdout is not None
     printed = process.stdout.fileno()
     received = bytearray()
@@ -254,7 +254,7 @@ def _output(
 
 
 def _over(pid: int, disk: int, limits: CodeLimits, group: ControlGroup | None) -> Ended | None:
-    """Returns the limit of memory or files that the processes below ``pid`` have passed, or None."""
+    """Returns the limit of memory or files that the processes below ``pid`` have exceeded, or None."""
     tmp = os.fstatvfs(disk)
     if tmp.f_files - tmp.f_ffree > limits.files:
         return "files"
@@ -264,7 +264,7 @@ def _over(pid: int, disk: int, limits: CodeLimits, group: ControlGroup | None) -
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process with its group; with bwrap's process the kernel ends all that is in the sandbox."""
+    """Kills a process with its process group; when bwrap's process ends, the kernel kills the whole sandbox."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_END_S)
@@ -273,7 +273,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Returns the memory of a process and of all below it in bytes, without pages of files.
+    """Returns the memory of a process and all its descendants in bytes, without pages of files.
 
     Swapped memory and page tables count. In a control group the kernel counts its other objects, too.
     """

@@ -1,4 +1,4 @@
-"""Writes the seccomp filter of the sandbox: the system calls that no program of a model needs fail with EPERM.
+"""Builds the seccomp filter of the sandbox: system calls that model-written programs do not need fail with EPERM.
 
 The filter is a program of the kernel's classic packet filter (linux/filter.h); `man 2 seccomp` describes its input.
 """
@@ -16,7 +16,7 @@ _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x54, 0
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; an argument has 8 bytes
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _DONE = _ERROR  # an error of number 0: the call returns 0 and does nothing
-_X32 = 0x40000000  # the bit in the numbers of x86-64's second set of system calls
+_X32 = 0x40000000  # the bit in the numbers of x86-64's x32 system calls
 _NONE = -1  # the number of a system call that a processor does not have
 # CLONE_NEWTIME | NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 _NEW_NAMESPACES = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
@@ -39,7 +39,7 @@ REFUSED = {
     "kcmp": (312, 272),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # mounts, namespaces and files by their numbers
+    # mounts, namespaces and files by handle
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -58,7 +58,7 @@ REFUSED = {
     "setns": (308, 268),
     "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264),
-    # programs in the kernel, and parts of it with a history of holes
+    # programs in the kernel, and parts of it with a history of vulnerabilities
     "bpf": (321, 280),
     "seccomp": (317, 277),
     "perf_event_open": (298, 241),
@@ -98,7 +98,7 @@ REFUSED = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "remap_file_pages": (216, 234),
-    "vmsplice": (278, 75),  # a pipe keeps pages after the process has given them back
+    "vmsplice": (278, 75),  # a pipe keeps pages after the process has freed them
     "splice": (275, 76),
     "tee": (276, 77),
     "io_setup": (206, 0),
@@ -112,7 +112,7 @@ REFUSED = {
     "fsetxattr": (190, 7),
     "setxattrat": (463, 463),
     "landlock_create_ruleset": (444, 444),
-    # sockets: there is no network, and a queue of connections keeps what closed sockets sent
+    # sockets: there is no network, and a queue of connections keeps the data of closed sockets
     "socket": (41, 198),
     "bind": (49, 200),
     "listen": (50, 201),
@@ -125,8 +125,8 @@ SOCKETPAIR = (53, 199)
 FCNTL = (72, 25)
 FLOCK = (73, 32)
 IOCTL = (16, 29)
-# A lock takes memory that no limit counts, and holds a file of /usr against programs outside. Nobody else works in the
-# sandbox's own files, so a lock is granted and does nothing, and programs such as sqlite run.
+# A lock takes memory that no limit counts, and could block a file of /usr for programs outside. No other program uses
+# the sandbox's own files, so a lock call succeeds without an effect, and programs such as sqlite run.
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _REFUSED_FCNTL = (1024, 1026, 1031)  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
 # The modes of devices belong to their owner, and a worker of root is that owner; its devices cannot be read-only.
@@ -134,7 +134,7 @@ MODES = {"chmod": (90, _NONE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmo
 _REFUSED_IOCTL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type on a terminal
 
 
-# What a process that scores one answer cannot do either: make processes, programs and files, and reach other processes.
+# Also refused to a process that scores one answer: creating processes, programs and files, reaching other processes.
 ANSWER_REFUSED = {
     "fork": (57, _NONE),
     "vfork": (58, _NONE),
@@ -185,7 +185,7 @@ _TO_WRITE = 0x01 | 0x02 | 0x40 | 0x200  # O_WRONLY | O_RDWR | O_CREAT | O_TRUNC
 
 @dataclass(frozen=True)
 class Architecture:
-    """Is a processor that the filter knows: the kernel's number for it, and its place in the table above."""
+    """Holds a supported processor: the kernel's number for it, and its column in the tables above."""
 
     audit: int
     column: int
@@ -198,9 +198,9 @@ ARCHITECTURES = {"x86_64": Architecture(0xC000003E, 0), "aarch64": Architecture(
 def seccomp_filter(*, keep_modes: bool) -> bytes:
     """Returns the filter for this machine as an array of struct sock_filter, for ``bwrap --seccomp``.
 
-    With ``keep_modes`` a change of a file's mode is granted and does nothing.
+    With ``keep_modes`` a call that changes a file's mode succeeds without an effect.
 
-    Raises RuntimeError on a processor that it does not know.
+    Raises RuntimeError on an unsupported processor.
     """
     column = _column()
     refuse, done = _line(_RETURN, _ERROR | errno.EPERM), _line(_RETURN, _DONE)
@@ -220,7 +220,7 @@ def seccomp_filter(*, keep_modes: bool) -> bytes:
 
 @cache
 def answer_filter() -> bytes:
-    """Returns the further filter of a process that scores one answer, as `seccomp_filter` does."""
+    """Returns the additional filter of a process that scores one answer, in the format of `seccomp_filter`."""
     column = _column()
     refuse = _line(_RETURN, _ERROR | errno.EPERM)
     lines = _for_all(ANSWER_REFUSED, column, refuse)
@@ -232,7 +232,7 @@ def answer_filter() -> bytes:
 
 
 def _column() -> int:
-    """Returns the place of this machine's processor in the tables."""
+    """Returns the column of this machine's processor in the tables."""
     machine = platform.machine()
     if (architecture := ARCHITECTURES.get(machine)) is None:
         known = ", ".join(ARCHITECTURES)
@@ -241,7 +241,7 @@ def _column() -> int:
 
 
 def _program(lines: list[bytes], column: int) -> bytes:
-    """Returns a whole filter; another set of system calls than that of the tables cannot be used."""
+    """Returns a complete filter; calls of another architecture kill the process, and calls of x32 fail."""
     audit = next(one.audit for one in ARCHITECTURES.values() if one.column == column)
     before = [
         _line(_LOAD, _ARCHITECTURE),
@@ -261,7 +261,7 @@ def _for_all(table: Mapping[str, tuple[int, int]], column: int, result: bytes) -
 
 
 def _for_call(number: int, body: list[bytes]) -> list[bytes]:
-    """Returns the instructions for one system call; what ``body`` does not refuse is allowed."""
+    """Returns the instructions for one system call; it is allowed unless ``body`` refuses it."""
     return [_line(_JUMP_EQUAL, number, no=len(body) + 1), *body, _line(_RETURN, _ALLOW)]
 
 
@@ -271,10 +271,10 @@ def _for_values(values: tuple[int, ...], result: bytes) -> list[bytes]:
 
 
 def _argument(number: int) -> bytes:
-    """Returns the instruction that loads the lower half of an argument; both processors have it first."""
+    """Returns the instruction that loads the lower half of an argument, which is first on both processors."""
     return _line(_LOAD, _ARGUMENTS + 8 * number)
 
 
 def _line(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """Returns an instruction; ``yes`` and ``no`` are the numbers of instructions that a jump leaves out."""
+    """Returns an instruction; ``yes`` and ``no`` are the numbers of instructions that a jump skips."""
     return struct.pack("=HBBI", code, yes, no, value)

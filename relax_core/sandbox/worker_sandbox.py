@@ -1,8 +1,7 @@
-"""Builds the sandbox for a worker process of Relax itself, such as that of isolated rewards.
+"""Builds the sandbox of a Relax worker process, such as the worker of isolated rewards.
 
-The process keeps the user number outside, so that it may read an interpreter that only root or this user can read. What
-it could do with that is taken away: it has no capability, all that it sees of the machine's files is read-only, and
-there are no secrets among them.
+The process keeps the outer user id, so that it can read an interpreter that only root or this user can read. The id
+gives it no further access: it has no capabilities, sees the machine's files read-only, and sees no secrets.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from pathlib import Path
 from relax_core.sandbox.bwrap_command import SandboxRefused, bwrap_command, filter_descriptor, refusal
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("relax_core", "rewards")  # of Relax's checkout, which may hold runs; an installed Relax is a package as others
+_CODE = ("relax_core", "rewards")  # of Relax's checkout, which may hold runs; an installed Relax is a normal package
 _PACKAGES = ("site-packages", "dist-packages")
 _VARIABLES = ("LANG", "LC_ALL", "TZ", "PYTHONHASHSEED", "NLTK_DATA")  # of this process's environment; no secrets
-_UID = "1000"  # a number that is not that of other users' files, which have 65534 inside
+_UID = "1000"  # not 65534, the owner of other users' files inside
 _DISK_MIB = 64
 _START_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSandbox:
-    """Says what a worker process sees beside the interpreter, its packages and Relax's code.
+    """Holds the paths that a worker process sees in addition to the interpreter, its packages and Relax's code.
 
     ``read_only`` are paths that it may read. ``imports`` are packages and modules, as paths, that it may import.
     """
@@ -38,7 +37,7 @@ class WorkerSandbox:
     imports: tuple[Path, ...] = ()
 
     def command(self, stack: ExitStack, *, variables: dict[str, str]) -> tuple[list[str], int]:
-        """Returns the words before the interpreter, and a descriptor that the process must inherit.
+        """Returns the prefix of the interpreter's command, and a descriptor that the process must inherit.
 
         The descriptor is open until the end of ``stack``. Raises `SandboxRefused` if there is no bubblewrap.
         """
@@ -46,7 +45,7 @@ class WorkerSandbox:
         above = [str(path.parent) for path in self.imports]
         environment = {
             "PATH": "/usr/bin:/bin",
-            "HOME": str(Path.home()),  # where libraries look for data, of which `read_only` shows what they need
+            "HOME": str(Path.home()),  # libraries look for data there; `read_only` has the needed paths
             "LANG": "C.UTF-8",
             **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *map(str, packages), *above]),
@@ -61,7 +60,7 @@ class WorkerSandbox:
 
 @cache
 def worker_refusal() -> str:
-    """Returns why this machine refuses the sandbox of a worker, with what to do, or an empty text if it does not."""
+    """Returns why this machine cannot run the sandbox of a worker, with the fix, or an empty text if it can."""
     with ExitStack() as stack:
         try:
             words, seccomp = WorkerSandbox().command(stack, variables={})
@@ -83,7 +82,7 @@ def worker_refusal() -> str:
 
 
 def _interpreter() -> list[Path]:
-    """Returns where the interpreter and its library are: as they are named and where links lead."""
+    """Returns the paths of the interpreter and its library, as named and with links resolved."""
     found = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix)]
     hop = Path(sys.executable)
     while True:
@@ -100,7 +99,7 @@ def _package_folders() -> list[Path]:
 
 
 def _needed(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths that exist and lie neither below another of them nor in /usr, in an order for mounts."""
+    """Returns the existing paths that lie neither below another of them nor in /usr, sorted for mounting."""
     found: list[Path] = []
     for path in sorted({path for path in paths if path.exists()}, key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(above) for above in (Path("/usr"), *found)):

@@ -1,4 +1,4 @@
-"""Asks the gateway of a run from a program on the same machine, at the address that the gateway leaves there."""
+"""Client of a run's gateway for programs on the same machine; it reads the gateway's address from the run's folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from relax_core.server.orders import TYPE, Limits
 FILE = "gateway.json"  # in the run's folder
 ANSWER_S = 30.0  # longest time of one request
 ANSWER_BYTES = 16 << 20
-AGAIN_S = 10.0  # how long a gateway that does not answer is asked again, because it may be starting again
-STARTS = TYPE + "run-starts"  # what the gateway says while no controller answers it
+AGAIN_S = 10.0  # how long a request is retried if the gateway does not answer, because it may be restarting
+STARTS = TYPE + "run-starts"  # the problem's type while no controller answers the gateway
 PAUSE_S = 0.25
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the gateway of one run is started with.
+    """Holds the start parameters of a run's gateway.
 
-    ``folder`` is the run's. ``listener`` is the descriptor of the listening socket and ``channel`` that of the way to
-    the controller; the supervisor holds both.
-    ``hosts`` are further names in the Host header. ``token`` is what its clients show.
+    ``folder`` is the run's folder. ``listener`` is the descriptor of the listening socket and ``channel`` the
+    descriptor of the channel to the controller; the supervisor holds both. ``hosts`` are further allowed names in the
+    Host header. ``token`` authenticates its clients.
     """
 
     folder: str
@@ -40,7 +40,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the content of ``gateway.json``, which only the user may read.
+    """Holds the content of ``gateway.json``, which only the user may read.
 
     ``page`` is a link to the run's page that works once.
     """
@@ -52,12 +52,12 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_address(folder: Path) -> GatewayAddress:
-    """Returns where the gateway of a run is. Raises OSError, and msgspec.DecodeError for a file with other content."""
+    """Returns the address of a run's gateway. Raises OSError, and msgspec.DecodeError for a file with other content."""
     return msgspec.json.decode((folder / FILE).read_bytes(), type=GatewayAddress)
 
 
 class GatewayRefused(Exception):
-    """Says why the gateway refuses a request; ``problem`` is the body of its answer."""
+    """The gateway refused a request; ``problem`` is the body of its response."""
 
     def __init__(self, problem: dict[str, Any]) -> None:
         words = problem.get("detail", "")
@@ -68,11 +68,11 @@ class GatewayRefused(Exception):
 
 
 class GatewayUnreachable(Exception):
-    """Says why the gateway of a run does not answer."""
+    """The gateway of a run does not answer; the text says why."""
 
 
 class GatewayClient:
-    """Asks the gateway of the run in ``folder`` directly, whatever proxies the environment names.
+    """Sends requests to the gateway of the run in ``folder``, without any proxy of the environment.
 
     The gateway proves on each connection that it knows the token, before the token is sent.
     """
@@ -81,10 +81,10 @@ class GatewayClient:
         self._folder = folder
 
     def ask(self, method: str, route: str, body: dict[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
-        """Returns the JSON object of the answer; ``key`` is the Idempotency-Key.
+        """Sends a request and returns the JSON object of the response; ``key`` is the Idempotency-Key.
 
-        A request without a readable answer is repeated for `AGAIN_S` seconds, so ``route`` has to be one that may be
-        asked twice, or needs a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
+        A request without a readable response is repeated for `AGAIN_S` seconds, so ``route`` must be safe to repeat, or
+        needs a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
         """
         deadline = time.monotonic() + AGAIN_S
         while True:

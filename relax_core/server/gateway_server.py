@@ -1,7 +1,7 @@
 """Runs the gateway of one run: ``python -m relax_core.server.gateway_server``, with its settings in JSON on stdin.
 
-It serves the page of the run and the routes of orders from a socket of the supervisor, and writes its address into
-``gateway.json`` of the run. It ends when its standard input is closed, so it ends with the supervisor.
+It serves the page of the run and the routes of orders on a socket of the supervisor, and writes its address to
+``gateway.json`` of the run. It ends when its standard input is closed, and so with the supervisor.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from relax_core.server.order_routes import Controller, order_app
 from relax_core.server.page_routes import Page
 from relax_core.server.run_reader import cache_folder
 
-INDICES = "gateway"  # below the cache folder: `relax dashboard` may serve the same run with an index of its own
+INDICES = "gateway"  # in the cache folder; `relax dashboard` may serve the same run with a separate index
 
 
 def write_address(folder: Path, address: GatewayAddress) -> None:
-    """Writes ``gateway.json``, which appears as a whole and is never readable by others."""
+    """Writes ``gateway.json`` atomically; other users can never read it."""
     partial_file = folder / f".{FILE}.partial"
     partial_file.unlink(missing_ok=True)
     descriptor = os.open(partial_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -40,7 +40,7 @@ def write_address(folder: Path, address: GatewayAddress) -> None:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until standard input is closed. The first line on standard output is the address, in JSON.
 
-    The key of the page's session follows from the run's token, so a gateway that was started again knows it.
+    The key of the page's session is derived from the run's token, so a restarted gateway knows it.
     """
     folder = Path(settings.folder)
     listener, channel = socket.socket(fileno=settings.listener), socket.socket(fileno=settings.channel)

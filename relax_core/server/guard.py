@@ -1,8 +1,8 @@
-"""Guards the application: who may come in by which door, how often, and with what body.
+"""Checks each HTTP request: its Host, Origin, token or session key, rate and body.
 
-Programs show the run's token. The page has the key of a session, which a link gives once; it keeps the key in the
-storage of its tab and sends it as a header. A cookie would go to every port of this machine, and so to the servers of
-other users.
+Programs send the run's token. The page has the key of a session, which it gets once for the token of a link; it keeps
+the key in the storage of its tab and sends it as a header. A cookie would go to every port of this machine, and so to
+the servers of other users.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from relax_core.server.orders import PROBLEM, Refusal
 
 OPEN = "/healthz"  # the one route for programs without a token
-EXCHANGE = "/api/session"  # where the page gets its key for the link's token; its body is no JSON
-GATEWAY = "/api/gateway"  # below it the page reaches these routes for programs
+EXCHANGE = "/api/session"  # the page sends the link's token and gets its key; the body is not JSON
+GATEWAY = "/api/gateway"  # prefix under which the page reaches these routes for programs
 _OF_PAGE = ("/rollout/", "/run/stall")
 BODY_BYTES = 64 << 10
 REQUESTS_A_SECOND = 100
@@ -49,7 +49,7 @@ class Session:
         self.link_token = secrets.token_urlsafe(32)
 
     def exchange(self, token: str) -> str | None:
-        """Returns the session's key for the token of the newest link, which then works no more; else None."""
+        """Returns the session's key for the token of the newest link and invalidates the token; else returns None."""
         if not hmac.compare_digest(token.encode(), self.link_token.encode()):
             return None
         self.link_token = secrets.token_urlsafe(32)
@@ -61,22 +61,22 @@ class Session:
 
 
 def refusal_answer(refusal: Refusal) -> Response:
-    """Returns the answer that a refusal is."""
+    """Returns the HTTP response of a refusal."""
     return Response(msgspec.json.encode(refusal.problem), refusal.status, refusal.headers, media_type=PROBLEM)
 
 
 class Guard:
-    """Passes a request on to ``app`` if it may come in. Every answer has the headers of the content-security policy.
+    """Passes permitted requests to ``app``. Every response has the headers of the content-security policy.
 
-    The Host has to be one of ``names``: a page whose name was pointed at this machine has another one. Neither key is
-    looked for in a URL or a cookie.
+    The Host must be one of ``names``: after DNS rebinding, a foreign page sends another name. Keys in URLs and cookies
+    are ignored.
 
-    - The page: ``/``, ``/static/`` and ``/api/``, of which the last wants the key of ``session``. The Host has this
-      server's ``port``, and an Origin that is not ours is refused. Below ``/api/gateway`` it reads and orders engines.
-      There every request but GET wants an Origin, which a browser sends with each request that may change something,
-      so no link and no form of another site gives an order.
-    - Programs: all other routes want ``token``; without one there are none. Requests without it are counted apart, so
-      that they do not keep out those that have it.
+    - The page: ``/``, ``/static/`` and ``/api/``; ``/api/`` requires the key of ``session``. The Host must have this
+      server's ``port``, and a foreign Origin is refused. Under ``/api/gateway`` the page reads engines and places
+      orders. There every request but GET requires an Origin, which a browser sends with each request that may change
+      something, so no link and no form of another site places an order.
+    - Programs: all other routes require ``token``; without a token these routes do not exist. Requests without it are
+      counted separately, so that they do not block requests with the token.
 
     A connection that showed a key is not replaced by strangers (`relax_core.engines.asgi_server`).
     """
@@ -121,7 +121,7 @@ class Guard:
         await self._app(scope, whole, send_guarded)
 
     def _checked(self, scope: Scope) -> Scope:
-        """Returns what the application gets of a request that may come in."""
+        """Returns the scope of a permitted request for the application; raises `Refusal` for others."""
         path: str = scope["path"]
         fields = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host, authorization = fields.get(b"host", "").lower(), fields.get(b"authorization", "")
@@ -143,7 +143,7 @@ class Guard:
             return scope
         origin = fields.get(b"origin")
         if origin is not None and origin.removeprefix("http://") not in ours:
-            raise Refusal("unknown-origin", "another site's page asks; only our own page may", key="Origin")
+            raise Refusal("unknown-origin", "the request is from another site's page, not from ours", key="Origin")
         if not path.startswith("/api/") or path == EXCHANGE:
             return scope
         if not self._session.knows(authorization):
@@ -155,7 +155,7 @@ class Guard:
         if self._token is None or not (path.startswith(_OF_PAGE[0]) or path == _OF_PAGE[1]):
             raise Refusal("unknown-route", f"the page of a run reaches {_OF_PAGE[0]}… and {_OF_PAGE[1]} alone")
         if scope["method"] != "GET" and origin is None:
-            raise Refusal("no-origin", "an order of the page names its Origin", key="Origin")
+            raise Refusal("no-origin", "an order from the page needs an Origin", key="Origin")
         return {**scope, "path": path, "raw_path": path.encode()}
 
     def _check_program(self, path: str, authorization: str) -> None:
@@ -177,13 +177,13 @@ class Guard:
 
 
 def _check_connection(scope: Scope) -> None:
-    connection = scope.get("connection")  # it is missing where no server is, as in a test
+    connection = scope.get("connection")  # missing without a server, as in a test
     if connection is not None and not connection.showed_token():
         raise Refusal("too-many-connections", "too many requests are under way", headers={"Retry-After": "1"})
 
 
 async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """Returns the body, or None if the client has left; refuses one that is too large or no JSON."""
+    """Returns the body, or None if the client has left; refuses a body that is too large or not JSON."""
     parts, size, more = [], 0, True
     while more:
         message = await receive()

@@ -1,4 +1,4 @@
-"""Serves the application on a listener, with the bounds on connections that every HTTP server of Relax has."""
+"""Serves an ASGI application on a bound socket, with the connection limits of every HTTP server of Relax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRACE_S = 1  # seconds that open requests get when the server ends
 
 
 class HttpServer:
-    """Serves ``app`` from `serve` on until `stop` is called; with ``signals``, until Ctrl-C comes, too."""
+    """Serves ``app`` from `serve` on until `stop` is called, or with ``signals`` until Ctrl-C."""
 
     def __init__(self, app: ASGIApp, *, signals: bool = True) -> None:
         self._connections = OpenConnections(connection_limit())
@@ -30,7 +30,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # what a client or a run's folder does wrong is answered and not logged
+            log_level="error",  # errors of a client or a run's folder are answered and not logged
             access_log=False,
             server_header=False,
             date_header=False,
@@ -43,7 +43,7 @@ class HttpServer:
 
     @property
     def started(self) -> bool:
-        """Is True once it answers."""
+        """Returns whether the server answers."""
         return self._server.started
 
     async def serve(self, listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Makes the list of runs: state, newest figures, and why a file cannot be read, from looks that cost little."""
+"""Builds the list of runs at little cost: state, newest metrics, and the reason why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relax_core.server.run_folders import (
 )
 from relax_core.server.run_reader import CONFIG, LEDGER, MOST_CONFIG, SUMMARY_DECODER, decode_yaml, open_ledger
 
-LOOK_S = 2.0  # for the files of all runs of one list
+LOOK_S = 2.0  # time limit for the files of all runs of one list
 FILES = (CONFIG, SUMMARY, LEDGER)
 
 
@@ -38,16 +38,16 @@ NO_FIGURES = dict.fromkeys(("label", "steps_done", "steps", "reward", "exact", "
 
 
 class ListedRuns:
-    """Tells of each run what the list shows; a run is looked at anew once one of its files has changed."""
+    """Returns the rows of the list of runs; a run is read again when one of its files has changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[object, _Look]] = {}
 
     def __call__(self, found: Mapping[str, Path]) -> list[dict[str, Any]]:
-        """Returns id, name, folder, state, problem and newest figures of each run.
+        """Returns id, name, folder, state, problem and newest metrics of each run.
 
-        A run whose files cannot be read is unreadable. A figure that is not known is None: ``reward`` is that of the
-        newest train step, ``exact`` that of the newest evaluation.
+        A run with unreadable files has the state "unreadable". An unknown metric is None: ``reward`` comes from the
+        newest train step, ``exact`` from the newest evaluation.
         """
         self._known = {run: known for run, known in self._known.items() if run in found}
         rows, until = [], time.monotonic() + LOOK_S
@@ -65,7 +65,7 @@ class ListedRuns:
         seen = (event_files(path), *(_seen(path / name) for name in FILES))
         known = self._known.get(run)
         if known is None or known[0] != seen:
-            if time.monotonic() > until:  # the next list looks at it
+            if time.monotonic() > until:  # the next list reads it
                 return standing
             known = self._known[run] = (seen, _look(path))
         return Standing(UNREADABLE, known[1].problem) if known[1].problem else standing
@@ -80,7 +80,7 @@ def _seen(path: Path) -> object:
 
 
 def _look(run_dir: Path) -> _Look:
-    """Returns why one of the run's files cannot be read, "" if all of them look right, and the run's figures."""
+    """Returns the reason why one of the run's files cannot be read, or "", and the run's metrics."""
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     for name in FILES:
@@ -104,7 +104,7 @@ def _look(run_dir: Path) -> _Look:
 def _figures(
     config: Mapping[str, Any], summary: Mapping[str, Any], records: Mapping[str, MetricRecord]
 ) -> dict[str, Any]:
-    """Returns the columns of the list; numbers of ``records`` come before those of ``summary``."""
+    """Returns the columns of the list; except for ``samples_per_s``, ``records`` take precedence over ``summary``."""
     trained, evaluated = records.get(ACTOR), records.get(EVAL)
     last, run, evaluations = (_as(summary.get("reward"), dict), _as(config.get("run"), dict), summary.get("eval"))
     last_eval = _as(evaluations[-1], dict) if isinstance(evaluations, list) and evaluations else {}

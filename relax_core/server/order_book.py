@@ -1,7 +1,7 @@
-"""Keeps the orders, engines and decisions of the autoscaler of a run, in the memory of its controller.
+"""Holds the orders, engines and autoscaler decisions of a run in the memory of its controller.
 
-Each change is an event of the run's log before it counts, so a controller that comes after a
-killed one knows all of them, and no order is lost or done twice. Loads of engines change in memory alone.
+Each change is written to the run's event log before it takes effect, so the successor of a killed controller knows all
+of them, and no order is lost or executed twice. Loads of engines change in memory alone.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from relax_core.server.orders import (
     engine_id,
 )
 
-MOST_QUEUED = 64  # open orders for engines beside a new one that may wait for them
-MOST_ORDERS, MOST_DECISIONS = 1000, 1000  # the newest ones are kept, and the orders that are open
-RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
-_STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")  # of an engine; the rest is its load
+MOST_QUEUED = 64  # open orders for engines that a new order may wait for
+MOST_ORDERS, MOST_DECISIONS = 1000, 1000  # the newest are kept, and all open orders
+RETRY_S = "5"  # Retry-After in seconds, such as after an order that is under way
+_STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")  # of an engine: these are logged
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """Is a change; ``key`` is the Idempotency-Key of its order."""
+    """Holds a change; ``key`` is the Idempotency-Key of its order."""
 
     order: Order | None = None
     key: str = ""
@@ -51,9 +51,9 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 class OrderBook:
-    """Opens the orders of the run in ``folder``. Its methods are thread-safe; ``lock`` makes several calls one.
+    """Holds the orders of the run in ``folder``. Its methods are thread-safe; ``lock`` makes several calls atomic.
 
-    What changes something raises OSError if the log cannot be written, and then nothing has changed.
+    A method that changes something raises OSError if the log cannot be written; then nothing has changed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,11 +68,11 @@ class OrderBook:
         self.run: RunRow | None = None
         for event in EventReader(folder, kinds=("order",), writer=ORDERS).each():
             assert isinstance(event, OrderChange), "it reads no others"
-            with suppress(ValueError):  # somebody else wrote it
+            with suppress(ValueError):  # Relax did not write it
                 self._remember(_decoder.decode(bytes(event.change)))
 
     def _write(self, line: _Line) -> None:
-        """Appends a change to the log, and makes it."""
+        """Appends a change to the log, then applies it."""
         self._file.append(OrderChange(time_s=time.time(), change=msgspec.Raw(msgspec.json.encode(line))))
         self._remember(line)
 
@@ -95,7 +95,7 @@ class OrderBook:
 
     # -- orders -------------------------------------------------------------------------------------------------------
     def known(self, kind: Kind, body: Mapping[str, Any], key: str | None) -> Order | None:
-        """Returns the order that came with this Idempotency-Key; refuses another body."""
+        """Returns the order with this Idempotency-Key, or None; refuses the key with another body."""
         with self.lock:
             order = self._orders.get(self._keys.get(key or "", ""))
             if order is not None and (order.kind, order.body) != (kind, body):
@@ -112,9 +112,9 @@ class OrderBook:
         key: str | None = None,
         queues: bool = False,
     ) -> Order:
-        """Adds an order and returns it, or the order that the same ``key`` has added.
+        """Adds an order and returns it, or the earlier order with the same ``key``.
 
-        Refuses it if an order for engines is under way. An order that ``queues`` waits for `MOST_QUEUED` others.
+        Refuses it if an order for engines is under way. With ``queues`` it may wait for at most `MOST_QUEUED` others.
         """
         with self.lock:
             if (known := self.known(kind, body, key)) is not None:
@@ -130,7 +130,7 @@ class OrderBook:
             return order
 
     def ask_cancel(self, name: str) -> Order:
-        """Asks for the cancellation of an order and returns it; asking again changes nothing."""
+        """Requests the cancellation of an order and returns the order; a repeated request changes nothing."""
         with self.lock:
             order = self._orders[name]
             if order.ended or order.status in UNCANCELLABLE:
@@ -141,7 +141,7 @@ class OrderBook:
             return self._orders[name]
 
     def cancel_many(self, kind: Kind, *, status: State | None, dry_run: bool) -> list[Order]:
-        """Asks for the cancellation of the open orders of a kind, in ``status`` if it is given, and returns them.
+        """Requests the cancellation of the open orders of a kind, only in ``status`` if it is given, and returns them.
 
         With ``dry_run`` nothing changes.
         """
@@ -173,9 +173,9 @@ class OrderBook:
             return [one for one in self._orders.values() if not one.ended]
 
     def move(self, order: Order, status: State, *, engines: Sequence[int] | None = None, failure: str = "") -> Order:
-        """Moves an order on and returns it; only the controller's main thread does. Nothing is written for nothing."""
+        """Updates an order and returns it; only the controller's main thread calls it. Writes only actual changes."""
         with self.lock:
-            known = self._orders[order.request_id]  # its cancellation may have been asked for meanwhile
+            known = self._orders[order.request_id]  # its cancellation may have been requested meanwhile
             moved = replace(
                 known,
                 status=status,
@@ -202,7 +202,7 @@ class OrderBook:
             return max([*self._engines, *ordered], default=-1)
 
     def write_engines(self, rows: Iterable[EngineRow]) -> None:
-        """Takes the rows of these engines; those of others stay."""
+        """Updates the rows of these engines; the rows of other engines stay."""
         with self.lock:
             for row in rows:
                 known = self._engines.get(row.number)
@@ -211,7 +211,7 @@ class OrderBook:
                 self._engines[row.number] = row
 
     def end_orders(self) -> None:
-        """Ends what is open because the run has ended: a stop is completed, and added engines have left."""
+        """Ends the open orders of an ended run: a stop is completed, others have failed. Added engines have left."""
         with self.lock:
             for order in self.open_orders():
                 if order.status == "STOPPING":
@@ -232,7 +232,7 @@ class OrderBook:
             self._write(_Line(autoscaler=on))
 
     def decided(self, decision: ScaleDecision) -> None:
-        """Takes the newest decision; one that changed the number of engines is kept."""
+        """Stores the newest decision; a decision that changed the number of engines is logged."""
         with self.lock:
             self.last_decision = decision
             if decision.action != "none":
@@ -245,11 +245,11 @@ class OrderBook:
 
 
 def order_history(run_dir: Path, *, sampled: Mapping[str, tuple[int, int]], repeatable: bool) -> dict[str, Any]:
-    """Returns ``engines`` and ``operations`` of a run for summary.json, and what is left of ``repeatable``.
+    """Returns ``engines`` and ``operations`` of a run for summary.json, and how ``repeatable`` is limited.
 
-    ``sampled`` has the samples and the tokens of each engine by its id; one that is missing has sampled nothing.
-    A run that would be repeatable is no longer so once an added engine has served, because the answers of engines that
-    share prompts depend on which are there. ``repeatable_steps`` is then the number of train steps before.
+    ``sampled`` maps engine id → (samples, tokens); a missing engine has sampled nothing. A repeatable run is no longer
+    repeatable once an added engine has served, because the answers depend on the engines that share the prompts.
+    ``repeatable_steps`` is then the number of train steps before.
     """
     book = OrderBook(run_dir)
     rows = book.engines()

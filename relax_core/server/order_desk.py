@@ -1,8 +1,8 @@
-"""Answers the gateway's requests in the run's controller: what the order book says, and orders that the run takes.
+"""Answers the gateway's requests in the run's controller: queries of the order book, and new orders.
 
 The supervisor makes a pair of sockets and gives one end to each gateway that it starts and the other end to each
-controller that it forks, so nobody else can reach them, and either side may die. A request is one datagram with a
-socket for its answer, so nobody reads a part of one. A request whose asker has left is not executed.
+controller that it forks. So no other process can reach them, and either side may die. A request is one datagram with a
+socket for its response, so it is never read in parts. A request is not executed if the requester has left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Asks for one of `CALLS` with these arguments, which the gateway has checked."""
+    """Names one of `CALLS` and its arguments, which the gateway has checked."""
 
     call: str
     given: dict[str, Any]
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Is an answer over HTTP; ``body`` is its JSON."""
+    """Holds an HTTP response; ``body`` is encoded as JSON."""
 
     body: Any
     status: int = 200
@@ -66,9 +66,9 @@ _request = msgspec.json.Decoder(Request)
 
 
 class OrderDesk:
-    """Takes the orders that a run with these limits takes, and refuses the others with the reason.
+    """Accepts orders within the limits of the run, and refuses others with the reason.
 
-    ``room`` is what the run's plan says of further engines, None if that is not known.
+    ``room`` is the plan's estimate for further engines, None if it is not known.
     """
 
     def __init__(self, book: OrderBook, limits: Limits, room: EngineRoom | None) -> None:
@@ -91,13 +91,13 @@ class OrderDesk:
 
     # -- the run and its engines --------------------------------------------------------------------------------------
     def run(self) -> RunRow:
-        """Returns where the run stands."""
+        """Returns the progress of the run."""
         if self._book.run is None:
             raise Refusal("run-starts", "the run is starting", headers={"Retry-After": RETRY_S})
         return self._book.run
 
     def stop(self) -> Answer:
-        """Orders the end of the run, once."""
+        """Places the order that ends the run, or returns the open order."""
         order = next((one for one in self._book.open_orders() if one.kind == "stop"), None)
         return Answer(body=order or self._book.place("stop", {}), status=202)
 
@@ -114,7 +114,7 @@ class OrderDesk:
 
     # -- orders for engines -------------------------------------------------------------------------------------------
     def scale_out(self, body: dict[str, Any], key: str | None) -> Answer:
-        """Takes an order for so many engines in all, or for servers at addresses that the gateway has resolved."""
+        """Accepts an order for a total number of engines, or for external servers at addresses from the gateway."""
         self._check_goes_on()
         engines = self._book.engines()
         now, urls = _present(engines), body.get("engine_urls")
@@ -140,7 +140,7 @@ class OrderDesk:
         return _taken(self._book.place("scale_out", body, status=status, key=key, queues=bool(urls)))
 
     def scale_in(self, body: dict[str, Any], key: str | None) -> Answer:
-        """Takes an order for engines to go: so many that ``num_replicas`` stay, or those of ids or addresses."""
+        """Accepts an order that removes engines: down to ``num_replicas``, or by ids or addresses."""
         self._check_goes_on()
         engines = self._book.engines()
         if body.get("engine_urls"):
@@ -184,14 +184,14 @@ class OrderDesk:
             raise Refusal("too-many-engines", words, key="num_replicas", value=wrong, fix=fix)
 
     def _unknown(self, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[str]:
-        """Returns the addresses of servers that neither are in nor are about to join by an open order."""
+        """Returns the addresses of servers that have not joined and that no open order adds."""
         known = {row.url for row in engines if row.present}
         for order in self._book.open_orders():
             known |= set(order.body.get("engine_urls") or ())
         return [url for url in urls if url not in known]
 
     def _at(self, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[int]:
-        """Returns the newest engine that has or had each address; refuses an address that no engine had."""
+        """Returns the number of the newest engine at each address; refuses an address that no engine had."""
         newest = {row.url: row.number for row in engines if row.origin == "external"}
         for url in urls:
             if url not in newest:
@@ -199,7 +199,7 @@ class OrderDesk:
         return [newest[url] for url in urls]
 
     def _added(self, engines: Sequence[EngineRow], numbers: Sequence[int]) -> list[int]:
-        """Returns those of these engines that are present; refuses unknown ones and those of the start."""
+        """Returns the given engines that are present; refuses unknown engines and engines of the start."""
         rows = {row.number: row for row in engines}
         for number in numbers:
             name = engine_id(number)
@@ -224,11 +224,11 @@ class OrderDesk:
         return order
 
     def cancel(self, kind: Kind, name: str) -> Answer:
-        """Asks for the cancellation of an order."""
+        """Requests the cancellation of an order."""
         return Answer(body=self._book.ask_cancel(self.order(kind, name).request_id), status=202)
 
     def cancel_many(self, status: State | None, dry_run: bool) -> dict[str, Any]:
-        """Asks for the cancellation of the open orders that add engines."""
+        """Requests the cancellation of the open orders that add engines."""
         return {
             "dry_run": dry_run,
             "requests": self._book.cancel_many("scale_out", status=status, dry_run=dry_run),
@@ -236,21 +236,21 @@ class OrderDesk:
 
     # -- the autoscaler -----------------------------------------------------------------------------------------------
     def autoscaler(self) -> dict[str, Any]:
-        """Says whether it is on."""
+        """Returns whether the autoscaler is on."""
         return {"enabled": self._book.autoscaler}
 
     def conditions(self) -> Any:
-        """Returns its newest decision."""
+        """Returns the newest decision of the autoscaler."""
         if self._book.last_decision is None:
-            raise Refusal("unknown-id", "the autoscaler has decided nothing yet", fix="turn it on, and ask again")
+            raise Refusal("unknown-id", "the autoscaler has not decided yet", fix="turn it on, and ask again")
         return self._book.last_decision
 
     def scale_history(self, limit: int, offset: int) -> dict[str, Any]:
-        """Returns a page of the decisions that changed something, the newest first."""
+        """Returns a page of the decisions that changed something, newest first."""
         return {"decisions": self._book.decisions()[offset : offset + limit], "limit": limit, "offset": offset}
 
     def enable(self, enabled: bool) -> dict[str, Any]:
-        """Turns it on or off."""
+        """Turns the autoscaler on or off."""
         self._book.enable_autoscaler(enabled)
         return self.autoscaler()
 
@@ -269,7 +269,7 @@ def _taken(order: Order) -> Answer:
 
 
 def with_room(dry: DryRun, room: EngineRoom | None, *, more: int) -> DryRun:
-    """Returns the answer with what ``more`` engines take, and with warnings where that is too much or of no use."""
+    """Returns the dry run with the resources of ``more`` engines, and warnings if they are too many or of no use."""
     if room is None:
         return dry
     told = replace(
@@ -298,9 +298,9 @@ def _warnings(dry: DryRun) -> Iterator[str]:
 
 # -- The channel -------------------------------------------------------------------------------------------------------
 MOST_REQUEST = 192 << 10  # bytes; the guard takes bodies of 64 KiB
-WRITE_S = 5.0  # a gateway that does not read its answer for so long gets none
+WRITE_S = 5.0  # timeout for writing a response to the gateway
 END_S = 10.0
-END = b"\n"  # of an answer that is whole
+END = b"\n"  # marks a complete response
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
@@ -333,7 +333,7 @@ async def ask(end: socket.socket, request: bytes, *, timeout_s: float) -> bytes 
 
 @contextmanager
 def answering(end: socket.socket, answer: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Answers requests in a thread while the block runs; an answer is a line without its end."""
+    """Answers requests in a thread while the block runs; ``answer`` returns a response without its line end."""
     ending = os.eventfd(0)
     thread = threading.Thread(target=_answer_all, args=(end, answer, ending), name="orders", daemon=True)
     thread.start()

@@ -1,7 +1,7 @@
 """Declares the routes of a run's gateway: engines, orders for them, the autoscaler, and the run.
 
-Each checks the request and passes it on to the run's controller, where `relax_core.server.order_desk` answers it.
-The types of bodies are strict: 0 is no false, and "1" is no 1. Nothing is sent to an address before it was checked.
+Each route checks the request and forwards it to the run's controller, where `relax_core.server.order_desk` answers it.
+Bodies are typed strictly: 0 is not false, and "1" is not 1. Each address is checked before anything is sent to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from relax_core.server.page_routes import REFUSALS
 
 # -- Bodies -----------------------------------------------------------------------------------------------------------
 MOST_SECONDS = 86400.0
-RESOLVE_S = 5.0  # how long a name may take to be resolved
+RESOLVE_S = 5.0  # time limit for the resolution of a name
 _KEY = "engine_urls"
 
 
@@ -67,7 +67,7 @@ class _Body(BaseModel):
 
 
 class _Out(_Body):
-    """Adds engines. ``partial`` says what happens to the others if one of the new engines fails."""
+    """Adds engines. ``partial`` decides about the other new engines if one of them fails."""
 
     model_name: Literal["default"] = "default"
     timeout_secs: Seconds = 600.0
@@ -75,10 +75,10 @@ class _Out(_Body):
 
 
 class _In(_Body):
-    """Takes engines out.
+    """Removes engines.
 
-    With ``force`` samples under way are moved to other engines at once, and otherwise after ``timeout_secs`` seconds,
-    by default 30.
+    With ``force`` their open samples move to other engines at once, and otherwise after ``timeout_secs`` seconds, by
+    default 30.
     """
 
     force: bool = False
@@ -86,40 +86,40 @@ class _In(_Body):
 
 
 class ScaleOutTo(_Out):
-    """Asks for so many engines in all, those of the start included."""
+    """Requests a total number of engines, those of the start included."""
 
     num_replicas: Replicas
 
 
 class ScaleOutBy(_Out):
-    """Asks servers of somebody else, named by ``http://HOST:PORT``, to join. Those that are in are left out."""
+    """Requests that external servers, named by ``http://HOST:PORT``, join. Servers that have joined are left out."""
 
     engine_urls: EngineUrls
 
 
 class ScaleInTo(_In):
-    """Asks for so few engines in all, those of the start included; the newest ones go."""
+    """Requests a smaller total number of engines, those of the start included; the newest engines are removed."""
 
     num_replicas: Replicas
 
 
 class ScaleInOf(_In):
-    """Asks these engines to go."""
+    """Requests the removal of these engines."""
 
     engine_ids: EngineIds
 
 
 class ScaleInAt(_In):
-    """Asks the servers with these addresses, which joined by them, to go."""
+    """Requests the removal of the external servers that joined by these addresses."""
 
     engine_urls: EngineUrls
 
 
-TAGS = ("by_number", "by_name", "by_address")  # of the kinds of target, which an error's place then names
+TAGS = ("by_number", "by_name", "by_address")  # of the kinds of target; they appear in an error's location
 
 
 def _kind(body: object) -> str:
-    """Tells the kinds of target apart by their own key, so that errors are about the right one."""
+    """Returns the kind of target by its own key, so that validation errors refer to the right model."""
     keys = body if isinstance(body, dict) else ()
     return TAGS[2] if "engine_urls" in keys else TAGS[1] if "engine_ids" in keys else TAGS[0]
 
@@ -135,7 +135,7 @@ ScaleIn = Annotated[
 
 
 class CancelMany(_Body):
-    """Asks for the cancellation of the open orders that add engines, or of those in the state ``status_filter``."""
+    """Requests the cancellation of the open orders that add engines, or of those in the state ``status_filter``."""
 
     status_filter: State | None = None
 
@@ -149,11 +149,11 @@ class AutoscalerSwitch(BaseModel):
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
 async def engine_address(url: str, *, allowed_hosts: Collection[str]) -> str:
-    """Returns ``http://ADDRESS:PORT`` of an engine, with the one address to which its host is resolved here.
+    """Returns ``http://ADDRESS:PORT`` of an engine, with the IPv4 address to which its host is resolved here.
 
-    The run then uses this address alone, so a name that is resolved to another one later leads nowhere else. Raises
-    `Refusal` for what is no plain address of a server, for a host that is not in ``allowed_hosts``, and for addresses
-    that belong to no engine, whatever is allowed.
+    The run then uses this address alone, so a later change of the name has no effect. Raises `Refusal` for a malformed
+    address, for a host that is not in ``allowed_hosts``, and always for addresses that no engine can have, such as
+    multicast.
     """
     host, port = _host_and_port(url)
     address = await _resolved(url, host)
@@ -195,39 +195,39 @@ def _refusal(url: str, why: str, *, fix: str = "send http://HOST:PORT") -> Refus
 
 
 # -- Routes -----------------------------------------------------------------------------------------------------------
-ANSWER_S = 5.0  # in which the controller, where a call takes milliseconds, has to answer
+ANSWER_S = 5.0  # timeout of the controller, where a call takes milliseconds
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
 OrderId = Annotated[str, Path(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
-PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's place that are no keys of a client's
+PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's location that are not keys of the request
 WAYS: tuple[Literal["scale_out", "scale_in"], ...] = ("scale_out", "scale_in")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Says that the gateway answers."""
+    """Reports that the gateway answers."""
 
     status: Literal["ok"] = "ok"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallAnswer:
-    """Says in ``report`` what the run waits for, for whom, and what the workers that others wait for do."""
+    """Holds the stall ``report``: the process that each worker waits for, and the state of the blocking workers."""
 
     report: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineList:
-    """Is the list of the engines in the order of their numbers."""
+    """Lists the engines in the order of their numbers."""
 
     engines: list[EngineRow]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderList:
-    """Is a page of orders, the newest first."""
+    """Holds a page of orders, newest first."""
 
     requests: list[Order]
     limit: int
@@ -236,7 +236,7 @@ class OrderList:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelManyAnswer:
-    """Holds the orders whose cancellation was asked for, or with ``dry_run`` would be; their ends follow."""
+    """Holds the orders with a requested cancellation, or with ``dry_run`` those that would have it; they end later."""
 
     dry_run: bool
     requests: list[Order]
@@ -251,7 +251,7 @@ class AutoscalerAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionList:
-    """Is a page of decisions that changed the number of engines, the newest first."""
+    """Holds a page of decisions that changed the number of engines, newest first."""
 
     decisions: list[ScaleDecision]
     limit: int
@@ -268,7 +268,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 class Controller:
-    """Asks the controller of the run over its end of the channel, and for reports in the run's ``folder``."""
+    """Sends calls to the run's controller over the channel ``end``, and requests for stall reports in ``folder``."""
 
     def __init__(self, end: socket.socket, folder: pathlib.Path) -> None:
         self._end, self._folder = end, folder
@@ -287,7 +287,7 @@ class Controller:
         return Response(bytes(answer.body), answer.status, answer.headers, media_type=kind)
 
     async def report(self) -> StallAnswer:
-        """Returns what the run waits for."""
+        """Returns the stall report of the run."""
         deadline = time.monotonic() + TIMEOUT_S
         try:
             with closing(StallAsk(self._folder)) as ask:
@@ -300,13 +300,13 @@ class Controller:
                 "no-report",
                 f"the run's controller did not answer within {TIMEOUT_S:g} s",
                 headers={"Retry-After": RETRY_S},
-                fix="ask again: while services start again, nobody answers; logs/ has the logs of all processes",
+                fix="retry: while services restart, no process answers; logs/ has the logs of all processes",
             )
         return StallAnswer(report=report)
 
 
 def order_app(controller: Controller, limits: Limits, *, pages: Sequence[BaseRoute] = ()) -> FastAPI:
-    """Returns the application of a run: it takes orders within these ``limits``, and has the routes of its page."""
+    """Returns the application of a run, which accepts orders within these ``limits`` and serves the run's page."""
     app = FastAPI(
         title="Relax gateway",
         docs_url=None,
@@ -346,7 +346,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Returns what the schema says of the refusals of a route; each route has those of the first line."""
+    """Returns the refusals of a route for the schema: those of every route, and those with ``statuses``."""
     every = (400, 401, 403, 429, 503)
     content = {PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in (*every, *statuses)}
@@ -356,22 +356,22 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _add_run(app: FastAPI, controller: Controller) -> None:
     @app.get("/healthz")
     async def healthz() -> Health:
-        """Says that the gateway answers; it is open to everybody."""
+        """Returns a fixed status while the gateway answers; it needs no token."""
         return Health()
 
     @app.get("/run", response_model=RunRow)
     async def run() -> Response:
-        """Returns where the run stands."""
+        """Returns the progress of the run."""
         return await controller("run")
 
     @app.post("/run/stop", status_code=202, response_model=Order)
     async def stop() -> Response:
-        """Asks the run to end with a checkpoint once a train step is done; asking again returns the same order."""
+        """Stops the run with a checkpoint after the current train step; repeated requests return the same order."""
         return await controller("stop")
 
     @app.post("/run/stall")
     async def stall() -> StallAnswer:
-        """Asks the controller what the run waits for, as `relax stall` does, and returns its report, after seconds."""
+        """Requests a stall report from the controller, as `relax stall` does, and returns it after seconds."""
         return await controller.report()
 
 
@@ -388,7 +388,7 @@ def _add_engines(app: FastAPI, controller: Controller) -> None:
 
 
 def _add_scaling(app: FastAPI, controller: Controller, limits: Limits) -> None:
-    """Adds the routes that order engines to come and to go, and the cancellation of all that come."""
+    """Adds the routes that order engines to be added or removed, and that cancel all orders that add engines."""
 
     async def order(way: str, body: Any, key: str | None) -> Response:
         fields = body.model_dump()
@@ -405,22 +405,22 @@ def _add_scaling(app: FastAPI, controller: Controller, limits: Limits) -> None:
 
     @app.post("/rollout/scale_out", responses=there, **taken)
     async def scale_out(body: Annotated[ScaleOut, Body()], key: Key = None) -> Response:
-        """Orders so many engines in all, or servers to join. With the engines there already: 200 and NOOP."""
+        """Orders a total number of engines, or servers to join. If they are already there: 200 and NOOP."""
         return await order("scale_out", body, key)
 
     @app.post("/rollout/scale_in", responses=there | _refusals(404), **taken)
     async def scale_in(body: Annotated[ScaleIn, Body()], key: Key = None) -> Response:
-        """Orders engines to go: so many that ``num_replicas`` stay, or the named ones."""
+        """Orders the removal of engines: down to ``num_replicas``, or of the named engines."""
         return await order("scale_in", body, key)
 
     @app.post("/rollout/scale_out_cancel", response_model=CancelManyAnswer, responses=_refusals(413, 415))
     async def cancel_many(body: CancelMany) -> Response:
-        """Asks for the cancellation of all orders that add engines and are open, or of those in one state."""
+        """Requests the cancellation of all open orders that add engines, or of those in one state."""
         return await controller("cancel_many", status=body.status_filter, dry_run=body.dry_run)
 
 
 async def _addresses(urls: Sequence[str], limits: Limits) -> list[str]:
-    """Returns the addresses of servers, each once; refuses those that this run does not take."""
+    """Returns the addresses of servers, each once; refuses servers that this run does not accept."""
     if limits.no_urls:
         raise Refusal("not-in-this-run", limits.no_urls)
     found = await asyncio.gather(*(engine_address(url, allowed_hosts=limits.hosts) for url in urls))
@@ -446,19 +446,19 @@ def _add_orders(app: FastAPI, controller: Controller, kind: str) -> None:
 
     @app.post(f"{one}/cancel", responses=_refusals(404, 409), **cancels)
     async def cancel(request_id: OrderId) -> Response:
-        """Asks for the cancellation of an order; what it has done is taken back."""
+        """Requests the cancellation of an order; its effects are undone."""
         return await controller("cancel", kind=kind, name=request_id)
 
 
 def _add_autoscaler(app: FastAPI, controller: Controller, limits: Limits) -> None:
     @app.get("/autoscaler/status", response_model=AutoscalerAnswer)
     async def status() -> Response:
-        """Says whether the autoscaler is on."""
+        """Returns whether the autoscaler is on."""
         return await controller("autoscaler")
 
     @app.get("/autoscaler/conditions", response_model=ScaleDecision, responses=_refusals(404))
     async def conditions() -> Response:
-        """Returns what the autoscaler saw and decided last, also where it changed nothing."""
+        """Returns the autoscaler's last decision and its inputs, even if it changed nothing."""
         return await controller("conditions")
 
     @app.get("/autoscaler/scale_history", response_model=DecisionList)
@@ -468,7 +468,7 @@ def _add_autoscaler(app: FastAPI, controller: Controller, limits: Limits) -> Non
 
     @app.post("/autoscaler/enable", response_model=AutoscalerAnswer, responses=_refusals(409, 413, 415))
     async def enable(body: AutoscalerSwitch) -> Response:
-        """Turns the autoscaler on or off; what it has ordered goes on."""
+        """Turns the autoscaler on or off; its open orders continue."""
         if body.enabled and (why := limits.refusal or limits.no_more):
             raise Refusal("no-autoscaler", why, key="enabled", value="true")
         return await controller("enable", enabled=body.enabled)
@@ -476,10 +476,10 @@ def _add_autoscaler(app: FastAPI, controller: Controller, limits: Limits) -> Non
 
 # -- the schema -------------------------------------------------------------------------------------------------------
 def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
-    """Returns ``/openapi.json`` with what FastAPI does not see; malformed requests get 400 and not 422.
+    """Returns ``/openapi.json`` with corrections to FastAPI's schema; malformed requests get 400 and not 422.
 
-    The numbers of engines that a run with these ``limits`` takes are those of the schema, and so are the hosts of
-    servers that it takes. A kind of target that it never takes is not in the schema.
+    The schema has the numbers of engines and the hosts of external servers that ``limits`` allows. A kind of target
+    that the run never accepts is not in the schema.
     """
     schema = get_openapi(title=app.title, version="1", routes=app.routes)
     parts = schema.setdefault("components", {})
@@ -513,7 +513,7 @@ def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
 
 
 def _link(post: dict[str, Any], kind: str) -> None:
-    """Says that the id in an order's answer is the id that the other routes take."""
+    """Declares that the other routes take the id in an order's response."""
     for answer in ("200", "202"):
         post["responses"][answer]["links"] = {
             f"{verb}_{kind}": {

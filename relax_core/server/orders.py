@@ -1,4 +1,4 @@
-"""Declares which orders a run takes, and orders, engines and decisions as the controller keeps and clients read them.
+"""Data types of the gateway: orders, engines and decisions as stored and sent to clients, a run's limits, and refusals.
 
 Times are Unix times in seconds.
 """
@@ -31,7 +31,7 @@ State = Literal[
     "CANCELLED",
 ]
 ENDED: tuple[State, ...] = ("ACTIVE", "COMPLETED", "NOOP", "FAILED", "CANCELLED")
-# An engine that is taken out ends; until it has no open samples any more its leaving can be taken back.
+# A removed engine ends; while it still has open samples, its removal can be cancelled.
 UNCANCELLABLE: tuple[State, ...] = ("REMOVING", "STOPPING")
 
 
@@ -47,7 +47,7 @@ def engine_number(name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StateAt:
-    """Says when an order came into a state."""
+    """Records when an order entered a state."""
 
     state: State
     at: float
@@ -55,10 +55,10 @@ class StateAt:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Is an order.
+    """Holds an order.
 
-    ``engine_ids`` are the engines that it brings in or takes out, and ``failure`` says which of them failed and why.
-    ``history`` has all states, the oldest first.
+    ``engine_ids`` are the engines that it adds or removes, and ``failure`` says which of them failed and why.
+    ``history`` has all states, oldest first.
     """
 
     request_id: str
@@ -77,18 +77,18 @@ class Order:
 
     @property
     def ended(self) -> bool:
-        """Is True if the order changes no more."""
+        """Returns whether the order is in a final state."""
         return self.status in ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """Is an engine that the run has or had.
+    """Describes an engine that the run has or had.
 
-    ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed; ``since`` is when
-    it began. ``weight_version`` is -1 while it has no weights. ``from_step`` and ``to_step`` are the train steps under
-    way when it began to serve and when it left. Samples that run and wait, tokens a second, and the share of the
-    cache's tokens that is taken are null where they are not known.
+    ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed, since the time
+    ``since``. ``weight_version`` is -1 while it has no weights. ``from_step`` and ``to_step`` are the train steps under
+    way when it began to serve and when it left. The running and waiting samples, the tokens per second, and the used
+    share of the cache's tokens are null if unknown.
     """
 
     id: str
@@ -114,13 +114,13 @@ class EngineRow:
 
     @property
     def present(self) -> bool:
-        """Is True for an engine that serves or joins."""
+        """Returns whether the engine serves or joins."""
         return self.state in ("joining", "serving")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """Says where the run stands at the time ``at``."""
+    """Holds the progress of the run at the time ``at``."""
 
     at: float
     step: int
@@ -130,12 +130,13 @@ class RunRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleDecision:
-    """Is what the autoscaler saw and decided at one time.
+    """Holds one decision of the autoscaler and its inputs.
 
-    ``engines`` is how many the run had, and ``target`` how many it is to have. ``wait_share`` is the share of the train
-    steps' time in which the trainer waited, ``waiting`` the mean number of samples that waited in engines,
-    ``idle_share`` the share of the time in which no engine had one, and ``cache_share`` the mean share of the engines'
-    caches that was taken. They are null while the window is not full. ``request_id`` is the order that it placed.
+    ``engines`` is the run's number of engines, and ``target`` the number after the decision. ``wait_share`` is the
+    share of the train steps' time in which the trainer waited, ``waiting`` the mean number of samples that waited in
+    engines, ``idle_share`` the share of the time in which no engine had a sample, and ``cache_share`` the mean used
+    share of the engines' caches. They are null while the window is not full. ``request_id`` is the order that it
+    placed.
     """
 
     at: float
@@ -152,11 +153,11 @@ class ScaleDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """Says what an order would do: which engines would go, or how many would come.
+    """Describes the effect of an order: the engines that it would remove, or the number that it would add.
 
-    ``memory_bytes`` and ``cores`` are what those that would come take at their peaks; ``free_memory_bytes`` and
-    ``machine_cores`` are what this machine has. ``usable_engines`` is how many engines the samples in flight can fill.
-    They are null where they are not known, or not of this machine. ``warnings`` says what speaks against the order.
+    ``memory_bytes`` and ``cores`` are the peak usage of the added engines; ``free_memory_bytes`` and ``machine_cores``
+    are the resources of this machine. ``usable_engines`` is the number of engines that the samples in flight can fill.
+    They are null if unknown, or not of this machine. ``warnings`` are reasons against the order.
     """
 
     status: Literal["PENDING", "NOOP"]
@@ -172,13 +173,13 @@ class DryRun:
     warnings: list[str] = field(default_factory=list)
 
 
-# -- what a run takes --------------------------------------------------------------------------------------------------
+# -- limits of a run --------------------------------------------------------------------------------------------------
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the configuration says of engines that come and go.
+    """Holds the configured limits on adding and removing engines.
 
     ``start`` is engine.count and ``most`` is engine.elastic.max_count. ``refusal`` says why this run can neither add
-    nor take out engines, ``no_more`` why it starts no engines, and ``no_urls`` why it takes no servers of somebody
-    else; each is "" if it can. ``hosts`` is engine.elastic.allowed_hosts.
+    nor remove engines, ``no_more`` why it starts no engines, and ``no_urls`` why it accepts no external servers; each
+    is "" if it can. ``hosts`` is engine.elastic.allowed_hosts.
     """
 
     start: int
@@ -191,11 +192,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRoom:
-    """Is what the plan of a run says of engines that come while it trains.
+    """Holds the plan's estimate for engines that are added while the run trains.
 
-    ``usable`` is how many engines the samples in flight can fill. An engine that comes takes ``engine_bytes`` of memory
-    with its owner at their peaks, and ``engine_cores`` cores. ``machine_cores`` is what this machine has, None if the
-    run's engines may be on others.
+    ``usable`` is the number of engines that the samples in flight can fill. An added engine takes at its peak
+    ``engine_bytes`` of memory, with its owner, and ``engine_cores`` cores. ``machine_cores`` is the number of cores of
+    this machine, None if the run's engines may be on other machines.
     """
 
     usable: int
@@ -209,7 +210,7 @@ class _PlanFile(msgspec.Struct):
 
 
 def read_room(folder: Path) -> EngineRoom | None:
-    """Returns what the plan of the run in ``folder`` says of further engines, None if it can have none, or no plan."""
+    """Returns the estimate for further engines in the run's plan; None if it has no estimate, or without a plan."""
     file = folder / PLAN_FILE
     return msgspec.json.decode(file.read_bytes(), type=_PlanFile).engine_room if file.is_file() else None
 
@@ -220,11 +221,11 @@ TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
 STATUS_OF = {
     "malformed": 400,
     "unfit-address": 400,  # one of engine_urls
-    "not-in-this-run": 400,  # the run's configuration takes no such order
+    "not-in-this-run": 400,  # the run's configuration accepts no such order
     "too-few-engines": 400,
     "too-many-engines": 400,
     "no-token": 401,
-    "no-origin": 403,  # of an order that a page gives
+    "no-origin": 403,  # of an order from a page
     "unknown-host": 403,
     "unknown-origin": 403,  # of another site's page
     "unknown-id": 404,
@@ -234,14 +235,14 @@ STATUS_OF = {
     "other-body": 409,  # of an Idempotency-Key
     "order-ended": 409,
     "no-autoscaler": 409,  # in a run that starts no engines
-    "no-room": 409,  # for so many servers more
+    "no-room": 409,  # for so many further servers
     "engine-of-the-start": 409,  # it stays
     "too-large": 413,
     "no-json": 415,
     "unreadable": 422,  # a file of a run, which the page cannot show
     "too-many-requests": 429,
-    "busy": 503,  # with other questions of the page
-    "no-report": 503,  # of what the run waits for
+    "busy": 503,  # with other requests of the page
+    "no-report": 503,  # a stall report
     "run-starts": 503,
     "run-ends": 503,
     "order-unwritten": 503,
@@ -251,11 +252,11 @@ STATUS_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Is the body of every refusal.
+    """Holds the body of every refusal.
 
-    ``type`` names what is wrong and is one of those in docs/elastic.md. ``key`` and ``value`` name the part of the
-    request that is wrong, ``fix`` what to send instead, and ``request_id`` the order that is in the way; each is null
-    where it says nothing.
+    ``type`` names the problem; docs/elastic.md lists the types. ``key`` and ``value`` are the wrong part of the
+    request, ``fix`` is the correction, and ``request_id`` the order that is in the way; each is null if it does not
+    apply.
     """
 
     type: str

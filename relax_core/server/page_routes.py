@@ -1,4 +1,4 @@
-"""The routes of the page: what each address of the dashboard answers."""
+"""HTTP routes of the dashboard page."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from relax_core.server.sample_views import picture_file, played_file
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0
 THREADS, AT_ONCE = 32, 2  # threads that read, and how many of them read one run
-QUEUE_S = 60.0  # for a question about a run, behind the others about it
-MOST_READERS = 10  # runs of which it is kept what was read; the page compares eight
+QUEUE_S = 60.0  # longest wait of a request about a run for earlier requests about it
+MOST_READERS = 10  # runs with cached readers; the page compares eight
 MOST_FIRST = 2**40
 MOST_TAGS, MOST_LISTED = 80, 100
-JPEG, MOST_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # how such a file begins, and its bytes at most
+JPEG, MOST_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # first bytes of a JPEG file, and its largest size in bytes
 Answer = TypeVar("Answer")
 _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
 class Page:
-    """Answers the page's questions about the runs below ``folders``; ``on_exchange`` is told of each new reader."""
+    """Answers the page's requests about the runs below ``folders``; ``on_exchange`` is called for each new session."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Page:
                     del self._users[name]
 
     def _reader(self, run: str) -> RunReader:
-        """Returns the reader of a run; closes those that no request uses, if there are too many."""
+        """Returns the reader of a run; if there are too many readers, closes those that no request uses."""
         with self._lock:
             if run not in self._readers:
                 path = find_runs(self._folders).get(run)
@@ -149,7 +149,7 @@ class Page:
                     raise Refusal("unknown-id", "There is no such run. It may have been moved or removed.")
                 self._readers[run] = RunReader(path, self._cache)
                 self._turns[run] = asyncio.Semaphore(AT_ONCE)
-            found = self._readers[run] = self._readers.pop(run)  # the last of them is the one that was asked last
+            found = self._readers[run] = self._readers.pop(run)  # the most recently used reader is last
             unused = [name for name in self._readers if name not in self._users]
             oldest = unused[: max(0, len(self._readers) - MOST_READERS)]
             gone = [self._readers.pop(name) for name in oldest]
@@ -192,7 +192,7 @@ class Page:
         """Answers with a sound or video, or with the part of it that the request's Range names."""
         async with self._used_reader(request) as run:
             path = played_file(run.run_dir, request.path_params["digest"])
-        large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps none that is larger
+        large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps no larger file
         found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:
             raise Refusal("unknown-id", "There is no sound or video of this item.")
@@ -215,7 +215,7 @@ REFUSALS: dict[Any, Callable[[Request, Any], Any]] = {Refusal: _refused, HTTPExc
 
 
 def page_app(page: Page) -> Starlette:
-    """Returns the application that has the page and takes no orders."""
+    """Returns the application that serves the page and takes no orders."""
     return Starlette(routes=page.routes, exception_handlers=REFUSALS)
 
 
@@ -233,7 +233,7 @@ def _json(value: Any) -> Response:
 
 
 def _filters(query: Mapping[str, str]) -> dict[str, str | float]:
-    """Returns the filters of a query. Raises ValueError, which names it, for a number that is none."""
+    """Returns the filters of a query. Raises ValueError, which names the filter, for an invalid number."""
     filters: dict[str, str | float] = {}
     for name in FILTERS:
         if value := query.get(name, ""):

@@ -1,4 +1,4 @@
-"""Keeps the numbers of a run's event log, as curves of at most 2,000 points, and where its evaluations stand."""
+"""Holds the metrics of a run's event log, as curves of at most 2,000 points, and the places of its evaluations."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
 MOST_FORMS = 3  # of right answers, for each evaluation
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
-MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
+MOST_HISTORY = 64  # newest evaluations in which a prompt is looked up
 MOST_POINTS = 2000
 MOST_BYTES = 512 * 2**20  # of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
-MOST_TAGS, MOST_TAG = 20_000, 300  # numbers, and characters of a name
+MOST_TAGS, MOST_TAG = 20_000, 300  # metrics, and characters of a name
 MOST_RESUMES = 1000
 MEMORY = ("memory_mb", "children_memory_mb")  # of a process
 _COUNTS = ("samples", "tokens", "worker")
-_OF_ENGINES = "engine/"  # numbers of the rollout about requests to one engine begin so
-_KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `Timed` has
+_OF_ENGINES = "engine/"  # prefix of the rollout's metrics about requests to one engine
+_KEPT: dict[str, Callable[[str], bool]] = {  # source → whether `Timed` has a metric
     ACTOR: lambda name: name.endswith("_ms") or name.startswith("train/"),
     ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS or name.startswith(_OF_ENGINES),
     RANK: lambda name: name.endswith("_ms"),
@@ -51,17 +51,18 @@ _KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `
 
 
 class Curve(NamedTuple):
-    """Holds the points of one number in order of step; a value is None where it is not finite."""
+    """Holds the points of one metric in order of step; a value is None if it is not finite."""
 
     steps: list[int]
     values: list[float | None]
 
 
 class Timed(NamedTuple):
-    """Tells how long the work of a record took; it ended at ``end_s``, in Unix seconds.
+    """Holds the durations of a record of work, which ended at ``end_s``, in Unix seconds.
 
-    ``step`` is its train step or weight version, and ``resumes`` counts the resumes before it. ``ms`` has its numbers
-    that are milliseconds, by name without the ending, and for the rollout ``samples``, ``tokens`` and ``worker``.
+    ``step`` is its train step or weight version, and ``resumes`` counts the resumes before it. ``ms`` has its metrics
+    in milliseconds, by name without the ending, and for the rollout also ``samples``, ``tokens``, ``worker`` and those
+    of single engines.
     """
 
     source: str
@@ -72,7 +73,7 @@ class Timed(NamedTuple):
 
 
 class PackedTimed(NamedTuple):
-    """Is a `Timed` in a tenth of its memory; all records with the same names share one tuple of them."""
+    """Holds a `Timed` in a tenth of its memory; all records with the same names share one tuple of names."""
 
     source: str
     step: int
@@ -83,7 +84,7 @@ class PackedTimed(NamedTuple):
 
     @property
     def ms(self) -> dict[str, float]:
-        """Returns its numbers by name."""
+        """Returns its metrics by name."""
         return dict(zip(self.names, self.values, strict=True))
 
 
@@ -91,7 +92,7 @@ TimedRecord = Timed | PackedTimed
 
 
 class _Points:
-    """Holds the points of one number in order of step, 16 bytes each; a value is NaN where it is not finite."""
+    """Holds the points of one metric in order of step, 16 bytes each; a value is NaN if it is not finite."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
@@ -113,11 +114,11 @@ class _Points:
 
 
 class RunSeries:
-    """Keeps the numbers of a run by their tags ``source/name``.
+    """Holds the metrics of a run by their tags ``source/name``.
 
-    The numbers of the trainer's ranks, which are many, are among ``timed`` alone.
-    ``resumes`` lists the steps from which the run went on. ``timed`` has the records of the trainer, the rollout and
-    the evaluations in their order, also those that a resume undid. One thread adds, any may read.
+    The metrics of the trainer's ranks, which are many, are only in ``timed``. ``resumes`` lists the steps at which the
+    run was resumed. ``timed`` has the records of the trainer and its ranks, the rollout and the evaluations in their
+    order, including those that a resume undid. One thread adds, any thread may read.
     """
 
     def __init__(self) -> None:
@@ -127,10 +128,10 @@ class RunSeries:
         self.resumes: list[int] = []
         self.timed: list[TimedRecord] = []
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._bytes = 0  # about what the numbers take in memory
+        self._bytes = 0  # approximate memory of the numbers
 
     def add(self, record: MetricRecord) -> None:
-        """Takes the next record of the run. Raises ValueError for one that is beyond a bound."""
+        """Adds the next record of the run. Raises ValueError for a record above a limit."""
         if self._bytes > MOST_BYTES:
             raise ValueError(f"the numbers take more than {MOST_BYTES} bytes of memory; the rest is left out")
         self._bytes += RECORD_BYTES + POINT_BYTES * len(record.values)
@@ -158,7 +159,7 @@ class RunSeries:
                 names = self._names.setdefault(tuple(ms), tuple(ms))
                 numbers = array("f", ms.values())
                 self.timed.append(PackedTimed(RANK, record.step, record.time_s, len(self.resumes), names, numbers))
-                return  # the ranks have so many numbers that they are shown over time alone
+                return  # the ranks have too many metrics for curves; only the timeline shows them
         new = sum(f"{record.source}/{name}" not in self._points for name in record.values)
         if new and (len(self._points) + new > MOST_TAGS or max(map(len, record.values)) > MOST_TAG):
             raise ValueError(f"there are more than {MOST_TAGS} numbers, or a name has more than {MOST_TAG} characters")
@@ -211,9 +212,9 @@ class RunSeries:
 
 
 def process_rows(series: RunSeries) -> list[dict[str, Any]]:
-    """Returns for each process its name, its newest numbers by their names, and the most memory that it had, in MB.
+    """Returns for each process its name, its newest metrics by name, and its peak memory in MB.
 
-    The memory of its children is counted with its own.
+    The peak memory of its children is added.
     """
     found: dict[str, dict[str, float]] = defaultdict(dict)
     most: dict[str, float] = defaultdict(float)
@@ -233,9 +234,9 @@ def process_rows(series: RunSeries) -> list[dict[str, Any]]:
 def thinned(
     steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, *, most: int = MOST_POINTS
 ) -> Curve:
-    """Returns at most ``most`` points: of each piece of a longer curve, its least and its largest value in order.
+    """Returns at most ``most`` points: the smallest and the largest value of each piece of a longer curve, in order.
 
-    A value that is not finite is no least and no largest one, and becomes None.
+    A value that is not finite is neither, and becomes None.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     finite = np.isfinite(y)
@@ -259,7 +260,7 @@ def thinned(
 
 # -- Texts -------------------------------------------------------------------------------------------------------------
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one evaluation of the weights of ``step``: where its line stands, its rows, and how many are fully right."""
+    """Describes one evaluation of the weights of ``step``: the place of its event, its rows, and its exact rows."""
 
     step: int
     place: Place
@@ -268,9 +269,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTexts:
-    """Keeps where the evaluations of a run stand in its event log; of a step that was done again the newest counts.
+    """Holds the places of a run's evaluations in its event log, and its stragglers.
 
-    The methods are thread-safe.
+    Of a repeated step the newest evaluation counts. The methods are thread-safe.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -280,7 +281,7 @@ class RunTexts:
         self._stragglers: dict[tuple[str, int], Straggler] = {}
 
     def add(self, text: TextRecord, place: Place) -> None:
-        """Takes the next text of the run. Raises ValueError for one that is beyond a bound or of another form."""
+        """Adds the next text of the run. Raises ValueError for a text above a limit or of another form."""
         with self._lock:
             if text.kind == STRAGGLER:
                 if len(self._stragglers) >= MOST_STRAGGLERS:
@@ -301,12 +302,12 @@ class RunTexts:
             return [self._found[step] for step in sorted(self._found)]
 
     def stragglers(self) -> list[Straggler]:
-        """Returns who was slower than its equals, as the run has told it until now."""
+        """Returns the stragglers that the run has reported until now."""
         with self._lock:
             return list(self._stragglers.values())
 
     def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
-        """Returns the rows of an evaluation that fit: fully right or not, and with ``words`` in any of their texts.
+        """Returns the matching rows of an evaluation: fully right or not, and with ``words`` in any of their texts.
 
         Raises FileNotFoundError if there is no such evaluation.
         """
@@ -329,7 +330,7 @@ class RunTexts:
         }
 
     def history(self, prompt: str) -> list[dict[str, Any]]:
-        """Returns how this prompt was answered in the newest evaluations, each with its step; the newest first."""
+        """Returns the answers to this prompt in the newest evaluations, each with its step; newest first."""
         found = []
         for one in reversed(self.evaluations()[-MOST_HISTORY:]):
             found += [{"step": one.step, **_shortened(row)} for row in self._read(one) if row.get("prompt") == prompt]

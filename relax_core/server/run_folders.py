@@ -1,7 +1,7 @@
-"""Finds runs below the folders that the user named, and opens only files that lie in a run's folder.
+"""Finds runs below the user's folders, and opens only files inside a run's folder.
 
-`log_files`, `log_chunk` and `search_log` read a run's logs. Whatever stands in such a folder may be foreign. What
-cannot be read costs this run its place or a view, and no other.
+`log_files`, `log_chunk` and `search_log` read a run's logs. The content of such a folder is untrusted. A file that
+cannot be read affects its own run only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from relax_core.contracts.foreign_files import decode_json, open_plain, read_who
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
 MOST_DEPTH, MOST_RUNS = 3, 200
-MOST_ENTRIES, MOST_BELOW = 20_000, 5_000  # entries that are looked at of a folder that the user named, or of another
+MOST_ENTRIES, MOST_BELOW = 20_000, 5_000  # entries that are read of a folder that the user named, or of a folder below
 SEARCH_S = 2.0  # for all folders together
-SILENT_S = 120.0  # a run of another host that has written nothing for so long counts as ended
+SILENT_S = 120.0  # a run of another host that has written nothing for this time counts as ended
 LOCK, SUMMARY, METRICS = ".lock", "summary.json", "metrics.jsonl"
 MOST_SUMMARY, MOST_LOCK = 4 * 2**20, 200  # bytes that are read of them
 MOST_WORDS, MOST_NAME = 300, 200  # characters of a reason, and of a name of a run
 UNREADABLE = "unreadable"
-# What reading a foreign file may raise. SQLite's shortage of memory is a MemoryError, and a link to itself a
-# RuntimeError, as is a text that is nested too deeply.
+# Errors from reading an untrusted file. SQLite out of memory raises MemoryError; a link to itself and a text that is
+# nested too deeply raise RuntimeError.
 BROKEN = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError, AssertionError, sqlite3.Error),
@@ -45,7 +45,7 @@ class NotInside(ValueError):
 
 
 class Standing(NamedTuple):
-    """Is the state of a run, and why its files cannot be read, "" if they can."""
+    """Holds the state of a run, and the reason why its files cannot be read, or ""."""
 
     state: str
     problem: str = ""
@@ -60,10 +60,10 @@ _summary = msgspec.json.Decoder(_Summary)
 
 
 def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
-    """Returns the runs in or below the folders, the newest first, by an id that depends on the path alone.
+    """Returns id → path of the runs in or below the folders, newest first; the id depends on the path alone.
 
     Links are not followed below the folders. Folders are searched level by level for `SEARCH_S` seconds at most, so a
-    folder with a million entries does not hide the runs beside it.
+    folder with a million entries does not hide the runs next to it.
     """
     found: set[Path] = set()
     level, until = list(folders), time.monotonic() + SEARCH_S
@@ -80,12 +80,12 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def run_id(path: Path) -> str:
-    """Returns the id of a run's folder in addresses of the page."""
+    """Returns the id of a run's folder in URLs of the page."""
     return hashlib.blake2b(os.fsencode(path), digest_size=6).hexdigest()
 
 
 def run_name(path: Path) -> str:
-    """Returns the name of a run's folder as it may be shown."""
+    """Returns the name of a run's folder, safe to display."""
     return shown_line(path.name)[:MOST_NAME]
 
 
@@ -142,7 +142,7 @@ def inside(run_dir: Path, *parts: str) -> Path:
 
 
 def open_inside(run_dir: Path, *parts: str) -> BinaryIO:
-    """Opens what `inside` returns. Raises what it raises, also if the file was exchanged meanwhile."""
+    """Opens the file of `inside`. Raises the errors of `inside`, also if the file was replaced meanwhile."""
     file = open_plain(inside(run_dir, *parts))
     if not Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(run_dir.resolve()):
         file.close()
@@ -153,14 +153,14 @@ def open_inside(run_dir: Path, *parts: str) -> BinaryIO:
 def run_state(run_dir: Path) -> str:
     """Returns "live", the outcome in summary.json, or "crashed" for a run that ended without a summary.
 
-    A run is live while the process that holds its folder exists. That cannot be seen for a run of another host, which
-    counts as live while it writes. "unreadable" is a run whose summary.json cannot be read.
+    A run is live while the process that holds its folder exists. This cannot be checked for a run of another host,
+    which counts as live while it writes. "unreadable" is a run with an unreadable summary.json.
     """
     return run_standing(run_dir).state
 
 
 def run_standing(run_dir: Path) -> Standing:
-    """Returns what `run_state` does, and why the summary cannot be read."""
+    """Returns the state of `run_state`, and the reason why the summary cannot be read."""
     if _process_lives(run_dir):
         return Standing("live")
     try:
@@ -175,7 +175,7 @@ def run_standing(run_dir: Path) -> Standing:
 
 
 def reason(name: str, error: BaseException) -> str:
-    """Returns why a file cannot be read as one line to be shown."""
+    """Returns the reason why a file cannot be read, as one line that is safe to display."""
     words = str(error) or type(error).__name__
     return shown_line(words if name in words else f"{name}: {words}")[:MOST_WORDS]
 
@@ -209,7 +209,7 @@ MOST_FILES = 5000
 def log_files(run_dir: Path) -> list[dict[str, Any]]:
     """Returns name and size in bytes of each log file, at most `MOST_FILES`.
 
-    Left out are links that lead out of the run's folder, what is no plain file, and names that are no text.
+    Links out of the run's folder, special files and names that are not valid text are left out.
     """
     found = []
     for path in files_in(run_dir, LOGS, most=MOST_FILES):
@@ -223,10 +223,10 @@ def log_files(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def log_chunk(run_dir: Path, name: str, start: int | None) -> dict[str, Any]:
-    """Returns at most 64 KiB of text from byte ``start`` on, of the file's end without it, and where it stops.
+    """Returns at most 64 KiB of text from byte ``start`` on, or of the file's end if it is None, and the next position.
 
-    A piece ends behind a line unless one line is larger, so a line that is being written comes with a later call.
-    Raises what `inside` raises.
+    A chunk ends after a complete line unless one line is larger, so an unfinished line comes with a later call. Raises
+    the errors of `inside`.
     """
     with open_inside(run_dir, LOGS, name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -240,7 +240,7 @@ def log_chunk(run_dir: Path, name: str, start: int | None) -> dict[str, Any]:
 
 
 def search_log(run_dir: Path, name: str, words: str) -> dict[str, Any]:
-    """Returns the lines that contain ``words``, in any case, of the file's last 64 MiB; at most the last 500."""
+    """Returns the lines with ``words``, in any case, of the file's last 64 MiB; at most the last 500."""
     wanted = words.casefold()
     found: list[str] = []
     with open_inside(run_dir, LOGS, name) as file:

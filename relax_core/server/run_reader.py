@@ -1,4 +1,4 @@
-"""Answers the page's questions about one run from the files in its folder, and keeps what it has read of them."""
+"""Answers the page's requests about one run from the files in its folder, and caches the data that it has read."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ from relax_core.server.sample_views import SampleViews
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 LEDGER, NO_LEDGER = "ledger.sqlite", "This run has no ledger that can be read from this machine."
-LEDGER_BUSY_S, QUERY_S = 1.0, 10.0  # a read waits for a writer so long; all reads of a ledger take so long at most
-REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
-NEWEST_S = 1.0  # a call waits so long for the newest samples
+LEDGER_BUSY_S, QUERY_S = 1.0, 10.0  # wait for a writer; time limit of all reads of a ledger
+REST = 100  # a slow answer is recomputed after 100 times its computation time
+NEWEST_S = 1.0  # longest wait of a call for the newest samples
 END_S = 10.0
 MOST_ALARMS = 50
-MOST_TEXT_BYTES = 2**20  # of a file that is shown as it is
+MOST_TEXT_BYTES = 2**20  # of a file that is shown unchanged
 MOST_CONFIG = 2**18  # bytes of config.yaml
 MOST_NODES, MOST_YAML_DEPTH, MOST_SCALAR = 20_000, 50, 20_000  # of a YAML text
-READ_S = 5.0  # a call reads the event log for so long at most
+READ_S = 5.0  # time limit for reading the event log in one call
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
 SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class Rested(Generic[Answer]):
-    """Keeps an answer for as long as makes its computation 1% of the time, and for a second at least."""
+    """Caches an answer for 100 times its computation time, and for a second at least."""
 
     def __init__(self, compute: Callable[[], Answer]) -> None:
         self._compute, self._until = compute, 0.0
         self._answer: Answer | None = None
 
     def __call__(self) -> Answer:
-        """Returns the answer, computed anew if it is old enough."""
+        """Returns the answer, recomputed if the cached answer has expired."""
         began = time.monotonic()
         if began >= self._until:
             self._answer = self._compute()
@@ -84,7 +84,7 @@ class Rested(Generic[Answer]):
 class RunReader:
     """Reads one run's folder. Its methods are thread-safe; ``cache`` is the folder of the index files.
 
-    ``samples_share`` is how much of the files of samples was read, from 0 to 1.
+    ``samples_share`` is the indexed share of the sample files, from 0 to 1.
     """
 
     def __init__(self, run_dir: Path, cache: Path | None) -> None:
@@ -110,12 +110,12 @@ class RunReader:
         self.faults_and_orders = Rested(lambda: event_spans(run_dir, self.series().timed, list(self._orders.values())))
 
     def series(self) -> RunSeries:
-        """Returns the run's numbers as of now."""
+        """Returns the run's current metrics."""
         self._follow()
         return self._series
 
     def texts(self) -> RunTexts:
-        """Returns the run's evaluations and stragglers as of now."""
+        """Returns the run's current evaluations and stragglers."""
         self._follow()
         return self._texts
 
@@ -126,7 +126,7 @@ class RunReader:
         self._log_inode = _inode(self.run_dir / EVENTS_FOLDER)
 
     def _follow(self) -> None:
-        """Takes in what the event log has gained, for `READ_S` seconds at most; the next call goes on."""
+        """Reads new events of the log for `READ_S` seconds at most; the next call continues."""
         with self._lock:
             if self._log_inode != _inode(self.run_dir / EVENTS_FOLDER):  # another run has the folder's name
                 self._open_log()
@@ -148,8 +148,8 @@ class RunReader:
     def samples(self) -> SampleIndex | None:
         """Returns the index of the run's samples, or None if it has none.
 
-        A thread takes in what the files have gained. The call waits for it a moment, so a small run is read whole;
-        of a large one the rest comes later, and `SampleIndex.share` says how much is there.
+        A thread indexes new records. The call waits for it for at most `NEWEST_S` seconds, so a small run is read
+        completely; a large run is completed later, and ``samples_share`` is the indexed share.
         """
         with self._lock:
             if self._index is None:
@@ -170,7 +170,7 @@ class RunReader:
         return index
 
     def views(self) -> SampleViews:
-        """Returns what shows the run's samples. Raises FileNotFoundError if it keeps none."""
+        """Returns the views of the run's samples. Raises FileNotFoundError if it has none."""
         index = self.samples()
         if index is None:
             raise FileNotFoundError("This run keeps no samples (tracker.samples=0, or an older Relax made it).")
@@ -196,7 +196,7 @@ class RunReader:
             self._read_all.set()
 
     def overview(self) -> dict[str, Any]:
-        """Returns what the head of the page shows: state, progress, expected end, newest values, ledger."""
+        """Returns the data of the page's head: state, progress, expected end, newest values, ledger."""
         series, config, index = self.series(), self.config(), self.samples()
         newest = list(self._alarms)[::-1]
         total = _number(_at(config, "run", "steps"))
@@ -225,7 +225,7 @@ class RunReader:
         return found | {"problems": list(dict.fromkeys(filter(None, [*own, *of_samples])))}
 
     def _tried(self, name: str, read: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns what a file says; one that cannot be read costs its own values alone, and a line of the overview."""
+        """Returns the content of a file, or ``otherwise`` if it cannot be read; the overview then lists the problem."""
         try:
             found = read()
         except FileNotFoundError:
@@ -238,16 +238,16 @@ class RunReader:
         return found
 
     def pulse(self) -> dict[str, Any]:
-        """Returns the little that tells an open page whether there is something new."""
+        """Returns the few values by which an open page detects new data."""
         series = self.series()
         return {"state": self._standing().state, "steps_done": series.steps_done, "points": len(series.tags())}
 
     def config(self) -> dict[str, Any]:
-        """Returns the run's configuration, empty if there is none that can be read."""
+        """Returns the run's configuration, empty if it is missing or cannot be read."""
         return self._values()
 
     def summary(self) -> dict[str, Any]:
-        """Returns summary.json, empty if there is none that can be read."""
+        """Returns summary.json, empty if it is missing or cannot be read."""
         return self._outcome()
 
     def _read_config(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class RunReader:
     def close(self) -> None:
         """Ends the thread and closes the index."""
         self._closing = True
-        self._wanted.set()  # the thread looks at once
+        self._wanted.set()  # wakes the thread
         if self._indexing is not None:
             self._indexing.join(END_S)
         with self._lock:
@@ -313,7 +313,7 @@ class RunReader:
         return self._tried(f"the drops in {LEDGER}", partial(self._give_drops, self._index), None) is None
 
     def _give_drops(self, index: SampleIndex) -> None:
-        """Gives the index what the bus dropped since the last call; after a restore it gives all of it again."""
+        """Passes the samples that the bus dropped since the last call to the index; after a restore, all of them."""
         with open_ledger(self.run_dir) as ledger:
             after, restores = index.ledger_position()
             found = ledger.drops(after=after, restores=restores)
@@ -346,20 +346,20 @@ def _host_of_lock(run_dir: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder in the user's cache that keeps the indices of runs."""
+    """Returns the folder of the runs' indices in the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "relax" / "dashboard"
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Is yaml's safe loader with bounds; an alias would make a short text a large value."""
+    """Limits yaml's safe loader; aliases are refused, because they make a short text a large value."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Composes the next node. Raises ValueError beyond a bound."""
+        """Composes the next node. Raises ValueError above a limit."""
         if self.check_event(yaml.AliasEvent):
             raise ValueError("it has an alias (*name), which no configuration of Relax has")
         self._nodes += 1
@@ -374,7 +374,7 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 def decode_yaml(text: str) -> dict[str, Any]:
-    """Returns the mapping that a YAML text is, with text as keys and values of JSON. Raises ValueError."""
+    """Returns the mapping in a YAML text, with text as keys and JSON values. Raises ValueError for another text."""
     loader = _YamlLoader(text)
     try:
         found = loader.get_single_data()

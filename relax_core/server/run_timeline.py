@@ -1,13 +1,12 @@
-"""Makes a timeline of a run: what roles, ranks and engines did and when, its restarts, recoveries and orders.
+"""Builds the timeline of a run: the work of roles, ranks and engines, and the restarts, recoveries and orders.
 
-Every record of work tells how long it took and when it ended. The parts of a train step are laid one behind the other
-in the order in which the trainer does them; a step of several micro-batches does some of them in turns, so their
-lengths are exact and their places inside the step are not. Restarts come from `logs/recoveries.json`, orders from
-the event log.
+Every record of work has a duration and an end time. The parts of a train step are placed one after the other in the
+order of the trainer; a step of several micro-batches alternates between some of them, so their lengths are exact and
+their positions inside the step are not. Restarts come from `logs/recoveries.json`, orders from the event log.
 
 `WRITERS` writes the spans as a trace: in Chrome's JSON format, and as OTLP with OpenTelemetry's own classes. Each
-format gets the same rows. Spans of one row are nested or apart: a lane whose spans overlap has several rows, and the
-parts of a train step stand in the trainer's row, inside their step.
+format gets the same rows. Spans of one row are nested or disjoint: a lane with overlapping spans has several rows, and
+the parts of a train step are in the trainer's row, inside their step.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from relax_core.server.orders import ENDED
 from relax_core.server.run_events import TimedRecord
 from relax_core.server.run_folders import BROKEN, inside, reason
 
-TRAIN = "train/"  # the names of the parts of the train call begin so
+TRAIN = "train/"  # prefix of the parts of the train call
 RANK_PARTS = ("pack", "forward", "sums", "backward", "pipeline", "reduce", "optimizer")  # in their usual order
-IN_PIPELINE = ("pack", "forward", "sums")  # parts that a rank's time in the pipeline's schedule has inside
+IN_PIPELINE = ("pack", "forward", "sums")  # parts that a rank's time in the pipeline's schedule includes
 BETWEEN_CALLS = "between calls"
 _ENGINE, _SPAN, _LAG = "engine/", "/span", "/lag"
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one piece of work from ``start_s`` to ``end_s``, in Unix seconds; ``values`` has further numbers of it.
+    """Holds one piece of work from ``start_s`` to ``end_s``, in Unix seconds; ``values`` has further metrics of it.
 
     ``of_rank`` is True for a part of the work of one of the trainer's ranks.
     """
@@ -54,13 +53,13 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def span_of(lane: str, name: str, one: TimedRecord, took_ms: float) -> Span:
-    """Returns the span of a record that ended with it, and its numbers but for those of parts and single engines."""
+    """Returns the span of a record that ended with it, with its metrics except those of parts and single engines."""
     values = {key: value for key, value in one.ms.items() if not key.startswith((TRAIN, _ENGINE))}
     return Span(lane=lane, name=name, start_s=one.end_s - took_ms / 1e3, end_s=one.end_s, step=one.step, values=values)
 
 
 def engine_spans(one: TimedRecord) -> Iterator[Span]:
-    """Yields a span for each engine: from the first to the last of its requests that the record of a rollout tells."""
+    """Yields a span for each engine, from its first to its last request in the record of a rollout."""
     for key, span_ms in one.ms.items():
         if not key.startswith(_ENGINE) or not key.endswith(_SPAN):
             continue
@@ -78,7 +77,7 @@ def engine_spans(one: TimedRecord) -> Iterator[Span]:
 
 
 def rank_spans(one: TimedRecord) -> Iterator[Span]:
-    """Yields the parts of each rank's work on a train step, one behind the other; together they are its time."""
+    """Yields the parts of each rank's work on a train step, one after the other; together they are its step time."""
     for key, step_ms in one.ms.items():
         name = key.removesuffix("/step")
         if name == key:
@@ -110,10 +109,10 @@ def _parts(ms: dict[str, float], name: str, step_ms: float) -> Iterator[tuple[st
 RESTARTS_LANE, RECOVERIES_LANE, ORDERS_LANE = "restarts", "recoveries", "orders"
 FILE = ("logs", "recoveries.json")
 IN_PLACE = 1  # the tier of a recovery that is a restart of one process
-MOST_ORDERS = 1000  # the newest ones
+MOST_ORDERS = 1000  # the newest orders
 MOST_STATES = 100  # of an order
 MOST_FILE = 4 * 2**20  # bytes of a JSON file
-MOST_NAMED = 4  # engines of an order that its name has
+MOST_NAMED = 4  # engines that the name of an order's span lists
 
 
 class _Recovery(msgspec.Struct):
@@ -131,7 +130,7 @@ class _StateAt(msgspec.Struct):
 
 
 class RunOrder(msgspec.Struct):
-    """Is what the timeline shows of an order."""
+    """Holds the fields of an order that the timeline shows."""
 
     request_id: str
     kind: str
@@ -151,9 +150,9 @@ _line_decoder = msgspec.json.Decoder(_Line)
 def event_spans(
     run_dir: Path, timed: Sequence[TimedRecord], orders: Iterable[RunOrder]
 ) -> tuple[list[Span], list[str]]:
-    """Returns the spans of restarts, recoveries and orders of a run, and a sentence about a file that cannot be read.
+    """Returns the spans of restarts, recoveries and orders of a run, and a sentence about an unreadable file.
 
-    What has not ended lasts until the newest of the records ``timed``.
+    A span without an end lasts until the newest record of ``timed``.
     """
     spans: list[Span] = []
     problems: list[str] = []
@@ -172,7 +171,7 @@ def event_spans(
 def _recoveries(run_dir: Path) -> list[_Recovery]:
     try:
         path = inside(run_dir, *FILE)
-    except FileNotFoundError:  # nothing was lost
+    except FileNotFoundError:  # no process was lost
         return []
     return decode_json(read_whole(path, most_bytes=MOST_FILE), _recoveries_decoder)
 
@@ -181,7 +180,7 @@ def _recovery_spans(
     recoveries: Sequence[_Recovery], ends: Sequence[tuple[float, int]], newest_s: float
 ) -> Iterator[Span]:
     for one in recoveries:
-        if one.time_s is None:  # an older Relax wrote no times
+        if one.time_s is None:  # older versions wrote no times
             continue
         if one.seconds is not None:
             end_s = one.time_s + one.seconds
@@ -199,7 +198,7 @@ def _recovery_spans(
 
 
 def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
-    """Takes a change into the newest orders, the oldest of them first. Raises ValueError for one of another form."""
+    """Adds a change to the newest orders, sorted oldest first. Raises ValueError for a change of another form."""
     order = decode_json(bytes(change.change), _line_decoder).order
     if order is not None:
         orders[order.request_id] = order
@@ -208,7 +207,7 @@ def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
 
 
 def read_orders(run_dir: Path) -> list[RunOrder]:
-    """Returns the newest orders of a run; a change that cannot be read is left out."""
+    """Returns the newest orders of a run; unreadable changes are left out."""
     found: dict[str, RunOrder] = {}
     for event in EventReader(run_dir, kinds=("order",), writer=ORDERS).each():
         with suppress(ValueError):
@@ -218,7 +217,7 @@ def read_orders(run_dir: Path) -> list[RunOrder]:
 
 
 def _order_spans(order: RunOrder, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:
-    """Yields a span for each state of an order; the state in which it ended has no length."""
+    """Yields a span for each state of an order; the final state has no length."""
     named = ", ".join(order.engine_ids[:MOST_NAMED])
     more = len(order.engine_ids) - MOST_NAMED
     what = f"{order.kind} {named}{f' and {more} more' if more > 0 else ''}".strip()
@@ -247,15 +246,15 @@ ORDER = ("checkpoint", *(part for part in STEP_PARTS if part != "checkpoint"))
 OTHER = "other"
 TRAINER_LANE, PARTS_LANE = "trainer", "trainer's parts"
 MOST_STEPS = 400
-MOST_RANK_SPANS = 20_000  # of a timeline; the ranks' parts are left out where there would be more
-NEAR_S = 60.0  # a record is made so long after its step's end at most, and a push ends so long after its begin
-MUCH, LITTLE = 0.5, 0.1  # shares of the trainer's time from and up to which it waits for the other side, or does not
+MOST_RANK_SPANS = 20_000  # of a timeline; above it the ranks' parts are left out
+NEAR_S = 60.0  # longest delay of a record after its step's end, and longest push of weights
+MUCH, LITTLE = 0.5, 0.1  # waiting shares of the trainer: from MUCH on it is faster than rollout, up to LITTLE slower
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the spans of the train steps ``first`` to ``last``, and where the trainer's time went.
+    """Holds the spans of the train steps ``first`` to ``last``, and the split of the trainer's time.
 
-    ``shares`` maps each part of a step to its share of the time, and ``told`` says in words who waits for whom.
+    ``shares`` maps each part of a step to its share of the time, and ``told`` has sentences about the trainer's waits.
     """
 
     first: int
@@ -275,10 +274,10 @@ def make_timeline(
     newest: int = 8,
     events: Sequence[Span] = (),
 ) -> Timeline | None:
-    """Returns the timeline of these train steps, at most `MOST_STEPS`, or of the ``newest`` ones; None without steps.
+    """Returns the timeline of these train steps, at most `MOST_STEPS`, or of the ``newest`` steps; None without steps.
 
-    Of steps that were done twice, because a resume undid them, the later ones count; the spans are all those of any
-    attempt that lie in their time, and those of ``events`` (`event_spans.py`).
+    If a step was repeated after a resume, its last run counts; the spans are those of all attempts in the time of the
+    steps, and those of ``events`` (`event_spans`).
     """
     steps: dict[int, TimedRecord] = {one.step: one for one in timed if one.source == ACTOR and "step" in one.ms}
     if not steps:
@@ -400,9 +399,9 @@ SCOPE = "relax trace"
 
 
 class PlacedSpan(NamedTuple):
-    """Is a span in a row: ``lane`` and ``place`` name the row, and times are whole microseconds since the first span.
+    """Holds a span in a row: ``lane`` and ``place`` name the row; times are whole microseconds since the first span.
 
-    ``parent`` is the train step of which the span is a part, None for others.
+    ``parent`` is the train step that contains the span as a part, None for other spans.
     """
 
     lane: str
@@ -442,9 +441,8 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 def otlp_trace(spans: Sequence[Span], *, run: str) -> bytes:
     """Returns the trace as OTLP, the body of ``POST /v1/traces`` with the content type application/x-protobuf.
 
-    One span stands for the whole run, and all others are below it. The ids follow from the run's name and from row,
-    time and name of each span, so a collector that gets a run twice gets the same spans. Raises ValueError without
-    OpenTelemetry's client.
+    One root span covers the whole run. The ids are derived from the run's name and the row, time and name of each span,
+    so a collector that gets a run twice gets the same spans. Raises ValueError without OpenTelemetry's client.
     """
     try:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -505,7 +503,8 @@ def first_us(spans: Sequence[Span]) -> int:
 def placed_spans(spans: Sequence[Span]) -> Iterator[PlacedSpan]:
     """Yields the spans with their rows, in order of their starts.
 
-    The clocks of two records differ by parts of a millisecond, so a step begins where the one before has ended.
+    The clocks of two records differ by fractions of a millisecond, so a step begins no earlier than the previous step
+    ended.
     """
     base_s = min(span.start_s for span in spans)
     ends: dict[str, list[int]] = {}
@@ -530,7 +529,7 @@ def placed_spans(spans: Sequence[Span]) -> Iterator[PlacedSpan]:
         yield one
 
 
-WRITERS: dict[str, tuple[str, Callable[..., bytes]]] = {  # format → the file's name by default, and its writer
+WRITERS: dict[str, tuple[str, Callable[..., bytes]]] = {  # format → default file name, and writer
     "chrome": ("trace.json", chrome_trace),
     "otlp": ("trace.otlp.pb", otlp_trace),
 }

@@ -1,4 +1,4 @@
-"""Makes what the page shows of samples: a list with the beginning of each text, and single samples by token."""
+"""Builds the page's views of samples: a list with the beginning of each text, and single samples by token."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from relax_core.observe.sample_log import (
 )
 from relax_core.server.run_folders import inside, reason
 
-SEARCH_S = 20.0  # a search reads for so long at most
-SEARCHED = 2000  # samples whose text one search reads, the newest that fit the other filters
+SEARCH_S = 20.0  # time limit of a search
+SEARCHED = 2000  # samples that one search reads: the newest that match the other filters
 PREVIEW = 160  # characters of an answer in a list
-MOST_TOKENS = 20_000  # of one sample on the page: its first and its last half of them
+MOST_TOKENS = 20_000  # of one sample on the page; of a longer sample the first and the last half as many
 MOST_GROUP, MOST_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
 DIGEST = re.compile(r"[0-9a-f]{32}")
-KEPT_ROWS = 1_000_000  # of the trees that were read last, some 20 bytes each
+KEPT_ROWS = 1_000_000  # of the most recently read trees, about 20 bytes each
 
 
 class SampleViews:
@@ -51,17 +51,17 @@ class SampleViews:
         self._lock = threading.Lock()
 
     def listed(self, filters: Mapping[str, str | float], *, order: str, first: int, most: int) -> dict[str, Any]:
-        """Returns how many samples fit, and some of them with the beginning of their answers."""
+        """Returns the number of matching samples, and some of them with the beginning of their answers."""
         count, rows = self._index.find(filters, order=order, first=first, most=most)
         return {"count": count, "rows": [self._with_preview(row) for row in rows], "searched": None}
 
     def searched(
         self, filters: Mapping[str, str | float], words: str, *, most: int, before: int | None = None
     ) -> dict[str, Any]:
-        """Returns the newest samples whose prompt or answer contains ``words``, in any case.
+        """Returns the newest samples with ``words`` in their prompt or answer, in any case.
 
-        ``before`` is the id behind which an earlier search stopped, and ``next`` that at which this one does, None if
-        there is no older sample.
+        ``before`` is the last id of an earlier search, and ``next`` in the result that of this search, None if there is
+        no older sample.
         """
         wanted, found, searched, last = words.casefold(), [], 0, None
         until = time.monotonic() + SEARCH_S
@@ -88,7 +88,7 @@ class SampleViews:
         }
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """Returns a sample with its tokens; ``gone`` says why it has none. None if there is no such sample."""
+        """Returns a sample with its tokens, or None if it does not exist; ``gone`` says why its tokens are missing."""
         row = self._index.sample(number)
         if row is None:
             return None
@@ -99,10 +99,10 @@ class SampleViews:
             return {**row, **nothing, "gone": str(error)}
 
     def turn_times(self, group: str) -> dict[str, list[tuple[float, float, float]]]:
-        """Returns for each sample of a group (began, ended, time of the env behind it) of its turns, in Unix seconds.
+        """Returns uid → (began, ended, time of the env after it) of each turn, for the samples of a group, in seconds.
 
-        Left out are samples of one turn, whose times are not recorded, those that a resume undid, and those whose
-        tokens are not there any more.
+        ``began`` and ``ended`` are Unix times. Samples of one turn are left out, because their times are not recorded,
+        and so are samples that a resume undid and samples whose tokens no longer exist.
         """
         found = {}
         for row in self._index.find({"group": group}, order="oldest", most=MOST_GROUP)[1]:
@@ -128,7 +128,7 @@ class SampleViews:
         return tree, tree.rows_of([row["number"]])
 
     def _texts(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns the text before the first sampled token, and the text from it on; a reason in place of lost ones."""
+        """Returns the text before the first sampled token, and the text after; the reason if the tokens are lost."""
         try:
             tree, rows = self._tree(row)
         except (TokensRemoved, ValueError) as error:
@@ -227,12 +227,12 @@ def _turns(episode: Episode) -> list[dict[str, Any]]:
 
 
 def picture_file(run_dir: Path, digest: str) -> Path | None:
-    """Returns the small picture of an item, None if the run kept none of it."""
+    """Returns the small picture of an item, or None if the run has none."""
     return _kept_file(run_dir, digest, PICTURES_FOLDER, f"{digest}.jpg")
 
 
 def played_file(run_dir: Path, digest: str) -> Path | None:
-    """Returns the file of a sound or video, None if the run kept none of it."""
+    """Returns the file of a sound or video, or None if the run has none."""
     return _kept_file(run_dir, digest, PLAYED_FOLDER, digest)
 
 

@@ -1,7 +1,7 @@
 """Checks an environment for its author: ``python -m relax_core.tools.check_env my_env.py [key=value …]``.
 
-An environment of several turns is opened twice with the same seeds, gets odd responses, and is closed at the beginning,
-in the middle and at the end of an episode. An isolated one runs in its worker process, as in a run.
+A multi-turn environment is opened twice with the same seeds, gets unusual responses, and is closed at the beginning, in
+the middle and at the end of an episode. An isolated environment runs in its worker process, as in a run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Problem(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what was checked; returns 0, or 1 if the environment has a problem."""
+    """Prints the passed checks; returns 0, or 1 if the environment has a problem."""
     parser = argparse.ArgumentParser(prog="python -m relax_core.tools.check_env", description=__doc__.splitlines()[0])
     parser.add_argument("env", help="a file with a SPEC, or the name of an environment")
     parser.add_argument("settings", nargs="*", help="settings of the environment: max_turns=4")
@@ -100,7 +100,7 @@ def env_with(name: str, settings: Mapping[str, Any]) -> tuple[EnvSpec, Any]:
 
 @asynccontextmanager
 async def playable(spec: EnvSpec, config: InteractionConfig) -> AsyncIterator[EnvSpec]:
-    """Yields the environment as a run plays it: an isolated one runs in a worker process, which ends with the block."""
+    """Yields the environment as in a run: an isolated env runs in a worker process, which ends with the block."""
     if not spec.isolated:
         yield spec
         return
@@ -113,7 +113,7 @@ async def playable(spec: EnvSpec, config: InteractionConfig) -> AsyncIterator[En
 
 
 def check_messages(spec: EnvSpec, config: Any, row: Mapping[str, Any]) -> list[str]:
-    """Returns what was checked of an environment of one turn. Raises `Problem` and `WrongResult`."""
+    """Returns one line for each passed check of a single-turn environment. Raises `Problem` and `WrongResult`."""
     assert spec.messages is not None
     if spec.messages(row, config) != spec.messages(row, config):
         raise Problem("messages returns different conversations for the same row.")
@@ -121,7 +121,7 @@ def check_messages(spec: EnvSpec, config: Any, row: Mapping[str, Any]) -> list[s
 
 
 async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str, Any]) -> list[str]:
-    """Returns what was checked of an environment of several turns. Raises `Problem` and `WrongResult`."""
+    """Returns one line for each passed check of a multi-turn environment. Raises `Problem` and `WrongResult`."""
     tools = [] if spec.tools is None else [one["function"]["name"] for one in spec.tools(row, config)]  # type: ignore[index]
     before = _children()
     async with playable(spec, config) as played:
@@ -158,7 +158,7 @@ class _Check:
             raise Problem(f"{what}: {plugin_words(error)}") from error
 
     async def _opened(self, episode_seed: int) -> tuple[BaseInteractionEnv, Any]:
-        """Opens an episode of the one group after a draw from the global random states, and returns its messages."""
+        """Opens an episode of the group after draws from the global random states; returns the env and its messages."""
         limits = EpisodeLimits(turns=self._config.max_turns, sampled_tokens=256, context_tokens=1024)
         start = EpisodeStart(row=self._row, group_seed=1, episode_seed=episode_seed, limits=limits)
         random.random()
@@ -180,7 +180,7 @@ class _Check:
         return "episodes of a group have one opening, and close after reset"
 
     async def plays(self) -> list[str]:
-        """Plays episodes that begin with each of the odd responses, to their end or ``max_turns``."""
+        """Plays episodes that begin with each of the unusual responses, to their end or ``max_turns``."""
         ends: dict[str, int] = {}
         for first in range(len(self._responses)):
             env, _ = await self._opened(episode_seed=4)
@@ -206,7 +206,7 @@ class _Check:
 
 
 def _responses(tools: Sequence[str]) -> list[tuple[str, Action]]:
-    """Returns responses as models give them, with words for each."""
+    """Returns typical and unusual responses of models, each with a description."""
     texts = {
         "an empty response": "",
         "a number": "42",

@@ -1,8 +1,7 @@
-"""`relax check-model FOLDER` says whether a run can use a Hugging Face folder.
+"""`relax check-model FOLDER` checks whether a run can use a Hugging Face folder.
 
 It reads config.json, the tokenizer, the chat template and the headers of the weight files but no tensor, so it takes
-seconds for a model of any size.
-Nothing needs conversion: a run reads the folder itself, each rank its own slices.
+seconds for a model of any size. Nothing needs conversion: a run reads the folder itself, each rank its own slices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`relax check-reward [key=value …]` finds wrong answers that a run's reward awards, before a model finds them.
 
-The words are those of the run: the reward is asked about rows of its data. An answer counts as awarded with more than
-a fifth of the gain of a right answer over an empty one.
+The arguments are those of a run: the reward scores answers to rows of the run's data. An answer counts as awarded with
+more than a fifth of the gain of a right answer over an empty answer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _audit(config: RelaxConfig, *, most: int) -> RewardAudit:
-    """Raises ValueError for a reward that cannot be asked without a run, and if no row says anything about it."""
+    """Audits the reward. Raises ValueError for a reward that needs a run, and if no row has a prompt and a label."""
     source = make_source(config.data, seed=config.seed, eval_rows=0)
     rows = list(audited_rows(source, most=most))
     if not rows:

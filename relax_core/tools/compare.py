@@ -1,4 +1,4 @@
-"""`relax compare multirun/…` compares runs, alone and over their seeds, in tables and in a picture of their curves."""
+"""`relax compare multirun/…` compares runs, alone and over their seeds, in tables and in a plot of their curves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def settings_of(folder: Path) -> str | None:
 
 
 def mean_curve(curves: Sequence[Mapping[int, float]]) -> dict[int, Spread]:
-    """Returns step → mean and spread, at the steps that all curves with any step have."""
+    """Returns step → mean and spread, at the steps that all non-empty curves have."""
     curves = [curve for curve in curves if curve]
     steps = set(curves[0]).intersection(*curves[1:]) if curves else set()
     return {step: spread_of([curve[step] for curve in curves]) for step in sorted(steps)}
@@ -76,7 +76,7 @@ SMOOTH = 25  # a curve is a moving mean over a 25th of its steps
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """Is a run in a comparison.
+    """Describes a run in a comparison.
 
     ``label`` distinguishes it from the others. ``folder`` is None if the run never started. ``summary`` is None if the
     run has not ended. ``outcome`` is one or two words. ``cause`` says why the run was refused or not started.
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
-    """Prints the tables and draws the curves. Raises ValueError for a folder of neither a sweep nor a run."""
+    """Prints the tables and draws the curves. Raises ValueError for a folder that is neither a sweep nor a run."""
     runs = [run for folder in folders for run in read_runs(folder)]
     print(table(runs))
     for run in runs:
@@ -186,7 +186,7 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
     Runs that differ by their seed alone are drawn as their mean with a band of one standard deviation.
     """
     figure = picture_figure(figsize=(12, 4.8), dpi=120, layout="constrained")
-    from matplotlib.ticker import MaxNLocator  # behind the import that `picture_figure` guards
+    from matplotlib.ticker import MaxNLocator  # after the import that `picture_figure` guards
 
     drawn = drawn_runs(runs)
     curves = curves_of([held for one in drawn for held in one.records])
@@ -217,7 +217,7 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnRuns:
-    """Is one curve. ``records`` has the metrics of each run of which it is the mean."""
+    """Describes one curve. ``records`` has the metrics of each run in its mean."""
 
     label: str
     records: Sequence[Sequence[MetricRecord]]
@@ -255,7 +255,7 @@ def _plot(axis: Any, curve: Mapping[int, Spread], number: int, *, label: str, ma
 
 
 def curves_of(records: Sequence[Sequence[MetricRecord]]) -> tuple[Curve, Curve]:
-    """Returns the curves to draw. If no run was evaluated, the second one is exact answers in training."""
+    """Returns the curves to draw. If no run was evaluated, the second curve is exact answers in training."""
     evaluated = any(record.source == EVAL for held in records for record in held)
     return REWARD, EXACT if evaluated else EXACT_IN_TRAINING
 

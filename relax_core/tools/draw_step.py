@@ -23,12 +23,12 @@ SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
 }
-METADATA = {"Date": None, "Creator": None}  # without these, every file has other bytes
+METADATA = {"Date": None, "Creator": None}  # without these, each written file has different bytes
 WIDTH, HEIGHT = 11.0, 7.3  # inches; the axes have the same units
 
 
 class Stop(NamedTuple):
-    """Is a station on the group's path: the role, its file, and what it does."""
+    """Describes a station on the group's path: the role, its file, and its task."""
 
     name: str
     file: str

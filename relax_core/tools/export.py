@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float, trust: bool) -> None:
     """Checks every file of a checkpoint against its digest, then writes ``out``, a missing or empty folder.
 
-    Nothing that exists is replaced or removed. Without ``trust``, a model family that is a file is refused in a run of
-    somebody else. Raises ValueError and OSError as
-    `relax_core.train.hf.hf_export.export_checkpoint` does.
+    Nothing that exists is replaced or removed. Without ``trust``, a model family from a file is refused if the run
+    belongs to another user. Raises ValueError and OSError as `relax_core.train.hf.hf_export.export_checkpoint` does.
     """
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
@@ -94,7 +93,7 @@ def _model_of_run(saved: Mapping[str, Any]) -> Path:
 
 
 def _model_keys(checkpoint: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the section ``model`` of the configuration of the run that saved it, and whether it is this user's."""
+    """Returns the section ``model`` of the run's saved configuration, and whether the run is this user's."""
     text = (checkpoint / CONFIG).read_text(encoding="utf-8")
     return yaml.safe_load(text)["model"], is_own(text)
 

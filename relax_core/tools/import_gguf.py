@@ -45,8 +45,8 @@ _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 class _Family:
     """Describes how a GGUF architecture becomes a family of Relax.
 
-    ``pairs`` is True if rows of query and key are stored in the order of llama.cpp's rotary embedding, which turns
-    neighbouring rows; Hugging Face's turns the two halves of a head.
+    ``pairs`` is True if rows of query and key are stored in the order of llama.cpp's rotary embedding, which rotates
+    adjacent rows; Hugging Face's rotates the two halves of a head.
     """
 
     model_type: str
@@ -302,7 +302,7 @@ def _check_room(shapes: Mapping[str, Sequence[int]], target: Path, dtype: str) -
 def _tensors(
     source: _File, architecture: Architecture, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the folder's tensors as float32 in the order of ``shapes``; one is in memory at a time."""
+    """Yields the folder's tensors as float32 in the order of ``shapes``; only one tensor is in memory at a time."""
     import torch
     from gguf.quants import dequantize
 
@@ -406,7 +406,7 @@ def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> To
 
 
 def _pre_tokenizer(source: _File, pre: str) -> Any:
-    """Returns what splits text before the merges. Raises ValueError for a name that Relax does not know."""
+    """Returns the pre-tokenizer, which splits text before the merges. Raises ValueError for an unknown name."""
     from tokenizers import Regex, pre_tokenizers
 
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

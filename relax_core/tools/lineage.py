@@ -1,8 +1,8 @@
 """`relax lineage RUN uid=… | group=… | step=… | reason=…` shows how samples ended.
 
 It prints every event of the samples that fit all filters, and the counts of the whole run. Without a filter it prints
-the counts alone. It works while the run goes on. The exit code is 1 if a sample was lost or trained twice, and 2 if the
-question cannot be answered.
+the counts alone. It also works during the run. The exit code is 1 if a sample was lost or trained twice, and 2 for an
+invalid request.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
 
 
 def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleHistory], FileCounts]:
-    """Returns the samples that fit (none without a filter) and the counts of the whole run.
+    """Returns the matching samples (none without a filter) and the counts of the whole run.
 
     Raises ValueError, with the nearest existing value, for a run or a filter value that does not exist.
     """
@@ -182,7 +182,7 @@ def sample_lines(sample: SampleHistory) -> list[str]:
 
 
 def _turn_lines(made: Episode) -> list[tuple[float, str, str]]:
-    """Returns (Unix time, name, text) of each turn of an environment of several turns; none for one of one turn."""
+    """Returns (Unix time, name, text) of each turn of a multi-turn episode; empty for a single-turn environment."""
     return [
         (turn.began_s, f"turn {number}", _played_words(turn))
         for number, turn in enumerate(made.turns, 1)

@@ -1,11 +1,10 @@
 """Makes the builtin tiny models, with which a laptop can run the whole system, and stores them in the user's cache.
 
 Each is a character-level tokenizer and a Qwen3 of a few layers with a short supervised warm start
-(`relax_core.tools.tiny_text`). Each has a few hundred thousand parameters at most, and GRPO teaches it a
-generated task in half a minute. The teacher, for distillation, is the same model after more of the same supervised
-steps. The mixture of experts is a Qwen3-MoE with twice the parameters, of which a token uses a third. The models that
-see are Qwen3-VL (`relax_core.tools.tiny_media`), and the one that also hears is Qwen3-Omni
-(`relax_core.tools.tiny_media`).
+(`relax_core.tools.tiny_text`). Each has a few hundred thousand parameters at most, and GRPO teaches it a generated task
+in half a minute. The teacher, for distillation, is the same model after more of the same supervised steps. The mixture
+of experts is a Qwen3-MoE with twice the parameters, of which a token uses a third. The vision models are Qwen3-VL and
+Qwen3.5, and the model with vision and audio is Qwen3-Omni (`relax_core.tools.tiny_media`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from relax_core.contracts.private_folder import folder_made_once, user_cache
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_text import WARM_STARTS, write_text_model
 
-RECIPE_VERSION = 2  # to be raised when a change of a recipe gives other models
+RECIPE_VERSION = 2  # raise it when a change of a recipe changes the models
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _MAKE_DEADLINE_S = 600.0
 
@@ -63,7 +62,7 @@ def default_cache_root() -> Path:
 
 
 def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -> Path:
-    """Returns the folder of a builtin model, which is made on first use in a process of its own (about ten seconds).
+    """Returns the folder of a builtin model, which a separate process makes on first use (about ten seconds).
 
     Other processes that call it at the same time wait for the first. Raises ValueError for an unknown name or task.
     """

@@ -1,7 +1,7 @@
 """Plays an episode of an environment in the terminal: ``python -m relax_core.tools.play env=number_guess``.
 
-You are the model: you read what it would read, and what you type is the response. With ``checkpoint=RUN`` a run's
-newest checkpoint, or the checkpoint that is named, plays in its own environment.
+You act as the model: the program shows the model's input, and your input is the response. With ``checkpoint=RUN`` a
+run's newest checkpoint, or the named checkpoint, plays in its own environment.
 """
 
 from __future__ import annotations

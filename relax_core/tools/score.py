@@ -1,7 +1,7 @@
 """Scores the answers in a file without a run: ``python -m relax_core.tools.score reward=dapo file=answers.jsonl``.
 
 Each line is a JSON object with ``response`` (or ``responses``, a list) and ``answer`` (or ``label``); a reward may read
-further columns. So ``answers.jsonl`` of `relax eval` can be scored again. Settings stand as in a run:
+further columns. So ``answers.jsonl`` of `relax eval` can be scored again. Settings have the same form as in a run:
 ``reward.strict=true``, ``reward.by=COLUMN``, ``'reward.parts=[…]'``.
 """
 
@@ -42,7 +42,7 @@ _SHOWN_ROWS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Is a line of the file: its number from 1, the data row, and its responses."""
+    """Holds a line of the file: its number from 1, the data row, and its responses."""
 
     line: int
     row: Mapping[str, Any]
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
-    """Returns the reward, its settings and the file; raises ValueError and `ConfigError` for words that say none."""
+    """Returns the reward, its settings and the file; raises ValueError and `ConfigError` for invalid arguments."""
     pairs = dict(word.partition("=")[::2] for word in words if "=" in word)
     if (wrong := [word for word in words if "=" not in word]) or "file" not in pairs:
         what = wrong[0] if wrong else "file"
@@ -89,7 +89,7 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
     name = pairs.pop("reward", None) or pairs.pop("reward.name", None)
     if name is None:
         raise ValueError(
-            "reward: name one, such as reward=math. With reward.by=COLUMN it is that of rows which name none."
+            "reward: name one, such as reward=math. With reward.by=COLUMN it applies to rows without a value there."
         )
     if other := [key for key in pairs if not key.startswith("reward.")]:
         raise ValueError(f"{other[0]}: only reward=NAME, reward.KEY=VALUE and file=FILE.jsonl are read here.")
@@ -106,7 +106,7 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
 
 
 def _rows(file: Path) -> Iterator[_Row]:
-    """Yields the lines of a file; raises ValueError with file and line for one that cannot be scored."""
+    """Yields the lines of a file; raises ValueError with file and line for a line that cannot be scored."""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -130,7 +130,7 @@ def _rows(file: Path) -> Iterator[_Row]:
 
 
 async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, workers: int) -> list[list[RewardOutput]]:
-    """Returns the outputs of each row's responses. No share of failures ends it, and only a named shadow scores."""
+    """Returns the outputs of each row's responses. It continues after any failures; a shadow scores only if named."""
     shadow = None if config.shadow == AUTO else config.shadow
     patient = replace(config, max_failed=1.0, shadow=shadow, on_hack=REPORT)
     with RewardPool(spec, patient, workers=workers, concurrency=32) as pool:

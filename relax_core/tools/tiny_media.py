@@ -1,7 +1,7 @@
-"""Makes the builtin models that see, and the one that also hears, with processor files and a warm start.
+"""Makes the builtin vision models, and the model with vision and audio, with processor files and a warm start.
 
-Those that see are a Qwen3-VL and a Qwen3.5, with and without experts. The one that hears is a Qwen3-Omni. Each has the
-layout in which its family is published.
+The vision models are a Qwen3-VL and a Qwen3.5, with and without experts. The model with vision and audio is a
+Qwen3-Omni. Each has the published layout of its family.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CHUNK_ROWS = 16  # of the gated delta rule; at the size of the builtin models, 
 
 
 def write_vision_model(folder: Path, *, name: str, task: str) -> None:
-    """Makes a model that sees and writes it in the layout in which its family is published.
+    """Makes a vision model and writes it in the published layout of its family.
 
     With one torch thread, the result is always the same.
     """
@@ -101,7 +101,7 @@ def _short_chunks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def write_published(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the weights of a model that sees as its family is published.
+    """Writes the weights of a vision model in the published layout of its family.
 
     Qwen3-VL-MoE's experts are transposed, which transformers' own save_pretrained leaves out for a model that it has
     not loaded. A Qwen3.5 has the tensors of a layer that predicts one token more (MTP), which transformers ignores.
@@ -124,7 +124,7 @@ def write_published(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _further_token_layer(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns random tensors under the names of Qwen3.5's MTP layer: a layer with attention, and what feeds it."""
+    """Returns random tensors under the names of Qwen3.5's MTP layer: a layer with attention, and its inputs' layers."""
     import torch
 
     layers = model.model.language_model.layers
@@ -139,7 +139,7 @@ def _further_token_layer(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def write_settings(folder: Path, config: dict[str, Any], files: Mapping[str, Any] | None = None) -> None:
-    """Writes the configuration of a model that sees, and its processor files, those of Qwen3-VL by default."""
+    """Writes the configuration of a vision model, and its processor files, by default those of Qwen3-VL."""
     for name, values in {CONFIG_FILE: config, **(processor_files() if files is None else files)}.items():
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -155,7 +155,7 @@ def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class SeenBatch:
-    """Holds examples of the task: ids of prompts and answers, where items stand, their tensors and frames by kind."""
+    """Holds examples of the task: ids of prompts and answers, places of items, their tensors, and frames by kind."""
 
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -167,7 +167,7 @@ class SeenBatch:
 class SeenExamples:
     """Makes ids and tensors of a task's examples; each item is encoded once.
 
-    ``answers`` are those of each part of the task, and ``audio`` is given to a model that hears.
+    ``answers`` has the possible answers of each part of the task, and ``audio`` is for a model with audio.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class SeenExamples:
         self._encoded: dict[str, Encoded] = {}
 
     def weighted_batches(self, recipe: SeeWarmStart, step: int, *, task: str) -> list[tuple[float, SeenBatch]]:
-        """Returns the answers that a step of the warm start learns, by their part, each batch with its weight.
+        """Returns the batches of answers that a step of the warm start learns, by part of the task, with their weights.
 
-        The parts stand apart because a video has more rows than all else, to which others would be padded.
+        The parts are separate because a video has more rows than all other items, to which those would be padded.
         """
         found: list[tuple[float, SeenBatch]] = []
         for number, part in enumerate(self._answers):
@@ -261,10 +261,10 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def write_omni_model(folder: Path, *, task: str) -> None:
-    """Makes a model that sees and hears; with one torch thread, the result is always the same.
+    """Makes a model with vision and audio; with one torch thread, the result is always the same.
 
-    The warm start trains the thinker. Talker and code2wav keep their random weights. The question of two kinds begins
-    with the warm start of each kind alone.
+    The warm start trains the thinker. Talker and code2wav keep their random weights. The task with questions about two
+    kinds begins with the warm start on each kind alone.
     """
     import torch
 
@@ -336,7 +336,7 @@ def build_omni_model(config: dict[str, Any]) -> Any:
     model_class = Qwen3OmniMoeForConditionalGeneration
     model = model_class(model_class.config_class.from_dict(config))
     for name, weight in model.talker.named_parameters():
-        if name.endswith((_GATE_UP, _DOWN)):  # transformers 5 leaves what was in the memory
+        if name.endswith((_GATE_UP, _DOWN)):  # transformers 5 does not initialise them
             torch.nn.init.normal_(weight, std=0.02)
     return model
 
@@ -350,7 +350,7 @@ def write_published_omni(model: Any, folder: Path) -> None:
 
 
 def published_omni(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors under their published names: a layer's experts are apart, which transformers fuses in memory."""
+    """Yields tensors under their published names, each expert separately; in memory transformers fuses the experts."""
     for name, tensor in tensors:
         if name.endswith(_GATE_UP):
             experts = f"{name.removesuffix(_GATE_UP)}.experts."

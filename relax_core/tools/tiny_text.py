@@ -1,12 +1,12 @@
 """Makes the builtin text models: a character-level tokenizer, and a few supervised steps before GRPO.
 
 The tokenizer has one token for each character, in lower case. The chat marks and the role names are one token each.
-Models that see have four more tokens for images and videos, and the characters of a time stamp such as "<0.2 seconds>";
-those that hear have three more for sounds. The model that calls tools has the marks and the frequent pieces of a call,
-and a template that shows tools.
+Vision models have four more tokens for images and videos, and the characters of a time stamp such as "<0.2 seconds>";
+models with audio have three more for sounds. The model that calls tools has the marks and the frequent pieces of a
+call, and a template that shows tools.
 
-The warm start lets GRPO find rewards and still improve. For an environment its demonstrations are the games of a
-scripted player, who makes the mistakes that GRPO is to remove. The environment itself writes the openings and the
+After the warm start GRPO finds rewards and can still improve. For an environment the demonstrations are games of a
+scripted player, who makes the mistakes that GRPO should remove. The environment itself writes the openings and the
 observations, and `TurnTokens` joins them to the answers, so the model sees the tokens of a run.
 """
 
@@ -80,7 +80,7 @@ _TOOLS_CHAT_TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The names by which transformers' processor of Qwen3-Omni asks the tokenizer for these tokens.
+# The attributes of the tokenizer from which transformers' processor of Qwen3-Omni reads these tokens.
 _NAMED_TOKENS = {
     "image_token": IMAGE_PAD,
     "video_token": VIDEO_PAD,
@@ -287,13 +287,14 @@ class WarmStart:
 
 @dataclass(frozen=True, kw_only=True)
 class SeeWarmStart(WarmStart):
-    """Is the warm start of a model that sees.
+    """Holds the warm start of a vision model.
 
-    The first ``right_steps`` learn right answers only, so that the model tells all images and videos apart. After them
-    an example about an image or video is learnt with two answers: the right one, and with the weight ``guessed`` the
-    first answer to the question. So greedy answers are that first one, which is right by chance, and any other right
-    answer has a probability of about 1 - ``guessed``, so that GRPO meets it in each group. After ``right_steps`` the
-    learning rate falls, evenly to the share ``last_lr``: then fewer steps give all answers such a probability.
+    The first ``right_steps`` learn right answers only, so that the model distinguishes all images and videos. After
+    them an example about an image or video is learnt with two answers: the right answer, and with the weight
+    ``guessed`` the first answer to the question. So greedy decoding gives that first answer, which is right by chance,
+    and any other right answer has a probability of about 1 - ``guessed``, so that GRPO samples it in each group. After
+    ``right_steps`` the learning rate falls linearly to the share ``last_lr``: then fewer steps give all answers such a
+    probability.
     """
 
     right_steps: int
@@ -308,7 +309,7 @@ class SeeWarmStart(WarmStart):
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherWarmStart(SeeWarmStart):
-    """Is a warm start that goes on from that of another task, whose steps are ``first``."""
+    """Holds a warm start that continues from ``first``, the warm start of another task."""
 
     first_task: str
     first: SeeWarmStart
@@ -316,7 +317,7 @@ class FurtherWarmStart(SeeWarmStart):
 
 _EACH_KIND = SeeWarmStart(steps=120, right_steps=60, guessed=0.55, seed=0, batch_size=48)
 
-# After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
+# After these steps the student solves some of the tasks, so GRPO gets rewards and can still improve.
 # The teacher solves all of them; more steps would only sharpen its distribution.
 WARM_STARTS = {
     (STUDENT, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
@@ -416,7 +417,7 @@ def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple
 def _game_batch(
     tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Returns ids and targets of some games as `padded` does; the player's answers are trained."""
+    """Returns ids and targets of some games as `padded` does; only the player's answers are trained."""
     import torch
 
     prompts = tiny_prompt_tokenizer(tools="<tool_call>" in tokenizer.get_vocab())

@@ -1,10 +1,9 @@
 """Trains a model with Megatron-core.
 
-Start with `rank.py`, then `policy_backend.py` and `updates.py`.
+Start with `rank.py`, then `policy_backend.py` and `micro_batches.py`.
 
-Importing this package puts a finder on the import path which lets ``megatron.core`` run on a CPU when there is no CUDA
-(`megatron_on_cpu.py`). The finder imports torch only when ``megatron.core`` is imported. This package
-imports no Ray.
+The import of this package installs an import finder that lets ``megatron.core`` run on a CPU if there is no CUDA
+(`megatron_on_cpu.py`). The finder imports torch only when ``megatron.core`` is imported. This package imports no Ray.
 """
 
 from relax_core.train.megatron_on_cpu import install

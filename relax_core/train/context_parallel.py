@@ -86,7 +86,7 @@ def gathered_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's part of the sum over the ranks of ``rows``, which are those of all; it has no gradient."""
+    """Sums ``rows``, those of all ranks, over the ranks and returns this rank's part; it has no gradient."""
     mine = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
     dist.reduce_scatter_tensor(mine, rows, group=group)
     return mine

@@ -55,7 +55,7 @@ class CriticBackend(MegatronRank):
         return outputs.loss_sum
 
     def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the value before each sampled row without gradient: float32 ``[rows]`` a group, 0 elsewhere."""
+        """Returns the value before each sampled row without gradient: float32 ``[rows]`` per group, 0 elsewhere."""
 
         def columns(batch: TreeBatch, hidden: Tensor) -> list[Tensor]:
             return [self.model.values(hidden[batch.predicting_rows])]

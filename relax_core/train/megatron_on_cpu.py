@@ -2,13 +2,13 @@
 
 `install` puts a finder on ``sys.meta_path``. If ``megatron.core`` is imported on a machine without CUDA, each of its
 modules is compiled from its own source after an AST pass (`compile_for_cpu`), which replaces CUDA calls and device
-names by CPU ones. Its ``torch.cuda`` is then `cpu_namespace`: one device, and streams that do nothing. Its matrix
-products are `matmul`, which is fast in bfloat16 on every CPU. Workarounds repair what megatron-core 0.16.1 gets wrong
-without CUDA, as each module is imported. torch itself is unchanged. With CUDA the finder does nothing.
+names by those of the CPU. The module's ``torch.cuda`` is then `cpu_namespace`: one device, and streams that do nothing.
+Its matrix products are `matmul`, which is fast in bfloat16 on every CPU. Workarounds for megatron-core 0.16.1 without
+CUDA are applied when a module is imported. torch itself is unchanged. With CUDA the finder does nothing.
 
-The pass also leaves out TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and ranks
-report to the event log. Compiled code is cached in the user's cache folder under a digest of the source, because
-the pass takes about two seconds a process. Tests run it with megatron-core 0.16.1. This module imports torch only when
+The pass also removes TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and ranks report
+to the event log. Compiled code is cached in the user's cache folder under a digest of the source, because the pass
+takes about two seconds per process. Tests run it with megatron-core 0.16.1. This module imports torch only when
 ``megatron.core`` is imported.
 """
 
@@ -160,12 +160,12 @@ def cpu_namespace() -> ModuleType:
 
 
 def _disable_jit_fuser(jit: Any) -> None:
-    """Turns off torch.compile, which takes tens of seconds on a CPU, before any module decorates with it."""
+    """Turns off torch.compile, which takes tens of seconds on a CPU, before any module uses its decorator."""
     jit.disable_jit_fuser()
 
 
 def _cpu_rng_state(tensor_parallel_random: Any) -> None:
-    """Makes the RNG tracker use the CPU's one generator; it addresses CUDA generators by index."""
+    """Makes the RNG tracker, which addresses CUDA generators by index, use the CPU's only generator."""
     import torch
 
     tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -223,7 +223,7 @@ def _apply_workaround(module: ModuleType) -> None:
         workaround(module)
 
 
-NAMESPACE = "__relax_cpu_namespace__"  # the name under which a module sees its stand-in for torch.cuda
+NAMESPACE = "__relax_cpu_namespace__"  # the name of a module's stand-in for torch.cuda
 
 _LEFT_OUT = "torch.utils.tensorboard"
 _STRINGS = {
@@ -267,7 +267,7 @@ class _CpuCalls(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        """Replaces the import of TensorBoard by the error of one that is not installed, for which Megatron is ready."""
+        """Replaces the import of TensorBoard by an ImportError, which Megatron handles."""
         if node.module != _LEFT_OUT:
             return node
         missing = ast.Call(ast.Name("ImportError", ast.Load()), [ast.Constant(f"{_LEFT_OUT} is left out")], [])
@@ -303,9 +303,9 @@ def has_cuda() -> bool:
 
 
 def wait_for_passes() -> None:
-    """Waits until the GPU has done the passes that this thread gave it; on a CPU they are done.
+    """Waits until the GPU has finished the passes that this thread started; on a CPU it returns at once.
 
-    The time of a rank's passes is then its own, and not part of the first wait for the other ranks.
+    Without this wait the time of a rank's passes would be part of the first wait for the other ranks.
     """
     if has_cuda():
         import torch
@@ -328,25 +328,25 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _rules_digest() -> bytes:
-    """Returns a digest of the AST pass's own source, so that changed rules do not find old code."""
+    """Returns a digest of the AST pass's own source, so that changed rules do not reuse old code."""
     return hashlib.blake2b(Path(__file__).read_bytes(), digest_size=16).digest()
 
 
 @functools.cache
 def _code_cache(root: str | None) -> CodeCache:
-    """Returns the cache below the user's cache folder ``root``, which is checked once a process."""
+    """Returns the cache below the user's cache folder ``root``, which is checked once per process."""
     return CodeCache(cache_folder())
 
 
 @functools.cache
 def _check_private(folder: Path) -> None:
-    """Raises ValueError if the folder is there and belongs to another user."""
+    """Raises ValueError if the folder exists and belongs to another user."""
     if folder.exists():
         private_folder(folder, key="XDG_CACHE_HOME")
 
 
 class CodeCache:
-    """Caches compiled modules on disk by source content; files appear complete, so several processes may share it."""
+    """Caches compiled modules on disk by source content; writes are atomic, so several processes may share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -360,7 +360,7 @@ class CodeCache:
     def read(self, path: Path) -> CodeType | None:
         """Returns the cached code, or None if there is none.
 
-        Raises ValueError if the folder belongs to another user, whose code it would be.
+        Raises ValueError if the folder belongs to another user, because the code would be that user's.
         """
         try:
             _check_private(self.folder)
@@ -393,7 +393,7 @@ def _warn_once(message: str) -> None:
 
 
 class CpuLoader(SourceFileLoader):
-    """Compiles a module through the AST pass and works around what megatron-core 0.16.1 gets wrong on a CPU."""
+    """Compiles a module through the AST pass and applies the workarounds for megatron-core 0.16.1 on a CPU."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Returns the module's patched code, from the cache if it is there."""

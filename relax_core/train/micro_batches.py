@@ -1,4 +1,4 @@
-"""Makes the updates of a train step: mini-batches and epochs of leased groups, their micro-batches, and packed streams.
+"""Plans the updates of a train step: mini-batches and epochs of leased groups, micro-batches, and packed streams.
 
 **Updates.** The mini-batches of a step come in order of arrival, then in shuffled epochs. The times and the metrics of
 a step's updates are added up here.
@@ -8,7 +8,7 @@ for all ranks. Trees arrive lease by lease, and a micro-batch closes as soon as 
 therefore depends on the order of the trees and not on their arrival times. A tree that is larger than the budget is
 split between episodes, and each piece repeats the rows that its episodes share with others. An episode is never split,
 because sequence-level ratios and lengths are computed over whole episodes. An image, a video or a sound counts as its
-rows and the work of the towers for it, in rows. It passes the towers once in a micro-batch of a rank, so it counts once
+rows plus the towers' work for it, in rows. It passes the towers once per micro-batch of a rank, so it counts once
 there. The patches that pass a vision tower have a second budget, which bounds its memory.
 
 **Packing.** The trees of a micro-batch are one stream of rows without pads. The last token of a branch predicts
@@ -66,7 +66,7 @@ def _untrained(tree: TokenTree) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerWork:
-    """Says what an item costs: ``rows`` returns the work of a model's towers for it, in rows of the language model.
+    """Holds the cost of media items: ``rows`` returns the towers' work for an item, in rows of the language model.
 
     ``most_patches`` bounds the patches that pass a rank's tower in a micro-batch (parallel.micro_batch_patches).
     """
@@ -86,7 +86,7 @@ NO_TOWER = TowerWork()
 
 
 def distinct_items(trees: Sequence[TokenTree]) -> list[MediaItem]:
-    """Returns the items of some trees, each once."""
+    """Returns the distinct media items of some trees."""
     return list({one.item.digest: one.item for tree in trees for one in tree.media}.values())
 
 
@@ -96,7 +96,7 @@ Piece = tuple[int, int, int]  # The index of a tree, and its first and last (exc
 
 
 class Load(NamedTuple):
-    """Holds what some runs add to a bin: work in rows, patches, and the digests of their items."""
+    """Holds the load that some runs add to a bin: work in rows, patches, and the digests of their items."""
 
     work: int
     patches: int
@@ -106,7 +106,7 @@ class Load(NamedTuple):
 class Work(NamedTuple):
     """Holds for each episode of a tree the runs on its path, and for each run its computed rows and its items.
 
-    An item is its digest, the work of the towers for it in rows, and its patches.
+    An item is (digest, the towers' work for it in rows, its patches).
     """
 
     paths: list[list[int]]
@@ -114,7 +114,7 @@ class Work(NamedTuple):
     items: dict[int, list[tuple[str, int, int]]]
 
     def load(self, path: Sequence[int], *, seen: Set[int] = frozenset(), shown: Set[str] = frozenset()) -> Load:
-        """Returns what the runs of ``path`` add to a bin that has the runs ``seen`` and the items ``shown``."""
+        """Returns the load that ``path`` adds to a bin that has the runs ``seen`` and the items ``shown``."""
         new = [run for run in path if run not in seen]
         rows = sum(self.rows[run] for run in new)
         if not self.items:
@@ -126,7 +126,7 @@ class Work(NamedTuple):
 
 
 class MicroBatcher:
-    """Collects trees into micro-batches and splits trees that are larger than one.
+    """Collects trees into micro-batches and splits trees that are larger than a micro-batch.
 
     In a micro-batch the work of each of the ``ranks`` data-parallel ranks is at most ``budget_rows``: its computed rows
     and the work of the towers, in rows. It has at most ``tower.most_patches`` patches. A single episode may be larger.
@@ -187,9 +187,9 @@ def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
 def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork = NO_TOWER) -> list[list[TokenTree]]:
     """Splits one micro-batch into the episodes of each data-parallel rank, in order of issue.
 
-    The split minimizes the work of the rank that has most: rows, and the towers' work in rows. A rank may get no
-    episodes. A rank has at most ``tower.most_patches`` patches if a split with that bound exists, as it does for the
-    micro-batches of a `MicroBatcher` with the same bound.
+    The split minimizes the largest work of a rank: rows, and the towers' work in rows. A rank may get no episodes. A
+    rank has at most ``tower.most_patches`` patches if a split with that bound exists, as it does for the micro-batches
+    of a `MicroBatcher` with the same bound.
     """
     if ranks == 1:
         return [list(trees)]
@@ -282,7 +282,7 @@ def piece_of(tree: TokenTree, first: int, stop: int) -> TokenTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaRows:
-    """Names the rows of a stream, or of a part of it, that get features of its ``items``, each of which is there once.
+    """Holds the rows of a stream, or of a part of it, that get features of ``items``; each item occurs once.
 
     Row ``rows[i]`` gets feature ``features[i]``; both are int64, and the rows ascend. Features are numbered item by
     item.
@@ -293,7 +293,7 @@ class MediaRows:
     features: np.ndarray
 
     def taken(self, kept: np.ndarray, towers: Towers) -> MediaRows:
-        """Returns the entries at the indexes ``kept`` and the items that these need, with their features renumbered."""
+        """Returns the entries at the indexes ``kept`` and the items that they need, with renumbered features."""
         ends = np.cumsum([towers.features(item) for item in self.items])
         features = self.features[kept]
         owners = np.searchsorted(ends, features, side="right")
@@ -308,7 +308,7 @@ class MediaRows:
 
 
 def media_of_stream(trees: Sequence[TokenTree]) -> list[Media]:
-    """Returns the media of trees whose rows are concatenated, at their rows there."""
+    """Returns the media of concatenated trees, at their rows in the concatenation."""
     first, found = 0, list[Media]()
     for tree in trees:
         found += [msgspec.structs.replace(one, start=one.start + first, end=one.end + first) for one in tree.media]
@@ -347,8 +347,8 @@ class TreeLayout:
     """Holds some trees as one stream of ``rows`` token rows; ``end`` defines visibility as in a `TokenTree`.
 
     The output layer is computed only for the ``chosen`` sampled rows (for each tree its row numbers, int64, ascending),
-    at the row before each one, which predicts it. ``token_positions`` gives the index of each token among the chosen
-    rows, -1 for a token that was not chosen. It is None if tokens and chosen rows are identical.
+    at the row before each chosen row, which predicts it. ``token_positions`` gives the index of each token among the
+    chosen rows, -1 for a token that was not chosen. It is None if tokens and chosen rows are identical.
     """
 
     token_ids: np.ndarray  # int64 [rows]
@@ -367,7 +367,7 @@ class TreeLayout:
 def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers: Towers | None = None) -> TreeLayout:
     """Lays out one or more trees as one stream.
 
-    If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled ones.
+    If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled rows.
     ``towers`` are those of the model. Raises ValueError if a tree has media and there is no tower.
     """
     sizes = np.array([tree.rows for tree in trees])
@@ -388,7 +388,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers:
     if media and towers is None:
         group = next(tree.group_uid for tree in trees if tree.media)
         raise ValueError(
-            f"group {group} has {media[0].item.words}, but this model reads text only. Use a model that sees and hears."
+            f"group {group} has {media[0].item.words}, but this model reads text only. Use a multimodal model."
         )
     return TreeLayout(
         token_ids=token_ids[inner],
@@ -445,7 +445,7 @@ class RankClock:
         self._rows += rows
 
     def times(self) -> RankTimes:
-        """Returns what was measured until now."""
+        """Returns the times so far."""
         return RankTimes(
             began_s=self._began_s,
             ended_s=time.time(),
@@ -461,7 +461,7 @@ def _clock_alone() -> tuple[float, float]:
 
 
 def times_of_step(updates: Sequence[RankTimes]) -> RankTimes:
-    """Returns the times of one rank over all updates of a step, at least one, as one."""
+    """Returns the total times of one rank over all updates of a step, at least one."""
     return RankTimes(
         began_s=min(one.began_s for one in updates),
         ended_s=max(one.ended_s for one in updates),
@@ -491,7 +491,7 @@ def moment_sums(*, returns: np.ndarray, values: np.ndarray, loss_mask: np.ndarra
 def explained_variance(means: Mapping[str, float]) -> float | None:
     """Returns 1 - Var(R - V) / Var(R) from the means of the moments, or None if all returns are equal to rounding.
 
-    The value is 1 for a perfect critic and 0 for one that predicts the mean.
+    The value is 1 for a perfect critic and 0 for a critic that predicts the mean.
     """
     variance = means["return_squared"] - means["return"] ** 2
     if variance <= 1e-9 * means["return_squared"]:
@@ -503,7 +503,7 @@ def explained_variance(means: Mapping[str, float]) -> float | None:
 class UpdateMetrics:
     """Holds the metrics of one update, or of all updates of a step; ``critic`` is None without a critic.
 
-    ``ranks`` are the times of the policy's ranks in order, and empty where they are not known.
+    ``ranks`` are the times of the policy's ranks in order, empty if they are unknown.
     """
 
     policy: StepMetrics
@@ -530,7 +530,7 @@ class UpdatePlan:
 
     ``budget_tokens`` bounds the work of a micro-batch on each of ``ranks`` data-parallel ranks, in rows: its packed
     token rows, and ``tower``'s work for its media. ``seed`` seeds the shuffles. If ``skips`` is True, groups without an
-    advantage are counted and not computed; an update always computes one group at least.
+    advantage are counted and not computed; an update always computes at least one group.
     """
 
     groups: int
@@ -544,7 +544,7 @@ class UpdatePlan:
 
 
 class Trainer(Protocol):
-    """Acts as one trainer for all ranks of the policy, and for the critic if there is one."""
+    """Defines the interface of a trainer: all ranks of the policy, and the critic if there is one."""
 
     def begin_step(self, step: int) -> None:
         """Starts an update of train step ``step``."""
@@ -553,7 +553,7 @@ class Trainer(Protocol):
         """Adds the gradient of one micro-batch."""
 
     def count(self, groups: Sequence[TokenTree]) -> None:
-        """Adds groups without a gradient to what the update counts."""
+        """Adds groups without a gradient to the update's counts."""
 
     def finish_step(self) -> UpdateMetrics:
         """Applies the update and returns its metrics."""
@@ -589,7 +589,7 @@ class StepUpdates:
     def finish(self) -> StepResult:
         """Runs the later epochs and returns the step's result.
 
-        Raises ValueError if no token of the step is trained, and whatever the trainer raises.
+        Raises ValueError if no token of the step is trained, and the errors of the trainer.
         """
         plan = self._plan
         assert len(self._groups) == plan.groups, "all groups of a step arrive before it ends"
@@ -631,7 +631,7 @@ class StepUpdates:
 
     def _end(self) -> None:
         if self._tokens:  # Without a trained token there is no gradient, but Adam's momentum would move the weights.
-            if len(self._skipped) == self._in_update:  # Collectives of a backward pass and metrics of tokens need one.
+            if len(self._skipped) == self._in_update:  # A backward pass's collectives and token metrics need a group.
                 shown = next(index for index, group in enumerate(self._skipped) if group.loss_mask.any())
                 self._add(self._skipped.pop(shown))
             self._trainer.accumulate(self._batcher.flush())
@@ -656,10 +656,10 @@ def has_advantage(group: TokenTree) -> bool:
 def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMetrics:
     """Returns the updates of a step as one record: sums of timings and means of the other values.
 
-    Each metric of the algorithm is weighted by its own counts, so groups that are not computed do not weigh, and loads
-    of experts by computed rows. The loss and the gradient norm of each update count equally. Tokens and samples count
-    once, over the ``first_epoch`` updates of the first epoch. The gap to the engine is that of the first update,
-    because later updates no longer have the weights with which the engine sampled.
+    Each metric of the algorithm is weighted by its own counts, so groups that are not computed have no weight. Loads of
+    experts are weighted by computed rows. The loss and the gradient norm of each update count equally. Tokens and
+    samples count once, over the ``first_epoch`` updates of the first epoch. The gap to the engine is that of the first
+    update, because later updates no longer have the weights with which the engine sampled.
     """
     first = metrics[0]
     if len(metrics) == 1:

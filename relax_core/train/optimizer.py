@@ -1,7 +1,7 @@
-"""Builds the configured optimizer, takes frozen parts out of training, and reads and sets Adam's state.
+"""Builds the configured optimizer, freezes parts of the model, and reads and sets Adam's state.
 
-A parameter that is frozen has no gradient: Megatron's wrapper gives it no place in its buffers, and its optimizer keeps
-no state of it. The parts are those that `model.freeze` names.
+A frozen parameter has no gradient: Megatron's wrapper leaves it out of its buffers, and its optimizer keeps no state
+for it. `model.freeze` names the frozen parts.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def frozen_weights(architecture: Architecture, frozen: Collection[str]) -> froze
 
 
 def freeze_parts(chunks: Iterable[torch.nn.Module], frozen: Collection[str], architecture: Architecture) -> None:
-    """Takes the parameters of the ``frozen`` parts out of training, and marks those of the towers.
+    """Freezes the parameters of the ``frozen`` parts, and marks those of the towers.
 
-    The call comes before Megatron's wrapper and optimizer, which leave out parameters that need no gradient.
+    Call it before Megatron's wrapper and optimizer are built, because they leave out parameters that need no gradient.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -119,7 +119,7 @@ def build_optimizer(
 class AdamState:
     """Holds flat views ``[elements]`` of Adam's state of a parameter, or of this rank's share of it.
 
-    A rank has only a share with the distributed optimizer. ``start`` is the index of the first element within the
+    With the distributed optimizer a rank has only a share. ``start`` is the index of the first element within the
     parameter. ``main`` is the float32 copy of the parameter, or None if the parameter itself is float32.
     """
 
@@ -200,7 +200,7 @@ def set_updates_done(optimizer: Any, updates: int) -> None:
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Gives every parameter without Adam state a zeroed state, as its first step does."""
+    """Gives every parameter without Adam state a zeroed state, like its first step."""
     for one in _optimizers(optimizer):
         for group in one.optimizer.param_groups:
             for parameter in group["params"]:

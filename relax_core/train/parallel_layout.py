@@ -39,8 +39,8 @@ class LayoutShape:
 
     ``linear_heads`` are the key heads of linear attention, or 0. ``widths`` maps a name to the width of each layer that
     tensor parallelism splits. ``experts`` is 0 for a dense model, and ``expert_width`` is the width of one expert.
-    ``deepstack_layers`` counts the first layers that add outputs of a vision tower. ``has_tower`` is True for a model
-    that sees or hears.
+    ``deepstack_layers`` counts the first layers that add outputs of a vision tower. ``has_tower`` is True for a
+    multimodal model.
     """
 
     layers: int
@@ -61,7 +61,7 @@ def world_size(layout: Layout) -> int:
 
 
 def rank_coordinates(layout: Layout, rank: int) -> RankCoordinates:
-    """Returns a rank's coordinates in Megatron's order: tp goes fastest, then cp, dp, pp; for experts etp, then ep."""
+    """Returns a rank's coordinates in Megatron's order: tp fastest, then cp, dp, pp; for experts etp, then ep."""
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, dp = divmod(rest, layout.dp)
@@ -71,7 +71,7 @@ def rank_coordinates(layout: Layout, rank: int) -> RankCoordinates:
 
 
 def replica_ranks(layout: Layout) -> list[list[int]]:
-    """Returns the ranks of each data-parallel replica in order; they get the same groups, and the first one replies."""
+    """Returns the ranks of each data-parallel replica in order; they get the same groups, and the first replies."""
     replicas: list[list[int]] = [[] for _ in range(layout.dp)]
     for rank in range(world_size(layout)):
         replicas[rank_coordinates(layout, rank).dp].append(rank)
@@ -79,7 +79,7 @@ def replica_ranks(layout: Layout) -> list[list[int]]:
 
 
 def equal_ranks(layout: Layout) -> list[list[int]]:
-    """Returns the ranks that do the same work: those at the same place in every dimension but data parallel."""
+    """Returns the ranks that do the same work: those with equal coordinates in every dimension but data parallel."""
     equals: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size(layout)):
         at = rank_coordinates(layout, rank)
@@ -101,7 +101,7 @@ def critic_parallel(parallel: ParallelConfig) -> ParallelConfig:
 def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
     """Returns ``parallel`` with the sizes of a role that only computes forward passes.
 
-    Its tensor-parallel ranks use sequence parallelism, which saves memory and is what experts are trained with.
+    Its tensor-parallel ranks use sequence parallelism, which saves memory and matches the training of experts.
     """
     return replace(
         parallel,
@@ -123,7 +123,7 @@ def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig
 
 # -- Faults -----------------------------------------------------------------------------------------------------------
 def combination_faults(layout: Layout, *, key: str = "parallel") -> Iterator[str]:
-    """Yields one sentence (key, value, fix) for each size that conflicts with another one in any model.
+    """Yields one sentence (key, value, fix) for each size that conflicts with another size in any model.
 
     ``key`` is the layout's key in the configuration.
     """
@@ -166,8 +166,8 @@ def model_faults(
 ) -> Iterator[str]:
     """Yields one sentence (key, value, fix) for each size that does not divide the model's sizes.
 
-    A fix names the sizes that do, up to the first one above the layout's own. None of them is above both that and
-    ``most``, the number of GPUs.
+    A fix names the sizes that do, up to the first size above the layout's own; that size is at most ``most``, the
+    number of GPUs.
     """
     if layout.ep * layout.etp > 1 and not shape.experts:
         yield (f"{key}.ep={layout.ep}, {key}.etp={layout.etp}: the model has no experts. Set {key}.ep=1 {key}.etp=1.")
@@ -237,7 +237,7 @@ def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "paral
 
 
 def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Iterator[str]:
-    """Yields one sentence if the first chunk lacks a layer that adds outputs of the tower, which only it has."""
+    """Yields one sentence if the first chunk, which alone has the tower, lacks a layer that adds its outputs."""
     needed, layers = shape.deepstack_layers, shape.layers
     if layers % (pp * vpp) or _holds_deepstack(shape, pp * vpp):
         return
@@ -252,7 +252,7 @@ def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Ite
 
 
 def _holds_deepstack(shape: LayoutShape, chunks: int) -> bool:
-    """Returns whether the first of equal chunks of layers has all that add outputs of the tower."""
+    """Returns whether the first of equal chunks of layers has all layers that add outputs of the tower."""
     return shape.layers // chunks >= shape.deepstack_layers
 
 
@@ -309,7 +309,7 @@ def _indivisible(
 
 
 def _sizes(count: int, *, asked: int, most: int | None, fits: Callable[[int], bool] = lambda size: True) -> str:
-    """Returns in words the divisors of ``count`` that fit, up to the first one above ``asked`` that is within ``most``.
+    """Returns the divisors of ``count`` that fit, as text, up to the first one above ``asked`` that is within ``most``.
 
     One process always fits.
     """

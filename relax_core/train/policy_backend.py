@@ -24,13 +24,13 @@ CLOSE_SAMPLES_S = 10.0
 
 
 class TrainedLog(Protocol):
-    """Declares what keeps the samples that a rank trains."""
+    """Defines the interface of the log of the samples that a rank trains."""
 
     def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
         """Keeps groups of a train step and the log-probs of their tokens, float32 ``[tokens]``; None: not computed."""
 
     def close(self, *, timeout_s: float) -> None:
-        """Writes what waits."""
+        """Writes the waiting samples."""
 
 
 class TopLogprobs(NamedTuple):
@@ -107,7 +107,7 @@ class MegatronBackend(MegatronRank):
             self._samples.close(timeout_s=CLOSE_SAMPLES_S)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the current weights' log-probs: float32 ``[rows]`` a group, 0 at rows that were not sampled."""
+        """Returns the current weights' log-probs: float32 ``[rows]`` per group, 0 at rows that were not sampled."""
 
         def columns(batch: TreeBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
@@ -182,7 +182,7 @@ class MegatronBackend(MegatronRank):
         return hidden[batch.predicting_rows], weight, batch.targets
 
     def _head(self, batch: TreeBatch, hidden: Tensor) -> HeadOutputs:
-        """Returns the log-probs of all chosen rows and whatever else the algorithm requires."""
+        """Returns the log-probs of all chosen rows and the further outputs that the algorithm requires."""
         top_ids = None
         if batch.groups and "teacher_top_ids" in batch.groups[0].extras:
             chosen = zip(batch.groups, batch.layout.chosen, strict=True)
@@ -255,7 +255,7 @@ def on_policy_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarr
 
 
 def reports() -> bool:
-    """Returns True on the one rank of each replica that counts what the last stage computed."""
+    """Returns True on the one rank of each replica that reports the results of the last stage."""
     return (
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -1,12 +1,11 @@
 """Joins this process to the trainer's ranks and sets up Megatron's groups, one layout at a time.
 
-All gloo groups of a process share one device, and with it one thread that waits for the network. torch gives each group
-a device of its own, whose thread wakes up a hundred times a second. Megatron makes some twenty groups, also for a
+All gloo groups of a process share one device, and with it one thread that waits for the network. By default torch gives
+each group its own device, whose thread wakes up a hundred times a second. Megatron makes some twenty groups, also for a
 single rank; their threads took 2% of a core while nothing happened, and 8% of a busy trainer's time.
 
-A device listens on a TCP port and asks for no password. A connection that names the number of a pair of ranks, which is
-small, takes the place of a rank, and torch unpickles what ranks send. So the device drops all requests to connect,
-except while the ranks of a group connect. Each group then checks the users of its connections on this host, and each
+A device listens on a TCP port without authentication. A connection that names the number of a pair of ranks, which is
+small, takes the place of a rank, and torch unpickles data from ranks. So the device drops all connection requests,
 pair of ranks proves to the other that it knows the run's token, before the group carries data.
 """
 
@@ -47,11 +46,11 @@ _NUMBER_BYTES = 32  # as many as a proof has
 
 
 class ForeignRank(RuntimeError):
-    """Says that a process of another user, or one without the run's token, has connected in the place of a rank."""
+    """A process of another user, or a process without the run's token, has connected in the place of a rank."""
 
 
 class OneDeviceGloo(ProcessGroupGloo):
-    """Is a gloo group on the devices of this process, which all such groups share."""
+    """Makes a gloo group use the devices of this process, which all such groups share."""
 
     _devices: list[ProcessGroupGloo.Device] = []
     _listeners: dict[int, int] = {}  # the devices' TCP ports, with the descriptors of their sockets
@@ -78,14 +77,14 @@ class OneDeviceGloo(ProcessGroupGloo):
         if size == 1:
             super().__init__(store, rank, size, options)
             return
-        # The others connect after this rank has published its address in the store, and thus after it admits them.
+        # Other ranks connect after this rank has published its address in the store, so it already admits them.
         with admitting_ranks():
             super().__init__(store, rank, size, options)
         check_clients(set(self._listeners))
         self._prove_ranks(rank, size, timeout)
 
     def _prove_ranks(self, rank: int, size: int, timeout: timedelta) -> None:
-        """Exchanges proofs of the token with every other rank, each for random numbers of both that are new."""
+        """Exchanges proofs of the token with every other rank, each over new random numbers of both ranks."""
         others = [other for other in range(size) if other != rank]
         numbers = {other: secrets.token_bytes(_NUMBER_BYTES) for other in others}
         received = self._exchange(numbers, timeout)
@@ -139,7 +138,7 @@ def _admit(admits: bool) -> None:
 def check_clients(ports: set[int]) -> None:
     """Raises `ForeignRank` unless all clients on this host of these ports belong to this user.
 
-    A client that has closed its end already has no user, and what it sent could still be read.
+    A client that has already closed its end has no user, but its data could still be read.
     """
     for port in ports:
         foreign = _foreign(port)
@@ -150,7 +149,7 @@ def check_clients(ports: set[int]) -> None:
             user = "that has gone" if client.uid is None else f"of user {client.uid}"
             raise ForeignRank(
                 f"a process {user} connected to port {port}, at which the trainer's ranks find each other. Its data "
-                "was not read. Ask that user to stop, or run on a machine of your own."
+                "was not read. Ask that user to stop, or use a machine without other users."
             )
 
 
@@ -237,7 +236,7 @@ def wait_for_ranks(doing: str, *, rank: int, timeout_s: float, group: dist.Proce
     """Waits for all ranks of ``group``, a gloo group, which is `world_group` by default.
 
     If ranks do not arrive within ``timeout_s`` seconds it raises RuntimeError, which begins with ``doing`` and names
-    them; a plain collective would only time out. Of a rank that ended before the call, gloo may name the address alone.
+    them; a plain collective would only time out. For a rank that ended before the call, gloo may name only an address.
     """
     try:
         barrier_group = world_group() if group is None else group

@@ -4,10 +4,9 @@ The policy (policy_backend.py) and the critic (critic_backend.py) share this cla
 
 **The pipeline schedule.** Without a pipeline a micro-batch is computed as soon as it arrives. With a pipeline
 micro-batches are collected: a run of Megatron's 1F1B schedule over n micro-batches leaves each of pp stages idle for
-(pp - 1) / (n + pp - 1) of the time. A run therefore starts when `RUNS_OF_STAGES` * pp micro-batches wait, and for
-the rest when the step ends. If gradients are reduced while other passes compute, only the last backward pass of a step
-may start the reduction. Which pass is the last is known only when the step ends, so one more micro-batch waits until
-then.
+(pp - 1) / (n + pp - 1) of the time. Therefore a run starts when `RUNS_OF_STAGES` * pp micro-batches wait, and the last
+run when the step ends. If gradients are reduced while other passes compute, only the last backward pass of a step may
+start the reduction. The last pass is known only when the step ends, so one more micro-batch waits until then.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def add_over_ranks(sums: StepSums, group: dist.ProcessGroup) -> StepSums:
 
 
 def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
-    """Counts what is trained of a micro-batch; a row that two episodes share counts once for each."""
+    """Counts the trained part of a micro-batch; a row that two episodes share counts once for each."""
     trained = [tree.trained_episodes() for tree in trees]
     return StepTotals(
         tokens=sum(int(np.count_nonzero(tree.loss_mask[tree.tokens[1]])) for tree in trees),
@@ -139,13 +138,13 @@ def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
 
 
 def counted_sums(trees: Sequence[TokenTree]) -> StepSums:
-    """Returns what trees that are not computed add to the update's sums."""
+    """Returns the counts that trees without a computation add to the update's sums."""
     totals = micro_batch_totals(trees)
     return StepSums(tokens=totals.tokens, samples=totals.samples, groups=totals.groups)
 
 
 def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSums:
-    """Returns what a micro-batch adds to the update's sums, except for the log-prob gap to the engine."""
+    """Returns the sums that a micro-batch adds to those of the update, except for the log-prob gap to the engine."""
     sums = counted_sums(trees)
     sums.rows = sum(tree.computed_rows for tree in trees)
     sums.loss = float(outputs.loss_sum.detach())
@@ -213,7 +212,7 @@ def _gradient(parameter: Any) -> Tensor:
 
 
 def _first_words(found: Sequence[NotFinite]) -> str:
-    """Describes the first such tensor over all ranks; weights come before gradients, because they cause them."""
+    """Describes the first tensor that is not finite over all ranks; weights come first, because they are the cause."""
     if not found:
         return ""
     first = min(found, key=lambda one: (not one.weight, one.index, one.rank))
@@ -304,13 +303,13 @@ _EMPTY_MICRO_BATCH = TokenTree(
 
 
 class MegatronRank:
-    """Holds one rank's model, optimizer and schedule, and makes its part of every update.
+    """Holds one rank's model, optimizer and schedule, and computes its part of every update.
 
     If ``trainable`` is False the rank has no gradients and no optimizer. If ``value_head`` is True the model ends in
-    one number a token. The ranks of a data-parallel replica get the same groups. Each rank packs them into the same
+    one number per token. The ranks of a data-parallel replica get the same groups. Each rank packs them into the same
     stream and computes its own rows of it (sequence and context parallelism) with its own heads, experts and layers.
     All ranks of the last pipeline stage compute the loss of the whole replica; one of them reports it. ``media`` reads
-    the tensors of media on the first pipeline stage; a model that sees text only needs none.
+    the tensors of media on the first pipeline stage; a text model needs none.
     """
 
     def __init__(
@@ -397,10 +396,10 @@ class MegatronRank:
             self._load_main_weights(setup.model_folder, value_head=value_head)
 
     def _load_main_weights(self, folder: Path, *, value_head: bool) -> None:
-        """Starts the optimizer's float32 copies with the float32 weights of ``folder``, where it has such weights.
+        """Initializes the optimizer's float32 copies from the float32 weights of ``folder``, if it has such weights.
 
-        Copies of rounded weights start in the middle between two numbers of bfloat16. The first updates are smaller
-        than half that distance, so they would not change the model.
+        Copies of rounded weights start in the middle of a bfloat16 number's rounding interval. The first updates are
+        smaller than half of that interval, so they would not change the model.
         """
         wide = (name for name, dtype in stored_dtypes(folder).items() if dtype == "float32")
         if all(self.architecture.stays_float32(name) for name in wide):
@@ -417,7 +416,7 @@ class MegatronRank:
         self._step = step
         self._learning_rate = learning_rate(self._setup.optimizer, step=step, total_steps=self._setup.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate * group["lr_mult"]  # that of the tower, if it has a rate of its own
+            group["lr"] = self._learning_rate * group["lr_mult"]  # the tower may have its own rate
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -435,7 +434,7 @@ class MegatronRank:
             self._schedule.add(groups)
 
     def count(self, groups: Sequence[TokenTree]) -> None:
-        """Adds groups without a gradient to the update's counts. One rank of all is given them."""
+        """Adds groups without a gradient to the update's counts. Only one rank of all gets them."""
         self._sums.add(counted_sums(groups))
 
     def finish_step(self) -> StepMetrics:
@@ -490,9 +489,9 @@ class MegatronRank:
             self.optimizer.reload_model_params()
 
     def copy_state(self) -> None:
-        """Copies what a checkpoint holds to the host.
+        """Copies the state for a checkpoint to the host.
 
-        `write_copy` writes the copy, also in another thread while training goes on. The new copy replaces an older one.
+        `write_copy` writes the copy, also in another thread during training. A new copy replaces an older copy.
         """
         self.drop_copy()
         self._gather_parameters()
@@ -545,7 +544,7 @@ class MegatronRank:
             return batch.with_levels(self.architecture.delta_net)
 
     def forward(self, chunk: Any, batch: TreeBatch) -> Tensor:
-        """Returns the output of a chunk of layers, which the next chunk reads, or `loss` after the last chunk."""
+        """Returns the output of a chunk of layers: the input of the next chunk or, after the last chunk, of `loss`."""
         with self.timed("forward"):
             hidden: Tensor = chunk(batch)
             return hidden
@@ -632,7 +631,7 @@ class MegatronRank:
         return list(zip(*whole, strict=True))
 
     def _sums_over_ranks(self) -> StepSums:
-        """Returns the update's sums, which are the same on every rank; raises as `finish_step` says."""
+        """Returns the update's sums, which are the same on every rank; raises the errors of `finish_step`."""
         if self.world_size > 1:
             process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
         if self._overlap:

@@ -1,4 +1,4 @@
-"""Runs calls that may take long in threads, with one queue for each key, so that a slow one delays only itself."""
+"""Runs slow calls in threads with one queue per key, so that a slow call delays only calls for the same key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class CallQueues:
-    """Runs the calls for one key, such as an engine's URL, in the order in which they were put.
+    """Runs the calls for one key, such as an engine's URL, in the order of `put`.
 
     Calls for different keys run at the same time. The threads are daemons, so a call that hangs keeps no process alive.
     """

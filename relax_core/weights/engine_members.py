@@ -1,6 +1,6 @@
-"""Holds the list of the engines that a run has now, which the controller writes and all other processes read.
+"""Stores the list of the run's current engines: the controller writes it, all other processes read it.
 
-The file stands beside the published weights, is replaced as a whole, and has no heavy imports.
+The file is in the folder of the published weights and is replaced atomically. This module has no heavy imports.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from relax_core.weights.version_folder import PublishedUnreadable, read_digested
 
 ENGINES = "engines.json"
 
-# An engine of the configuration; one that the run started while it trained; a server of somebody else that joined then.
+# start: an engine of the configuration. added: an engine that the run started during training. external: an external
+# server that joined during training.
 Origin = Literal["start", "added", "external"]
 # joining: it gets its first weights and no prompts. serving: it gets prompts. leaving: it finishes its open samples.
-# moving: its open samples are aborted and go on in other engines.
+# moving: its open samples are aborted and continue in other engines.
 MemberState = Literal["joining", "serving", "leaving", "moving"]
 STARTED: tuple[MemberState, ...] = ("serving", "leaving", "moving")  # it has served prompts
 log = logging.getLogger(__name__)
 
 
 class EngineMember(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one engine of the run; ``number`` belongs to no other engine of the run, also after this one has left.
+    """Holds one engine of the run; ``number`` is never reused in the run, also after the engine has left.
 
-    ``url`` is the address of an external one, "" for all others.
+    ``url`` is the address of an external engine, "" for all others.
     """
 
     number: int
@@ -67,7 +68,7 @@ def start_members(count: int) -> EngineMembers:
 
 
 def write_members(folder: Path, members: Iterable[EngineMember]) -> None:
-    """Replaces the list in the folder of the published weights, which it makes if there is none."""
+    """Replaces the list in the folder of the published weights; creates the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_digested(folder / ENGINES, EngineMembers(members=tuple(sorted(members, key=lambda one: one.number))))
 
@@ -75,7 +76,7 @@ def write_members(folder: Path, members: Iterable[EngineMember]) -> None:
 class MemberList:
     """Reads the list of the engines in ``folder``.
 
-    Without a file, outside of a run with a controller, the engines are the ``count`` ones of the configuration.
+    Without a file, as in a run without a controller, the list has the ``count`` engines of the configuration.
     """
 
     def __init__(self, folder: Path, *, count: int) -> None:
@@ -83,9 +84,9 @@ class MemberList:
         self.at_start = self._newest = start_members(count)
 
     def read(self) -> EngineMembers:
-        """Returns the newest list. A list that is damaged is named in the log, and the one before it holds."""
+        """Returns the newest list. If the file is damaged, logs a warning and returns the previous list."""
         try:
             self._newest = read_digested(self._folder / ENGINES, type=EngineMembers) or self._newest
         except PublishedUnreadable as error:
-            log.warning("the list of the engines is not read: %s", error)
+            log.warning("the list of engines cannot be read, the previous list stays in use: %s", error)
         return self._newest

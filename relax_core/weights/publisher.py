@@ -31,9 +31,9 @@ class SyncReport:
 
     ``write_ms`` is the time until the file and its digest existed. ``push_ms`` is the time of the longest push that has
     ended, or the time so far if none has. ``stall_ms`` is the longest time for which an engine stopped decoding for a
-    new version. ``bytes`` are those of the version without frozen tensors. ``refused`` maps an engine's url to the
-    reason why it does not serve the version. ``behind`` are the engines that have not answered. The owners of the
-    engines in both bring them to the newest version.
+    new version. ``bytes`` is the size of the version without frozen tensors. ``refused`` maps an engine's url to the
+    reason why it does not serve the version. ``behind`` are the engines that have not answered. The owners of all
+    these engines bring them to the newest version.
     """
 
     version: int
@@ -56,7 +56,7 @@ class _Outcome:
 
 
 class Push:
-    """Is a version that is being pushed to the engines."""
+    """Holds a version that is being pushed to the engines."""
 
     def __init__(self, publisher: WeightPublisher, manifest: WeightManifest, *, write_ms: float) -> None:
         self.manifest = manifest
@@ -152,7 +152,7 @@ class WeightPublisher:
 
     # -- In other threads ---------------------------------------------------------------------------------------------
     def _start(self, push: Push) -> None:
-        """Starts the push to each engine that has answered the push before."""
+        """Starts the push to each engine that has answered the previous push."""
         try:
             receivers = self._receivers()
         except BaseException as error:  # The reader of the push's result gets every exception.
@@ -192,14 +192,14 @@ class WeightPublisher:
             self._silent -= {url}
 
     def _record_pushed(self, version: int) -> None:
-        """Records that this version's push has ended, so owners know that it did not reach engines still behind."""
+        """Records the end of this version's push, so that owners know that it did not reach engines still behind."""
         with self._lock:
             if version > self._pushed:  # The push of an older version may end later.
                 self._pushed = version
                 self._folder.replace(PUSHED, version)
 
     def close(self) -> None:
-        """Waits up to `CLOSE_S` seconds for the pushes in progress; those that go on end with the process."""
+        """Waits up to `CLOSE_S` seconds for the pushes in progress; the remaining pushes end with the process."""
         with self._lock:
             in_progress = list(self._unreported)
         wait(in_progress, timeout=CLOSE_S)

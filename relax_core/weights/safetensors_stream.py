@@ -41,7 +41,7 @@ DTYPES = {  # in the order in which the library lays tensors out
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Is a tensor in a file, which is copied in pieces without being in memory; ``dtype`` is torch's name of it."""
+    """Holds the location of a tensor in a file, for a copy in pieces; ``dtype`` is torch's name."""
 
     path: Path
     dtype: str
@@ -91,7 +91,7 @@ def header_bytes(tensors: Iterable[TensorSpec], *, room: int = 0) -> bytes:
 
 
 def library_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
-    """Lays (name, dtype, shape) of tensors out in the order in which `safetensors` does: by dtype, then by name."""
+    """Lays out tensors (name, dtype, shape) in the order of the `safetensors` library: by dtype, then by name."""
     import torch
 
     order = {dtype: index for index, dtype in enumerate(DTYPES)}
@@ -125,7 +125,7 @@ def write_safetensors(
             data = tensor.detach().cpu().contiguous()
             file.write(data.view(-1).view(torch.uint8).numpy().data)
             del tensor, data  # This frees the tensor before the next one is made.
-    assert not missing, f"these tensors did not come: {list(missing)}"
+    assert not missing, f"missing tensors: {list(missing)}"
 
 
 def write_weight_index(path: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:

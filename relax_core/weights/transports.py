@@ -1,12 +1,12 @@
-"""The transports of published weight versions to engines, and what each side of a transport implements.
+"""Transfers published weight versions to engines: the transports, and the interfaces that each side implements.
 
 The collective transport sends over gloo or NCCL in a separate group for each engine, so that a dead engine delays no
 other engine.
 
-In one group of all engines gloo's broadcast is a tree: when an engine was killed during a broadcast, the ranks below it
-and the sender waited for the whole deadline. With separate groups the trainer sends once for each engine.
+In one group of all engines, gloo broadcasts along a tree: if an engine is killed during a broadcast, the ranks below it
+and the sender wait for the whole deadline. With separate groups the trainer sends once for each engine.
 
-The trainer sends the published file and not its parameters, because the next step may change these meanwhile.
+The trainer sends the published file and not its parameters, because the next step may change the parameters meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightGroupAddress:
 
 
 class WeightReceiver(Protocol):
-    """Is the client of an engine that receives weights.
+    """Describes the client of an engine that receives weights.
 
     Every call has a deadline. It raises EngineError, or EngineUnreachable if the engine does not answer.
     ``group_ranks`` is the number of the engine's processes that join a group. The calls that activate a version,
@@ -82,7 +82,7 @@ class WeightReceiver(Protocol):
 class WeightTransport(Protocol):
     """Transfers versions to engines; calls for different receivers may run at the same time.
 
-    ``by_file`` says that engines read the published files themselves, so that the files may be several.
+    ``by_file`` is True if engines read the published files themselves; a version may then have several files.
     """
 
     by_file: bool
@@ -98,7 +98,7 @@ class WeightTransport(Protocol):
 
 
 T = TypeVar("T")
-GRACE_S = 5.0  # How many seconds our own end of a collective may take after the engine's end is done.
+GRACE_S = 5.0  # Seconds that the trainer's side of a collective may take after the engine's side is done.
 
 
 class CollectiveTransport:
@@ -220,7 +220,7 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
 
 def _own_result(future: Future[T], url: str, what: str) -> T:
-    """Returns the result of our own end after the engine's end is done."""
+    """Returns the result of the trainer's side after the engine's side is done."""
     try:
         return future.result(timeout=GRACE_S)
     except (RuntimeError, TimeoutError) as error:
@@ -244,9 +244,9 @@ class SharedMemoryTransport:
 
 
 class DiskTransport:
-    """Makes the engine load the published folder; both ends must see it under one path.
+    """Makes the engine load the published folder; the trainer and the engine must see it under the same path.
 
-    An SGLang server that the run did not start loads it with its own route, other engines as from shared memory.
+    An external SGLang server loads it through SGLang's own route; other engines load it as from shared memory.
     """
 
     by_file = True

@@ -1,6 +1,6 @@
-"""Copies published versions into a folder that other machines see, for servers that do not see the run's memory.
+"""Copies published versions into a folder that other machines see, for servers that cannot read the run's memory.
 
-Nothing is copied before the first such server asks for a version, and only versions that are asked for.
+A version is copied only when such a server requests it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) 
 
     The copy is made if there is none. ``reader`` is that of `reading`. Several processes of one machine may do this at
     once: one of them copies, and the others wait, at most ``deadline_s`` seconds. Raises OSError if the copy cannot be
-    written, or TimeoutError, which is one.
+    written, and TimeoutError (an OSError) after the deadline.
     """
     with (
         file_locked(source / LOCK, deadline_s=deadline_s, makes=f"a copy of the weights in {target}"),

@@ -1,6 +1,6 @@
 """Writes and reads a weight version as one safetensors file with a digest for each bucket.
 
-On one host the file is in shared memory, so publishing takes one copy and receiving another one.
+On one host the file is in shared memory, so publishing takes one copy and receiving takes a second copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_DIMENSIONS = 8  # the most axes that a tensor in a manifest may have
 
 
 class DigestMismatch(RuntimeError):
-    """Says that bytes are not those that were published, and names the version and the bucket."""
+    """Reports that bytes differ from the published bytes; the text names the version and the bucket."""
 
 
 def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str], frozen: WeightManifest | None = None) -> str:
@@ -175,7 +175,7 @@ def _check_manifest(manifest: WeightManifest) -> None:
         raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
     total = sum(_tensor_bytes(spec, manifest.version) for spec in manifest.tensors)
     if manifest.data_offset < 0 or manifest.bucket_bytes < 1:
-        raise ValueError(f"weights version {manifest.version}: it has an offset below 0, or buckets without bytes")
+        raise ValueError(f"weights version {manifest.version}: data_offset is below 0, or bucket_bytes is below 1")
     buckets = -(-total // manifest.bucket_bytes)
     if total != manifest.total_bytes or len(manifest.digests) != buckets:
         raise DigestMismatch(

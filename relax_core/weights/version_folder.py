@@ -1,6 +1,6 @@
-"""Manages the folder of published weight versions, in which the trainer writes and others read.
+"""Manages the folder of published weight versions: the trainer writes, other processes read.
 
-Its small files are JSON with a digest of their own content: ``{"digest": …, "content": …}``. The digest is xxh3-128, in
+Its small files are JSON with a digest of their content: ``{"digest": …, "content": …}``. The digest is xxh3-128, in
 hex, of the content's bytes in the file. It detects damage but does not protect against an attacker.
 """
 
@@ -28,7 +28,7 @@ class _Digested(msgspec.Struct, frozen=True):
 
 
 def encode_digested(content: object, *, indent: int | None = None) -> bytes:
-    """Returns the file's bytes; ``indent`` is the number of spaces a level, or None for one line."""
+    """Returns the file's bytes; ``indent`` is the number of spaces per level, or None for one line."""
     data = msgspec.json.encode(content)
     if indent is not None:
         data = msgspec.json.format(data, indent=indent)
@@ -50,14 +50,14 @@ def decode_digested(data: bytes, *, type: type[Content]) -> Content:
 KEPT_VERSIONS = 2  # A reader that has just read the newest manifest must still find its file.
 LATEST = "latest.json"
 PUSHED = "pushed.json"
-READER = "reader-"  # A mark's name is this and the reader's name; its content is the version that is read.
-REMOVAL = ".removal"  # An empty file with a version's name and this ending says that the version is being removed.
+READER = "reader-"  # A read mark is a file with this prefix and the reader's name; it holds the version that is read.
+REMOVAL = ".removal"  # An empty file with a version's name and this suffix marks the version as being removed.
 READS = 5  # Attempts to read a file that looks damaged: network file systems may show half of a file being replaced.
 READ_AGAIN_S = 0.1
 
 
 class PublishedUnreadable(RuntimeError):
-    """Says that a file of the folder of published weights is damaged, and names it."""
+    """Reports a damaged file in the folder of published weights; the text names the file."""
 
 
 def read_latest(folder: Path) -> WeightManifest | None:
@@ -122,9 +122,9 @@ def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
 
 
 def _stays(file: Path) -> bool:
-    """Returns whether nobody is removing a version and its file exists. A reader asks after it has written its mark.
+    """Returns whether a version's file exists and is not being removed. A reader calls it after it wrote its mark.
 
-    The order of the two questions matters: a removal that has ended has taken the file away.
+    The order of the two checks matters: once a removal has ended, the file is gone.
     """
     return not file.parent.with_suffix(REMOVAL).exists() and file.exists()
 
@@ -141,7 +141,7 @@ class VersionFolder:
     def new(self, version: int) -> Path:
         """Creates the folder of a new version, which is the newest from now on."""
         target = self._folder / f"{version:08d}"
-        target.with_suffix(REMOVAL).unlink(missing_ok=True)  # of a trainer that was killed in a removal
+        target.with_suffix(REMOVAL).unlink(missing_ok=True)  # from a trainer that was killed during a removal
         target.mkdir(exist_ok=True)
         self._versions[version] = target
         return target
@@ -159,8 +159,8 @@ class VersionFolder:
     def _remove(self, version: int) -> bool:
         """Removes a version, or returns False if it is being read.
 
-        A reader writes its mark before it asks whether the version is being removed, and this method says so before it
-        reads the marks: either the reader or this method sees the other one. No file of a version that is kept moves.
+        A reader writes its mark, then checks for a removal. This method marks the removal, then reads the marks. So at
+        least one of the two detects the other. The files of a version that is kept never move.
         """
         folder = self._versions[version]
         removal = folder.with_suffix(REMOVAL)
@@ -181,7 +181,7 @@ class VersionFolder:
                 found.add(decode_digested(mark.read_bytes(), type=int))
             except FileNotFoundError:  # Its reader has just ended.
                 continue
-            except ValueError:  # On a network file system half of a mark is visible, which may be of any version.
+            except ValueError:  # A half-written mark on a network file system may name any version.
                 return set(self._versions)
         return found
 

@@ -1,4 +1,4 @@
-"""Writes the files of a weight version, and once for all versions the file of the tensors that do not train."""
+"""Writes the files of a weight version; the file of the frozen tensors is written once for all versions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer and chat
 class VersionWriter:
     """Writes versions into folders below ``folder``, each of which loads as a Hugging Face model.
 
-    ``frozen`` names the tensors that are the same in every version. They are in a file of their own, which is written
-    with the first version and to which each version has a link. ``model_folder`` has the config and the tokenizer, to
-    which each version has links too.
+    ``frozen`` names the tensors that are the same in every version. Their file is written with the first version, and
+    each version has a link to it. Each version also has links to the config and the tokenizer in ``model_folder``.
     """
 
     def __init__(self, folder: Path, *, frozen: Collection[str], model_folder: Path | None) -> None:

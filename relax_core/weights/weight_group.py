@@ -1,9 +1,9 @@
 """Sends weights in a collective group of the trainer (rank 0) and one engine, apart from torch's default group.
 
-The names in the stores are those of ``init_custom_process_group`` in SGLang and its trainers, so either end can be
-theirs. torch's TCPStore asks for no password: whoever connects may join as a rank, read every key and change it. The
-ranks of the trainer therefore find each other through a file in a private folder if they are on one host, and through
-a `SignedStore` if they are on several.
+The names in the stores are those of ``init_custom_process_group`` in SGLang and its trainers, so that either side can
+be SGLang or such a trainer. torch's TCPStore has no authentication: any client can join as a rank, and read and change
+every key. The ranks of the trainer therefore find each other through a file in a private folder if they are on one
+host, and through a `SignedStore` if they are on several.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WeightGroup:
         self._broadcast(tensors)
 
     def abort(self) -> None:
-        """Frees what NCCL holds of a broadcast that does not end; a broadcast of gloo ends at its own deadline."""
+        """Frees NCCL's resources of a broadcast that does not end; a gloo broadcast ends at its own deadline."""
         self._group.abort()
 
 
@@ -172,8 +172,8 @@ def keep_gloo_on_loopback() -> None:
 class SignedStore(dist.Store):
     """Signs the values of a store, and hides the names of its keys, with a ``key`` that the ranks share.
 
-    Names are keyed hashes (HMAC-SHA256), so that nobody else can name a key. A value is followed by the keyed hash of
-    its name and itself. Counters carry no hash: their values are numbers under hidden names.
+    Names are keyed hashes (HMAC-SHA256), so that other clients cannot name a key. Each value is followed by the keyed
+    hash of its name and itself. Counters have no hash: their values are numbers under hidden names.
     """
 
     def __init__(self, inner: dist.Store, *, key: bytes) -> None:

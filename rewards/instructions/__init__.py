@@ -1,4 +1,4 @@
 """Holds rewards that check whether a response follows instructions that a program can verify.
 
-Start reading in `ifeval.py`; instruction_checks.py has what both benchmarks share.
+Start reading in `ifeval.py`; instruction_checks.py holds the shared code of both benchmarks.
 """

@@ -1,10 +1,10 @@
 """1 if the response follows all instructions of its row, by the checks of IFEval, else 0.
 
-Source: instruction_following_eval (google-research) as the package if-verifiable 0.1.2 carries it on. The row
-has the columns ``instruction_id_list`` (names) and ``kwargs`` (one mapping for each; None is left out). The strict form
-is the default: the whole response behind the thinking is checked as it is.
+Source: instruction_following_eval (google-research), as maintained in the package if-verifiable 0.1.2. The row has the
+columns ``instruction_id_list`` (names) and ``kwargs`` (one mapping for each; None is left out). The strict form is the
+default: the whole response after the thinking is checked without changes.
 
-Departures. An unknown instruction, which the package leaves out, and missing data of nltk give no reward.
+Departures: an unknown instruction, which the package ignores, and missing data of nltk give no reward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check(config: IFEvalConfig) -> None:
 
 
 def check_row(row: Mapping[str, Any], config: IFEvalConfig) -> None:
-    """Raises ValueError for a row without instructions or with other arguments than it has instructions."""
+    """Raises ValueError for a row without instructions, or if ``kwargs`` does not match the instructions."""
     instruction_names(row)
 
 

@@ -1,7 +1,7 @@
-"""Checks whether a response follows instructions that a program can verify, with the package if-verifiable.
+"""Checks whether a response follows verifiable instructions, with the package if-verifiable.
 
-The package holds the registries of IFEval (Google) and IFBench (Ai2). It downloads data of nltk when it is imported;
-here it never does. An instruction whose data is missing gives no reward, and the reason names the data.
+The package holds the registries of IFEval (Google) and IFBench (Ai2). It downloads data of nltk at import; here this is
+disabled. An instruction whose data is missing gives no reward, and the reason names the data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THINKING, _THINKING_ENDS = "<think>", "</think>"
 class InstructionConfig(RewardConfig):
     """Holds the settings of both rewards.
 
-    ``loose`` also tries the response without its first or last line and without asterisks. ``partial`` makes the share
+    ``loose`` also checks the response without its first or last line and without asterisks. ``partial`` makes the share
     of followed instructions the reward.
     """
 
@@ -38,7 +38,7 @@ class InstructionConfig(RewardConfig):
 
 
 def instruction_output(given: RewardInput, config: InstructionConfig, benchmark: Benchmark) -> RewardOutput:
-    """Returns 1 if the response follows all instructions of its row, else 0; the part ``share`` is how many it follows.
+    """Returns 1 if the response follows all instructions of its row, else 0; the part ``share`` is the followed share.
 
     Thinking does not count. The reward is None for a row that cannot be read, an unknown instruction, and an
     instruction whose data is missing.
@@ -123,7 +123,7 @@ def check_package(name: str) -> None:
 
 
 def nltk_folders(config: RewardConfig) -> list[str]:
-    """Returns where nltk looks for its data in this user's files."""
+    """Returns the folders of the user's files in which nltk looks for its data."""
     return [folder for folder in os.environ.get("NLTK_DATA", "").split(os.pathsep) if folder] + ["~/nltk_data"]
 
 
@@ -133,18 +133,18 @@ def _registry(benchmark: Benchmark) -> dict[str, Any]:
         found: dict[str, Any] = import_module(f"if_verifiable.{benchmark}.instructions_registry").INSTRUCTION_DICT
     from langdetect import DetectorFactory
 
-    DetectorFactory.seed = 0  # else the same text may have another language the next time
+    DetectorFactory.seed = 0  # otherwise the detected language of a text may differ between calls
     return found
 
 
 def prepare(benchmark: Benchmark) -> None:
-    """Imports the registry before the first answer is scored, because that takes seconds."""
+    """Imports the registry before the first answer is scored, because the import takes seconds."""
     _registry(benchmark)
 
 
 @contextmanager
 def _no_downloads() -> Iterator[None]:
-    """Lets nltk download nothing while the package is imported."""
+    """Disables downloads of nltk while the package is imported."""
     import nltk
 
     download = nltk.download

@@ -1,4 +1,4 @@
-r"""Finds the part of a response that holds the answer, and the content of the last ``\boxed{}`` of a text."""
+r"""Finds the part of a response with the answer, and the content of the last ``\boxed{}`` of a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FRAME = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 
 
 def behind_thinking(response: str) -> str | None:
-    """Returns the text behind the last ``</think>``, or None if a ``<think>`` in it is not closed."""
+    """Returns the text after the last ``</think>``, or None if a ``<think>`` in it is not closed."""
     text = response.rpartition("</think>")[2]
     return None if "<think>" in text else text
 
@@ -26,7 +26,7 @@ def framed(text: str) -> str | None:
 def last_boxed(text: str, *, also_without_brace: bool = False) -> str | None:
     r"""Returns the content of the last ``\boxed{}`` of a text, None if it has none or never closes it.
 
-    With ``also_without_brace`` a last ``\boxed`` that no brace follows counts, and has no content.
+    With ``also_without_brace`` a last ``\boxed`` without a brace counts, and the result is None.
     """
     _, opened, behind = text.rpartition("\\boxed" if also_without_brace else "\\boxed{")
     if not opened:
@@ -44,7 +44,7 @@ def last_boxed(text: str, *, also_without_brace: bool = False) -> str | None:
 
 
 def boxed_label(label: str) -> str | None:
-    r"""Returns a reference answer without its ``\boxed{}``, or as it is; None if nothing is left of it."""
+    r"""Returns a reference answer without its ``\boxed{}``, or as it is; None if the result is empty."""
     found = last_boxed(label, also_without_brace=True) if "\\boxed" in label else label
     return found or None
 
@@ -60,5 +60,5 @@ def named_answers(label: str) -> list[str]:
 
 
 def boxed_answers(label: str, *, start: str = "") -> list[str]:
-    r"""Returns the answers that a label names, each in ``\boxed{}`` behind ``start``."""
+    r"""Returns the answers that a label names, each in ``\boxed{}`` after ``start``."""
     return [f"{start}\\boxed{{{one}}}" for one in named_answers(label)]

@@ -1,18 +1,18 @@
-r"""+1 or -1 by the rule of DAPO: the last line "Answer: …" in Minerva's normal form, against an integer.
+r"""DAPO's math reward, +1 or -1: compares the last line "Answer: …", in Minerva's normal form, with an integer label.
 
-Source: ``compute_score`` of slime (slime/rollout/rm_hub/math_dapo_utils.py), which is verl's. Of the response only
-the last 300 characters count. The answer is what follows the last "Answer:", in any case, to the end of its line. Its
-normal form leaves out articles, units, ``$``, ``\text`` and thousands, and braces ``\frac12``; of an equation it keeps
-what is behind the last ``=``. It is right if its text is the label's integer: 42.0 is wrong. With ``strict`` the answer
-is the last ``\boxed{}`` in the last 100 characters, and its text must be the label's.
+Source: ``compute_score`` of slime (slime/rollout/rm_hub/math_dapo_utils.py), which is verl's. Only the last 300
+characters of the response count. The answer is the text from the last "Answer:", in any case, to the end of its line.
+Its normal form removes articles, units, ``$``, ``\text`` and thousands separators, and writes ``\frac12`` with braces;
+of an equation it keeps the text after the last ``=``. The answer is right if its text is the label's integer: 42.0 is
+wrong. With ``strict`` the answer is the last ``\boxed{}`` in the last 100 characters, and its text must be the label's.
 
-Departures. A label that is no integer gives no reward, where the source raises an error or drops the part behind the
-point; the check of the data names its row before the start. An integer is read exactly, where the source rounds it to
-a float. Commas are left out only where they separate thousands: "1, 3" is not 13.
+Departures. A label that is no integer gives no reward; the source raises an error or drops the part after the decimal
+point. The check of the data reports its row before the start. An integer is read exactly; the source rounds it to a
+float. Commas are removed only where they separate thousands: "1, 3" is not 13.
 
-Further departures, which ``public`` takes back. Text inside of the thinking is no answer, and a ``<think>`` that never
-closes has none. The source reads the part behind any ``=``, and of a line with ``$`` the first formula alone. So
-"x<=64", "x = 63 or x = 64" and "not $64$" are 64 there; here the line must name the integer as the only answer.
+Further departures apply unless ``public`` is set. Text inside the thinking is no answer, and a ``<think>`` that never
+closes has no answer. The source reads the text after any ``=``, and of a line with ``$`` only the first formula. So it
+accepts "x<=64", "x = 63 or x = 64" and "not $64$" as 64; here the line must name the integer as the only answer.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _PATTERNS = (
 
 @dataclass(frozen=True)
 class DapoConfig(RewardConfig):
-    r"""Holds the settings of the reward; ``strict`` takes the last ``\boxed{}`` and compares its text.
+    r"""Holds the settings of the reward; ``strict`` compares the text of the last ``\boxed{}``.
 
-    With ``public`` the thinking counts, too, and the part behind any ``=``, as in the source.
+    With ``public`` the thinking and the text after any ``=`` count, too, as in the source.
     """
 
     name: str = "dapo"
@@ -95,7 +95,7 @@ def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
 
 
 def _not_the_only_answer(line: str, wanted: str) -> str:
-    """Returns why an answer's line does not name the integer alone, and an empty text if it does."""
+    """Returns the reason why an answer's line does not name the integer alone; empty if it does."""
     line = _SPECIAL_TOKENS.sub("", line)
     if _RELATION.search(line):
         return f"{line[:60]!r} has a relation that is no equality"
@@ -106,7 +106,7 @@ def _not_the_only_answer(line: str, wanted: str) -> str:
 
 
 def minerva_form(text: str) -> str:
-    """Returns the normal form of a final answer, which has at most `_READ` characters."""
+    """Returns the normal form of a final answer of at most `_READ` characters."""
     text = text.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)
@@ -121,7 +121,7 @@ def minerva_form(text: str) -> str:
 
 
 def _label(label: str) -> str:
-    """Returns a label as the text of an integer; raises ValueError for one that is none."""
+    """Returns a label as the text of an integer; raises ValueError if it is no integer."""
     last = label.rpartition("=")[2]
     if len(last) > _READ or not _NUMBER.fullmatch(form := minerva_form(last)):
         raise ValueError(
@@ -143,7 +143,7 @@ def right_answers(label: str, config: DapoConfig) -> list[str]:
 
 
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
-    """Raises ValueError for a label that is no integer; with ``strict`` every text is a label."""
+    """Raises ValueError for a label that is no integer; ``strict`` accepts every label."""
     if not config.strict:
         _label(str(row["answer"]))
 

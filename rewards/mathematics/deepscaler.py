@@ -1,12 +1,12 @@
-r"""Right or wrong by the rule of DeepScaleR: the last ``\boxed{}`` behind ``</think>``, by MATH's form or by sympy.
+r"""DeepScaleR's math reward: compares the last ``\boxed{}`` after ``</think>`` by MATH's form or by sympy.
 
 Source: ``get_deepscaler_rule_based_reward`` of slime (slime/rollout/rm_hub/deepscaler.py), which is that of
-agentica-project/deepscaler. What counts is the text behind the last ``</think>``, else behind ``###Response``; a
-response without either is wrong. The answer must be in the last ``\boxed``. `sympy_equality` says what equal means.
+agentica-project/deepscaler. Only the text after the last ``</think>`` counts, else the text after ``###Response``; a
+response without either is wrong. The answer must be in the last ``\boxed``. `sympy_equality` defines equality.
 
-Departures. A label without an answer gives no reward, where the source gives 0. sympy that computes too long, or needs
-too much memory, gives no reward. ``\fbox``, which the source names and never reaches, counts for nothing. A second
-``<think>`` that never closes is no solution.
+Departures. A label without an answer gives no reward; the source gives 0. If sympy computes too long or needs too much
+memory, there is no reward. ``\fbox``, which the source names but never reaches, does not count. A second ``<think>``
+that never closes is no solution.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
 
 
 def _solution(response: str) -> str | None:
-    """Returns the text in which the answer counts, or None without a solution behind the thinking."""
+    """Returns the text that may hold the answer, or None without a solution after the thinking."""
     if _THINKING_ENDS in response:
         return behind_thinking(response)
     if _RESPONSE in response:
@@ -63,7 +63,7 @@ def _unreadable(label: str) -> str:
 
 
 def check(config: DeepScaleRConfig) -> None:
-    """Raises ValueError if the package that reads LaTeX is missing."""
+    """Raises ValueError if the package that parses LaTeX is missing."""
     check_package(config.name)
 
 

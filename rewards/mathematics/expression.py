@@ -1,8 +1,8 @@
-r"""Reads an expression from text and builds it of sympy's objects, without evaluating text.
+r"""Parses a mathematical expression from text and builds it from sympy's objects, without evaluating text.
 
-sympy's own reader, ``parse_expr``, translates text into Python and calls ``eval``. Names, attributes, strings and calls
-in an answer or a label then run as code of the run's user. This module is its replacement: a tokenizer and a precedence
-parser for a fixed grammar. Text outside of the grammar raises `ExpressionError`.
+sympy's own parser, ``parse_expr``, translates text into Python and calls ``eval``. Names, attributes, strings and calls
+in an answer or a label then run as code with the rights of the run's user. This module replaces it with a tokenizer and
+a precedence parser for a fixed grammar. Text outside of the grammar raises `ExpressionError`.
 
     sum     = product (("+" | "-") product)*
     product = signed (("*" | "/") signed | power)*         the second form is a product without a sign, as in 2x
@@ -11,14 +11,14 @@ parser for a fixed grammar. Text outside of the grammar raises `ExpressionError`
     factor  = atom "!"*
     atom    = number | constant | function "(" sum ")" | unknown | "(" sum ")"
 
-A number has ASCII digits, one point at most and an exponent (``1.5e-3``). `CONSTANTS` and `FUNCTIONS` list the names
-with a meaning, and the name of a Greek letter is one unknown. Any other name is a sequence of its letters and digits,
-so ``x2y`` is x·2·y with products without a sign. A letter is an unknown. The
-letters are those of ASCII and `MORE_LETTERS`; no text is normalised, so look-alikes of other alphabets, wide
-digits and Roman numerals are outside of the grammar.
+A number has ASCII digits, at most one point, and an optional exponent (``1.5e-3``). `CONSTANTS` and `FUNCTIONS` list
+the names with a meaning, and the name of a Greek letter is one unknown. Any other name is a sequence of its letters and
+digits, so ``x2y`` is x·2·y with products without a sign. A letter is an unknown. The letters are those of ASCII and
+`MORE_LETTERS`. No text is normalised, so look-alikes of other alphabets, wide digits and Roman numerals are outside of
+the grammar.
 
-Every limit below holds before sympy computes: the length of the text, its tokens, the nesting, the digits of a number,
-and the bits of each intermediate value. ``9**9**9`` costs nothing.
+Every limit below is checked before sympy computes: the length of the text, its tokens, the nesting, the digits of a
+number, and the bits of each intermediate value. ``9**9**9`` costs nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_BITS = 4096  # of a numerator, a denominator, or of the exponent of two of 
 MOST_POWER = 64  # of a sum or a product
 MOST_FACTORIAL = 200
 
-MORE_LETTERS = "αβγδεζηθικλμνξοπρςστυφχψωϑϕϖϱϵℓħ"  # Greek, with both forms that LaTeX has of some, and its ell and hbar
+MORE_LETTERS = "αβγδεζηθικλμνξοπρςστυφχψωϑϕϖϱϵℓħ"  # Greek, some letters in both LaTeX forms, and LaTeX's ell and hbar
 _LETTER = f"A-Za-z{MORE_LETTERS}"
 _TOKEN = re.compile(
     rf"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)|(?P<name>[{_LETTER}][{_LETTER}0-9]*)"
@@ -81,21 +81,21 @@ class ExpressionError(ValueError):
 def expression(text: str, *, products_without_sign: bool = False, evaluate: bool = True) -> Any:
     """Returns the sympy expression that a text denotes.
 
-    Arithmetic of numbers is computed, unless ``evaluate`` is False. All else stays as it is written; ``doit`` of the
-    result evaluates it. With ``products_without_sign``, ``2x`` is a product. Raises `ExpressionError` for text outside
-    of the grammar or above a limit.
+    Arithmetic of numbers is computed, unless ``evaluate`` is False. The rest is not evaluated; ``doit`` of the result
+    evaluates it. With ``products_without_sign``, ``2x`` is a product. Raises `ExpressionError` for text outside of the
+    grammar or above a limit.
     """
     tokens = _tokens(text)
     folded = _Reader(tokens, products_without_sign=products_without_sign, build=_Build(fold=True)).whole()
     if evaluate:
         return folded
-    # The limits hold for computed numbers alone, so they were checked above.
+    # The limits apply to computed numbers, so they were checked above.
     return _Reader(tokens, products_without_sign=products_without_sign, build=_Build(fold=False)).whole()
 
 
 @dataclass(frozen=True)
 class _Token:
-    """Is a number, a name or a sign with its text; the kind "end" follows the last one."""
+    """Holds the text of a number, a name or a sign; the kind "end" follows the last token."""
 
     kind: str
     text: str
@@ -120,7 +120,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _named(name: str) -> list[_Token]:
-    """Returns a name that has a meaning as one token, and any other name as its letters and digits."""
+    """Returns one token for a name with a meaning, and the letters and digits of any other name."""
     if name in FUNCTIONS or name in CONSTANTS or name in _UNKNOWN_NAMES:
         return [_Token("name", name)]
     return [_Token("number" if one.isdigit() else "name", one) for one in _PIECES.findall(name)]
@@ -147,7 +147,7 @@ class _Reader:
         return self._tokens[self._at]
 
     def _takes(self, *signs: str) -> str:
-        """Returns the next token and steps over it if it is one of these signs; else an empty text."""
+        """Returns the next token and consumes it if it is one of these signs; else an empty text."""
         token = self._next
         if token.kind != "sign" or token.text not in signs:
             return ""
@@ -232,9 +232,9 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Build:
-    """Builds the parts of an expression. With ``fold`` numbers are computed; all else stays as it is written.
+    """Builds the parts of an expression. With ``fold`` numbers are computed; the rest is not evaluated.
 
-    An unevaluated part is built quickly. sympy's evaluation is not: the sign of 38 nested logarithms takes it minutes.
+    Building an unevaluated part is fast. sympy's evaluation is not: the sign of 38 nested logarithms takes minutes.
     """
 
     fold: bool
@@ -300,7 +300,7 @@ def _constant(name: str) -> Any:
 
 @functools.cache
 def _sympy() -> Any:
-    import sympy  # its import takes a second, and the check of the data needs none of it
+    import sympy  # its import takes a second, and the check of the data does not need it
 
     return sympy
 
@@ -320,7 +320,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _height(value: Any) -> int:
-    """Returns by how much the powers inside of a value multiply an exponent, at least 1."""
+    """Returns the factor by which the powers inside a value multiply an exponent, at least 1."""
     inner = max([1, *map(_height, value.args)])
     if not value.is_Pow or not value.exp.is_Rational:
         return inner
@@ -335,7 +335,7 @@ def _checked(value: Any) -> Any:
 
 
 def _bits(number: Any) -> int:
-    """Returns how many bits a rational number has, or the size of a float's exponent of two; 0 for infinities."""
+    """Returns the bits of a rational number, or the absolute binary exponent of a float; 0 for infinities."""
     if number.is_Rational:
         return int(max(abs(number.p).bit_length(), number.q.bit_length()))
     if number.is_Float:

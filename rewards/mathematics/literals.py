@@ -1,9 +1,9 @@
-r"""Tells numbers that are written out from expressions that only evaluate to them.
+r"""Distinguishes written numbers from expressions that only evaluate to a number.
 
 A reward that compares values gives "72 + 12" the value 84. A model then learns to answer a sum with the sum: the first
 run of Relax with real weights did so within 45 steps. Therefore a label that is a number, or a list of numbers, is
-matched only by numbers that are written out: digits, a decimal number, a reduced fraction, a mixed number, a power of
-ten or a product with one. A sign, a unit, a currency and a percent sign may stand with it.
+matched only by written numbers: digits, a decimal number, a reduced fraction, a mixed number, a power of ten or a
+product with a power of ten. A sign, a unit, a currency and a percent sign are allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NOISE = re.compile(r"\\(?:left|right|displaystyle|mathrm|mathbf)(?![A-Za-z])|\\
 _MARKUP = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\],;:! ]|(?<!\\)\$|\*\*|~")
 _POWER_OF_UNIT = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
 _UNIT = rf"(?:\\(?:text|mathrm|textbf|mbox)\s*\{{[^{{}}]*\}}|[A-Za-z°²³]{{2,}}+|[mgshLNJWVKCF°](?!\w)){_POWER_OF_UNIT}"
-# Possessive, because a word could be split into units in exponentially many ways.
+# Possessive quantifiers: a word could be split into units in exponentially many ways.
 _UNITS = re.compile(rf"(?:\s*+(?:{_UNIT}|/(?=\s*{_UNIT})|\^\s*\{{?\s*\\circ\s*\}}?|\\circ|\\degree|\.(?!\d)))*+\s*+")
 _CURRENCY = re.compile(r"(?:\\?\$|[€£¥])\s*")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent\b)")
@@ -33,14 +33,14 @@ _NUMBER = re.compile(
 _BRACKETS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}"), ("{", "}"))
 _BETWEEN = re.compile(r"\s*(?:[,;](?!\d{3}(?!\d))|[,;]\s+|\\cup|\band\b|\\text\s*\{\s*and\s*\})\s*")
 _OPERATOR = re.compile(r"[-+*/^=<>]|\\(?:frac|times|cdot|div|sqrt|pm)")
-_NEAR = 60  # characters around a number that say whether it stands alone
-_MOST_CHARACTERS = 2000  # of a literal; a longer text is none
+_NEAR = 60  # characters around a number that show whether it stands alone
+_MOST_CHARACTERS = 2000  # of a literal; a longer text is no literal
 
 
 def is_literal(text: str) -> bool:
-    r"""Returns whether a text, without a box, is a number or a list of numbers that are written out.
+    r"""Returns whether a text, without a box, is a written number or a list of written numbers.
 
-    Of a chain of equations the last side counts: ``x = 84`` and ``72 + 12 = 84`` are literals, ``84 = 72 + 12`` is not.
+    The last side of a chain of equations counts: ``x = 84`` and ``72 + 12 = 84`` are literals, ``84 = 72 + 12`` is not.
     """
     if len(text) > _MOST_CHARACTERS:
         return False
@@ -60,7 +60,7 @@ def _is_number(text: str) -> bool:
 
 
 def _is_reduced(parts: Sequence[str | None]) -> bool:
-    """Returns whether the fraction of a match of `_NUMBER`, if it has one, cannot be reduced."""
+    """Returns whether the fraction of a match of `_NUMBER` is reduced; True without a fraction."""
     numbers = [int(part) for part in parts if part is not None]
     if not numbers:
         return True
@@ -83,15 +83,15 @@ _NOT_ALONE_BEHIND = re.compile(
     r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?(?:\d|\\(?:[dt]?frac|sqrt)(?![a-z]))"
 )
 _NEXT_NUMBER = re.compile(r"(?:[,;]\s|\band\b)[^A-Za-z]{0,8}\d")
-_WITHIN_BEFORE = re.compile(r"\d\.?$")  # a number in front of which this stands is part of a longer one
+_WITHIN_BEFORE = re.compile(r"\d\.?$")  # a number after this is part of a longer number
 _WITHIN_BEHIND = re.compile(r"\.?\d")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 
 
 def stands_alone(found: str, text: str) -> bool:
-    """Returns whether a number stands somewhere in a text as the only answer.
+    """Returns whether a number occurs in a text as the only answer.
 
-    There it is in no list or range of numbers, no alternative, no inequality and no denial.
+    That is at least once outside of any list or range of numbers, alternative, inequality and denial.
     """
     if found not in text:
         text, found = _THOUSANDS.sub("", text), _THOUSANDS.sub("", found)
@@ -105,7 +105,7 @@ def stands_alone(found: str, text: str) -> bool:
                 return True
             seen = True
         at = text.find(found, max(end, at + 1))
-    return not seen  # math-verify may have written the number in another way
+    return not seen  # math-verify may have written the number differently
 
 
 def is_longer_list(found: str, label: str) -> bool:
@@ -114,16 +114,16 @@ def is_longer_list(found: str, label: str) -> bool:
 
 
 def not_written_out(found: str, label: str, row: Mapping[str, Any]) -> str:
-    """Returns why an answer that has the label's value does not count, and an empty text if it counts.
+    """Returns the reason why an answer with the label's value does not count; empty if it counts.
 
-    ``found`` is the answer as it stands in the response, and ``row`` the data row, whose prompt may hold it.
+    ``found`` is the answer as written in the response, and ``row`` the data row, whose prompt may contain it.
     """
     if _squeezed(found) == _squeezed(label):
         return ""
     if is_literal(label):
         return "" if is_literal(found) else f"{found[:60]!r} is not written out as a number"
     if _OPERATOR.search(found) and _stands_in(_squeezed(found), _prompt_text(row.get("prompt"))):
-        return f"{found[:60]!r} stands in the prompt"
+        return f"{found[:60]!r} is in the prompt"
     return ""
 
 
@@ -148,7 +148,7 @@ def _squeezed(text: str) -> str:
 
 
 def _stands_in(part: str, text: str) -> bool:
-    """Returns whether ``part``, a text without spaces, is in ``text``, and no letter or digit touches it there."""
+    """Returns whether ``part``, a text without spaces, occurs in ``text`` without adjacent letters or digits."""
     if not part or len(part) > _MOST_CHARACTERS:
         return False
     pattern = r"(?<!\w)" + r"\s*".join(map(re.escape, part)) + r"(?!\w)"

@@ -1,4 +1,4 @@
-"""Compares numbers by their logarithms, which says whether they differ relatively and computes no huge value."""
+"""Compares numbers by their logarithms: detects relative differences without computing huge values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 _DIGITS = 60
-_HUGE = 1e5  # of a natural logarithm; a value beyond it is never computed
+_HUGE = 1e5  # of a natural logarithm; larger values are never computed
 _TOLERANCE, _FLOAT_TOLERANCE = 1e-20, 2e-3  # relative; math-verify rounds a decimal number to six decimals
 
 
 def same_size(wanted: Any, found: Any) -> bool | None:
     """Returns False if two expressions of sympy differ relatively, True if they are equal and too large to compute.
 
-    Returns None where another comparison has to decide: for unknowns, functions and equal values of usual size.
+    Returns None if another comparison has to decide: for unknowns, functions and equal values of usual size.
     """
     import mpmath  # type: ignore[import-untyped]
     import sympy
@@ -27,7 +27,7 @@ def same_size(wanted: Any, found: Any) -> bool | None:
             return None
         exact = not (wanted.has(sympy.Float) or found.has(sympy.Float))
         tolerance = _TOLERANCE if exact else _FLOAT_TOLERANCE
-        differ = logs[0] != logs[1] and abs(logs[0] - logs[1]) > tolerance  # both may be that of 0
+        differ = logs[0] != logs[1] and abs(logs[0] - logs[1]) > tolerance  # both may be the logarithm of 0
         huge = max(map(abs, logs)) > _HUGE and not any(map(mpmath.isinf, logs))
     if differ:
         return False
@@ -35,7 +35,7 @@ def same_size(wanted: Any, found: Any) -> bool | None:
 
 
 def _same_elements(wanted: Any, found: Any) -> bool | None:
-    """Returns False if the elements, in the order of their sizes, differ relatively."""
+    """Returns False if the elements, ordered by size, differ relatively; else None."""
     import mpmath
 
     with mpmath.workdps(_DIGITS):
@@ -47,7 +47,7 @@ def _same_elements(wanted: Any, found: Any) -> bool | None:
 
 
 def _log_size(value: Any) -> Any:
-    """Returns the natural logarithm of a value's size, a number of mpmath; None if it is not known."""
+    """Returns the natural logarithm of a value's size, a number of mpmath; None if it is unknown."""
     import mpmath
     import sympy
 
@@ -79,7 +79,7 @@ def _log_size(value: Any) -> Any:
 
 
 def _computed(value: Any) -> Any:
-    """Returns a real number of at most some thousand digits; None for any other value."""
+    """Returns the value of a real number of limited size, a number of mpmath; None for any other value."""
     import mpmath
 
     log = _log_size(value)
@@ -95,7 +95,7 @@ def _computed(value: Any) -> Any:
 
 
 def _sign(value: Any) -> int | None:
-    """Returns the sign of a number, 1 for 0, of the forms of `_log_size`; None if it is not known."""
+    """Returns the sign of a number in a form that `_log_size` supports, 1 for 0; None if it is unknown."""
     if value.is_Rational or value.is_Float:
         return -1 if value < 0 else 1
     if value.is_Mul:

@@ -1,6 +1,6 @@
-r"""The normal form of answers of the MATH data set: one writing for fractions, roots, degrees and units.
+r"""The normal form of answers of the MATH data set: one notation for fractions, roots, degrees and units.
 
-The form is that of Hendrycks' ``math_equivalence``, which prm800k, DeepScaleR, verl and others carry on.
+The form is that of Hendrycks' ``math_equivalence``, which prm800k, DeepScaleR, verl and others also use.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNIT = "\\text{ "  # a text that begins with a space is a unit
 
 
 class _Unreadable(Exception):
-    """The text has no normal form; it then stands for itself."""
+    """The text has no normal form; it is then compared as it is."""
 
 
 def math_form(answer: str, *, percent_signs: bool = False) -> str:
     r"""Returns an answer's normal form, or the answer itself if it has none.
 
-    ``\%`` is always left out, and ``%`` with ``percent_signs``.
+    ``\%`` is always removed, and ``%`` with ``percent_signs``.
     """
     answer = answer.strip()
     if (whole := re.search(r"^\\text\{(.+?)\}$", answer)) is not None:

@@ -1,15 +1,15 @@
-"""Keeps a computation from turning text into code: sympy and the libraries on top of it evaluate text in many places.
+"""Prevents code execution from text while answers are compared: sympy and its dependents evaluate text in many places.
 
 Within a function that `evaluates_no_text` decorates, in its thread:
 
-- sympy's ``parse_expr``, through which ``sympify`` and ``Number`` read every string, is the grammar of `expression`;
+- the grammar of `expression` replaces sympy's ``parse_expr``, which ``sympify`` and ``Number`` use for every string;
 - sympy's ``lambdify``, which writes the names of unknowns into source code, computes a polynomial without source code;
 - an audit hook of the interpreter raises `EvaluationRefused` for every other compilation and execution of code, for
-  unpickling and for new processes. Imports are exempt, and the one generator in sympy whose code has no text in it.
+  unpickling and for new processes. Imports are exempt, and a generator in sympy whose code contains no answer's text.
 
-The first two keep the libraries useful. The third holds for paths that nobody has found yet: CPython reports
-``eval``, ``exec`` and ``compile`` of text to audit hooks before it parses the text, and a hook cannot be removed. It
-is no sandbox for code that runs already; it ends the way from text to code. Outside of such a function nothing changes.
+The first two keep the libraries usable. The third covers unknown paths: CPython reports ``eval``, ``exec`` and
+``compile`` of text to audit hooks before it parses the text, and a hook cannot be removed. It is no sandbox for code
+that runs already; it blocks the step from text to code. Outside of such a function nothing changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFUSED = frozenset(
     ]
 )
 _IMPORT = "<frozen importlib."  # the start of the file names of the import system's code
-_scope = threading.local()  # frame: that of the outermost decorated function of this thread, None outside of any
+_scope = threading.local()  # frame: that of the outermost decorated function of this thread, else None
 
 
 class EvaluationRefused(RuntimeError):
@@ -42,7 +42,7 @@ class EvaluationRefused(RuntimeError):
 
 
 def evaluates_no_text(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function in the form that turns no text into code, whatever the libraries do that it calls."""
+    """Returns the function with a guard: neither it nor any library that it calls can turn text into code."""
 
     @functools.wraps(function)
     def guarded(*arguments: P.args, **options: P.kwargs) -> T:
@@ -81,7 +81,7 @@ def _install() -> None:
 
 
 def _imports() -> bool:
-    """Returns whether the running code was called by an import since the decorated function began."""
+    """Returns whether an import within the decorated function called the running code."""
     outermost, frame = _frame(), sys._getframe(1)
     while frame is not None and frame is not outermost:
         if frame.f_code.co_filename.startswith(_IMPORT):
@@ -91,7 +91,7 @@ def _imports() -> bool:
 
 
 def _replace(original: object, replacement: object) -> None:
-    """Binds all names of the libraries' modules that have an object to its replacement."""
+    """Binds all names of ``original`` in the libraries' modules to its replacement."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _LIBRARIES:
             for key in [key for key, value in vars(module).items() if value is original]:
@@ -126,8 +126,8 @@ def _lambdify(original: Callable[..., Any]) -> Callable[..., Any]:
 def _polynomial(variable: Any, value: Any) -> Callable[[Any], Any]:
     """Returns a polynomial as a function of numbers; raises NotImplementedError for anything else.
 
-    sympy calls ``lambdify`` with the ratio of a series' terms, for integers, and with a polynomial whose root it
-    refines, for mpmath's numbers.
+    sympy calls ``lambdify`` with the ratio of a series' terms, which it evaluates at integers, and with a polynomial
+    whose root it refines with mpmath's numbers.
     """
     import mpmath  # type: ignore[import-untyped]
     import sympy

@@ -1,19 +1,19 @@
-r"""Right or wrong by the rule of Open-R1-Multimodal: math-verify, else the text in the answer tags.
+r"""Open-R1-Multimodal's reward: compares answers by math-verify, else by the text in the answer tags.
 
 Source: ``get_openr1mm_rule_based_reward`` of redai-studio/Relax (relax/engine/rewards/openr1mm.py at 6639fb3), which is
 that of EvolvingLMMs-Lab/open-r1-multimodal. A response with several ``</think>``, ``<answer>`` or ``</answer>`` is
 wrong. It is right if math-verify finds the whole response equal to the whole label, or if the texts in the answer tags
-are equal; a side without tags counts as a whole. Older versions take a line break in the tag for no match.
+are equal; a side without tags counts as a whole. Older versions do not match tags with a line break inside.
 
-Departures. An empty label gives no reward, and so does math-verify where it computes too long.
+Departures. An empty label gives no reward, and neither does a computation of math-verify that takes too long.
 
-Further departures, which ``evaluate`` takes back. Only the text behind the last ``</think>`` counts; a ``<think>`` that
-never closes has no answer. Of a response with answer tags the text in the tags counts, and of a text with boxes the
-last box, whose text may be the label's. A number counts if it is the only answer there: in no list, range, alternative,
-inequality or denial. A label with several elements, such as "1, 3", is compared as a list, and one with LaTeX, such as
-``2\sqrt{7}``, as a formula; without ``$`` math-verify reads a single number of either. ``28\%`` and ``28%`` are the
-same text. A response that only evaluates to a label that is a number is wrong, and so is the hundredth of a percentage
-(`rewards.math`).
+Further departures apply unless ``evaluate`` is set. Only the text after the last ``</think>`` counts; a ``<think>``
+that never closes has no answer. If a response has answer tags, their text counts; if that text has boxes, the last box
+counts, whose text may equal the label's. A number counts if it is the only answer there: in no list, range,
+alternative, inequality or denial. A label with several elements, such as "1, 3", is compared as a list, and a label
+with LaTeX, such as ``2\sqrt{7}``, as a formula; without ``$`` math-verify reads only a single number of either.
+``28\%`` and ``28%`` are the same text. For a label that is a number, a response that only evaluates to it is wrong, and
+so is the hundredth of a percentage (`rewards.math`).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
 
 
 def _is_only_answer(text: str, label: str, row: Mapping[str, Any]) -> tuple[bool, str]:
-    """Returns whether the text behind the thinking names the label as its only answer.
+    """Returns whether the text after the thinking names the label as its only answer.
 
-    If math-verify finds them equal all the same, the second value says why the answer does not count.
+    If it does not although math-verify finds them equal, the second value is the reason.
     """
     tags, wanted = _ANSWER.search(text), _tagged(label)
     counted, inner = (tags[0], tags[1].strip()) if tags else (text, text.strip())
@@ -98,10 +98,10 @@ def _formula(text: str) -> str:
 
 @evaluates_no_text
 def _verified(response: str, label: str, *, evaluate: bool) -> tuple[bool, str]:
-    """Returns whether math-verify finds a response equal to the label, and the part of it that it read."""
+    """Returns whether math-verify finds a response equal to the label, and the part of the response that it parsed."""
     from math_verify import parse, verify
 
-    # The source takes what math-verify cannot read for nothing, which raise_on_error=False does.
+    # Like the source, raise_on_error=False ignores text that math-verify cannot parse.
     found = parse(response, parsing_timeout=None, raise_on_error=False)
     wanted = parse(label, parsing_timeout=None, raise_on_error=False)
     exact = bool(verify(wanted, found, timeout_seconds=None, raise_on_error=False))

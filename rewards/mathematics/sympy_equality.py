@@ -1,15 +1,15 @@
-r"""Whether two mathematical answers are equal: by their normal forms, or because sympy makes their difference 0.
+r"""Equality of two mathematical answers: by their normal forms, or because sympy simplifies their difference to 0.
 
-The comparison is that of prm800k's grader, as DeepScaleR, slime and MathRuler carry it on. It is strict on purpose: a
+The comparison is that of prm800k's grader, which DeepScaleR, slime and MathRuler also use. It is strict on purpose: a
 fraction that is not reduced, or a decimal number for an integer, is wrong. sympy may compute without end, so a reward
 that uses this module is isolated.
 
-Departure: the degree of a root counts, where the source reads ``\sqrt[3]{4}`` as ``\sqrt{4}``.
+Departure: the degree of a root counts; the source reads ``\sqrt[3]{4}`` as ``\sqrt{4}``.
 
-Nothing is evaluated as Python: `expression` reads what sympy computes, in the place of the source's ``parse_expr``, and
-`no_evaluation` refuses the rest. Text outside of its grammar is no expression, so it is equal by its normal form alone.
-Of the source's expressions it leaves out brackets, commas, ``!!``, numbers above its limits such as ``9**9**9``, and
-letters and digits beyond ASCII and the small Greek letters.
+Nothing is evaluated as Python: `expression` replaces the source's ``parse_expr``, and `no_evaluation` blocks other
+evaluation. Text outside of the grammar is no expression, so only its normal form is compared. Expressions of the source
+that the grammar excludes: brackets, commas, ``!!``, numbers above its limits such as ``9**9**9``, and letters and
+digits other than ASCII and the small Greek letters.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _WITHOUT_LETTERS = str.maketrans("", "", MORE_LETTERS)
 
 
 def check_package(name: str) -> None:
-    """Raises ValueError if the package that reads LaTeX is missing; ``name`` is the reward that needs it."""
+    """Raises ValueError if the package that parses LaTeX is missing; ``name`` is the reward that needs it."""
     if find_spec("pylatexenc") is None:
         raise ValueError(f"reward={name} needs the package pylatexenc: pip install 'relax-core[rewards]'.")
 
 
 def prepare() -> None:
-    """Imports the libraries before the first answer is scored, because that takes a second."""
+    """Imports the libraries before the first answer is scored, because the import takes a second."""
     import sympy  # noqa: F401
     from pylatexenc import latex2text  # noqa: F401
 
@@ -55,7 +55,7 @@ def prepare() -> None:
 def is_equal(found: str, wanted: str, *, percent_signs: bool = False) -> bool:
     """Returns whether the answer ``found`` equals the reference ``wanted``.
 
-    ``percent_signs`` leaves out percent signs in the MATH form. Raises MemoryError if sympy needs too much memory.
+    ``percent_signs`` removes percent signs in the MATH form. Raises MemoryError if sympy needs too much memory.
     """
     if math_form(found, percent_signs=percent_signs) == math_form(wanted, percent_signs=percent_signs):
         return True
@@ -79,7 +79,7 @@ def _is_element_equal(found: str, wanted: str) -> bool:
 
 
 def normal_form(text: str) -> str:
-    """Returns an answer without units, words, LaTeX and capital letters, integers as Python writes them."""
+    """Returns an answer in lower case without units, words and LaTeX; integers are written as in Python."""
     if (whole := re.search(r"^\\text\{(.+?)\}$", text)) is not None:
         text = whole[1]
     text = text.replace("\\%", "%").replace("\\$", "$").replace("$", "").replace("%", "")
@@ -127,7 +127,7 @@ def _root(found: re.Match[str]) -> str:
 
 def _as_float(text: str) -> float | None:
     try:
-        return float(text) if text.isascii() else None  # float takes the digits of every alphabet
+        return float(text) if text.isascii() else None  # float accepts the digits of every alphabet
     except ValueError:
         return None
 
@@ -137,7 +137,7 @@ def _is_whole(value: float) -> bool:
 
 
 def _without_thousands(text: str) -> str:
-    """Returns a text without the commas that separate thousands."""
+    """Returns a text without thousands separators."""
     while (shorter := _THOUSANDS.sub(r"\1\2\3", text)) != text:
         text = shorter
     return text
@@ -149,7 +149,7 @@ def _is_int_text(text: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """Returns the elements of a tuple or an interval, or the one element that the text is."""
+    """Returns the elements of a tuple or an interval; any other text is the only element."""
     text = _without_thousands(text)
     inner = text[1:-1]
     if len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS and not any(one in inner for one in _BRACKETS):

@@ -1,23 +1,23 @@
-"""The F1 score of SQuAD: how many words response and reference have in common.
+"""The F1 score of SQuAD: the overlap of words between response and reference.
 
 Source: ``f1_score`` of slime (slime/rollout/rm_hub/f1.py), which is SQuAD's evaluation with HotpotQA's rule for yes and
 no. Both texts are compared in lower case, without punctuation and without the articles a, an, the, as bags of words.
 "yes", "no" and "noanswer" must be equal as a whole.
 
-Departures. With ``references`` a column has a list of right answers, and the best counts, as in SQuAD's own script. A
-label of articles and punctuation alone gives no reward, because no response could get one.
+Departures. ``references`` names a column with a list of right answers; the best score counts, as in SQuAD's own script.
+A label of only articles and punctuation gives no reward, because no response could score.
 
-Further departures, which ``public`` takes back, because there a list of guesses gains more than one guess. Only the
-text behind the last ``</think>`` counts, and none if a ``<think>`` never closes. Of it, the text in answer tags or in
-the box is the response, if there is one. A response has no score
+Further departures apply unless ``public`` is set, because SQuAD's score rewards a list of guesses more than one guess.
+Only the text after the last ``</think>`` counts, and none if a ``<think>`` never closes. If this text has answer tags
+or a box, their content is the response. A response has no score
 
-- if more than half of its words are not the reference's. Of several alternatives at most one can have more than half of
-  the words, so a list gains no more than its longest item alone. At exactly half the score is at most 0.5, which is the
-  chance of a guess between two. Words up to "the answer is" or "answer:" do not count here.
+- if more than half of its words are not in the reference. At most one of several alternatives can have more than half
+  of the words, so a list gains no more than its longest item alone. At exactly half the score is at most 0.5, which is
+  the chance of a guess between two. Words up to "the answer is" or "answer:" do not count here.
 - if it has different answers in tags or in boxes;
 - if it has "or", "not", "<=" or the like, and the reference does not;
-- if the reference has numbers and the response has another one. For a reference that is a number the response must have
-  that number, with its sign and its decimal point, in no range, inequality or denial; any words may stand with it.
+- if the reference has numbers and the response has another number. If the reference is a number, the response must have
+  that number, with its sign and its decimal point, outside of any range, inequality or denial; other words are allowed.
 
 Other scores are those of SQuAD.
 """
@@ -44,7 +44,7 @@ _RELATION = re.compile(r"[≤≥≠≈]|[<>!]=|\s[<>]\s|\\(?:leq?|geq?|neq?|lt|g
 _NUMBER = re.compile(r"(?:(?<![\w.,)\]])[-−–]\s?)?\d[\d,]*(?:\.\d+)?", re.ASCII)
 _NUMBER_ALONE = re.compile(r"[$€£(]*[-−–]?[$€£]?\s?\d[\d,]*(?:\.\d+)?[\s%.$)]*", re.ASCII)
 _ALTERNATIVES = frozenset(
-    word.replace("'", "")  # as squad_form leaves them
+    word.replace("'", "")  # as in the result of squad_form
     for word in (
         *("or", "nor", "either", "neither", "not", "never", "cannot"),
         *("isn't", "aren't", "wasn't", "weren't", "don't", "doesn't"),
@@ -56,7 +56,7 @@ _ALTERNATIVES = frozenset(
 class F1Config(RewardConfig):
     """Holds the settings of the reward; ``references`` is a column with a list of right answers, null for none.
 
-    With ``public`` the score is SQuAD's for every response, lists of guesses too.
+    With ``public`` the score is SQuAD's for every response, including lists of guesses.
     """
 
     name: str = "f1"
@@ -90,7 +90,7 @@ def squad_form(text: str) -> str:
 
 
 def _response(text: str) -> str:
-    """Returns the part of a response that is compared; empty if it has none, or several different answers."""
+    """Returns the part of a response to compare; empty if it has none, or several different answers."""
     text = behind_thinking(text) or ""
     if tagged := set(tagged_texts(text)):
         return tagged.pop() if len(tagged) == 1 else ""
@@ -102,24 +102,24 @@ def _response(text: str) -> str:
 
 
 def _not_one_answer(text: str, found: str, reference: str) -> str:
-    """Returns why a response has no score though it shares words with the reference; an empty text if it has.
+    """Returns the reason for no score of a response that shares words with the reference; empty if it has a score.
 
     ``found`` is the normal form of the response ``text``.
     """
     of_reference = set(squad_form(reference).split())
     if named := [word for word in found.split() if word in _ALTERNATIVES and word not in of_reference]:
-        return f"the response has {named[0]!r}, which the reference has not"
+        return f"the response has {named[0]!r}, which is not in the reference"
     if _RELATION.search(text) and not _RELATION.search(reference):
         return "the response has a relation such as <="
     numbers, wanted = _numbers(text), _numbers(reference)
     if _is_number(reference):
         alone = numbers == wanted and stands_alone(_NUMBER.findall(text)[0], text)
         return "" if alone else f"{reference[:60]!r} is not the only number of the response"
-    return "the response has a number that the reference has not" if wanted and set(numbers) - set(wanted) else ""
+    return "the response has a number that is not in the reference" if wanted and set(numbers) - set(wanted) else ""
 
 
 def _fair(value: float, found: str, reference: str) -> float:
-    """Returns the score of a response by the share of its words that are the reference's (see above)."""
+    """Returns the score after the limit on words that are not in the reference (see the module's docstring)."""
     if not value or _is_number(reference):
         return value
     of_reference = squad_form(reference).split()
@@ -133,13 +133,13 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers(text: str) -> list[str]:
-    """Returns the numbers in a text with their signs, without the commas of thousands and zeros at the end."""
+    """Returns the numbers in a text with their signs, without thousands separators and trailing zeros."""
     found = [one.replace(",", "").replace("−", "-").replace("–", "-").replace(" ", "") for one in _NUMBER.findall(text)]
     return [one.rstrip("0").rstrip(".") if "." in one else one for one in found]
 
 
 def same_numbers(text: str, reference: str) -> bool:
-    """Returns whether two texts have the same numbers, whose signs and decimal points squad_form leaves out."""
+    """Returns whether two texts have the same numbers with signs and decimal points, which squad_form removes."""
     return _numbers(text) == _numbers(reference)
 
 
@@ -165,7 +165,7 @@ def _references(row: Mapping[str, Any], label: str, config: F1Config) -> Sequenc
 
 
 def check_row(row: Mapping[str, Any], config: F1Config) -> None:
-    """Raises ValueError for a label without words, and for a column of references that has no list."""
+    """Raises ValueError for a label without words, and for a column of references that is no list."""
     _references(row, str(row["answer"]), config)
 
 

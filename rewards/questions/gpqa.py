@@ -1,18 +1,18 @@
-"""Right or wrong for a choice by its letter, by the rule of GPQA in slime.
+"""Multiple choice by letter, by the rule of GPQA in slime.
 
-Source: ``compute_gpqa_reward`` of slime (slime/rollout/rm_hub/gpqa.py). Behind the last ``</think>``, the letter is the
-one of the last box, else the last one in "answer is X" or "X is correct", then in "option X" or "choice: X"; else the
+Source: ``compute_gpqa_reward`` of slime (slime/rollout/rm_hub/gpqa.py). After the last ``</think>``, the letter comes
+from the last box, else from the last "answer is X" or "X is correct", then "option X" or "choice: X"; else it is the
 last capital letter that stands alone. Columns of the row: ``choices`` (a list or a mapping; their letters are A, B, …),
 ``valid_letters`` (A to J without choices), ``correct_letter``, ``correct_answer`` and ``answer_text``. The label is a
 letter, the text of a choice, or the number of a choice from 0. A response without a letter is right if it has the text
 of the right choice.
 
-Departures. A letter is a choice only as a word of ASCII letters, where the source takes the D of "answer depends" and
-the I of "answer is"; a small letter only in front of punctuation or the end of a line, and never the pronoun I. The
+Departures. A letter is a choice only as a word of ASCII letters; the source takes the D of "answer depends" and the I
+of "answer is". A small letter is a choice only before punctuation or the end of a line, and the pronoun I never is. The
 article A counts only without another letter. The source takes the first match of its patterns, reads no box, and reads
-a thinking that never ends. A label outside of the choices gives no reward, where the source looks for its text in the
+a thinking that never ends. A label outside of the choices gives no reward; the source searches for its text in the
 response, so that "E" of four choices was right for any word with an e. The text counts only if no other choice occurs
-in the response. A label of digits is the number of a choice, because data rows have their answers as text. A letter in
+in the response. A label of digits is the number of a choice, because data rows store their answers as text. A letter in
 a list, an alternative or an inequality is no choice: "B or C", "A, B, C, D" and "x <= B" are wrong for every label.
 """
 
@@ -44,9 +44,9 @@ _BOX = re.compile(r"[\s(\[]*([A-Za-z])(?![A-Za-z0-9])", re.ASCII)
 _SEPARATOR = r"[\s)\]\"'.]{0,3}(?:[,/;&|]|\b(?:or|and|to)\b|-)[\s(\[\"']{0,3}"
 _LIST_BEFORE = re.compile(rf"(?:\b[A-J]{_SEPARATOR}|\b[A-J]\s[(\[]?|[<>≤≥≠]=?\s?|!=\s?|\\(?:le|ge|ne|lt|gt)q?\s?)$")
 _LIST_BEHIND = re.compile(rf"{_SEPARATOR}[A-J]\b(?!['’]|\s+[a-z])|\s[(\[]?[A-J]\b(?=[\s)]*(?:[.,;]|[A-J]\b|$))")
-_NEAR = 12  # characters around a letter that say whether it is in a list
+_NEAR = 12  # characters around a letter that show whether it is in a list
 _ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
-_SEVERAL = ""  # in the place of a letter that is in a list
+_SEVERAL = ""  # replaces a letter that is in a list
 _WORD_FOLLOWS = re.compile(r"['’]|\s+[a-z]")
 
 
@@ -59,7 +59,7 @@ class GpqaConfig(RewardConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """Holds the letters of a question, its right one, and the texts of the right choice and of the others."""
+    """Holds the letters of a question, the right letter, and the texts of the right choice and of the others."""
 
     letters: Sequence[str]
     right: str
@@ -87,7 +87,7 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
 
 
 def _letter(text: str, letters: Sequence[str]) -> str | None:
-    """Returns the letter that a text chooses, None if it has none, and `_SEVERAL` for a letter in a list."""
+    """Returns the letter that a text chooses, None without a letter, and `_SEVERAL` for a letter in a list."""
     box = _MARKUP.sub("", last_boxed(framed(text) or "") or "")
     boxed = _BOX.match(box)
     if boxed is not None and boxed[1].upper() in letters:
@@ -118,7 +118,7 @@ def _in_list(text: str, start: int, end: int) -> bool:
 
 
 def _question(row: Mapping[str, Any], label: str) -> _Question:
-    """Returns what the row says of its choices; raises ValueError if the label is none of them."""
+    """Returns the row's choices and its right letter; raises ValueError if the label is not among the choices."""
     given = row.get("choices") or []
     choices = [str(one) for one in (given.values() if isinstance(given, Mapping) else given)]
     of_row = [str(one).upper() for one in row.get("valid_letters") or ()]

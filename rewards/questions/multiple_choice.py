@@ -1,13 +1,13 @@
-"""Right or wrong by the text in the answer tags: ``<answer>B</answer>``.
+"""Multiple choice by the text in the answer tags: ``<answer>B</answer>``.
 
 Source: ``get_multiple_choice_reward`` of redai-infra/Relax (relax/engine/rewards/multiple_choice.py at 8888094). The
-texts in the first ``<answer>…</answer>`` of response and label, without white space at their ends, are compared; case
-counts.
+texts in the first ``<answer>…</answer>`` of response and label, without white space at their ends, are compared with
+case.
 
-Departures. A label without tags is the answer itself. A response without tags is wrong; where neither side has tags the
-source compares two empty texts and finds every response right. An empty label gives no reward. Only the text behind the
-last ``</think>`` counts, and a ``<think>`` that never closes has no answer. A response with different texts in several
-answer tags is wrong, where the source takes the first text.
+Departures. A label without tags is the answer itself. A response without tags is wrong; if neither side has tags, the
+source compares two empty texts and accepts every response. An empty label gives no reward. Only the text after the last
+``</think>`` counts, and a ``<think>`` that never closes has no answer. A response with different texts in several
+answer tags is wrong; the source takes the first text.
 """
 
 from __future__ import annotations

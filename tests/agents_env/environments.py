@@ -1,4 +1,4 @@
-"""The environments of `make test-agents`: their packages do not fit into that of Relax, or not with each other."""
+"""The environments of `make test-agents`: their packages conflict with those of Relax or with each other."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENTS = str(ROOT / ".venv-agents" / "bin" / "python")  # clients of agents, and openenv
-VERIFIERS = str(ROOT / ".venv-verifiers" / "bin" / "python")  # verifiers wants an older openai and an older mcp
+VERIFIERS = str(ROOT / ".venv-verifiers" / "bin" / "python")  # verifiers needs an older openai and an older mcp

@@ -1,4 +1,4 @@
-"""Real clients hold a conversation of three turns with the endpoint, each in the environment of agents."""
+"""Real clients hold a conversation of three turns with the endpoint, each in the agents' environment."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.rollout.agents.replays import CONTEXT, CONVERSATIONS, SAYS, Conversat
 pytestmark = pytest.mark.agents
 CLIENTS = Path(__file__).parent / "clients"
 PACKAGES = {"pydantic_ai": "pydantic-ai-slim", "openai_agents": "openai-agents"}
-ANSWER_S = 120.0  # the import of a library on a loaded machine, or a conversation
+ANSWER_S = 120.0  # time to import a library on a loaded machine, or for a conversation
 
 
 class Client:
-    """One process with one client library, which holds one conversation after the other."""
+    """Runs one process with one client library, which holds one conversation after another."""
 
     def __init__(self, name: str) -> None:
         command = [AGENTS, "client_main.py", f"{name}_client"]
@@ -53,7 +53,7 @@ class Client:
             late.cancel()
 
     def converse(self, mode: str, url: str, key: str) -> dict[str, Any]:
-        """What the program at the end of the conversation has: an answer, or an error."""
+        """Returns the program's result of the conversation: an answer, or an error."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"mode": mode, "url": url, "key": key}) + "\n")
         self._process.stdin.flush()
@@ -96,7 +96,7 @@ def test_a_client_holds_three_turns_whose_tokens_are_the_engine_s_own(
         said = await asyncio.to_thread(client.converse, conversation.mode, one.url, one.key)
         assert "168" in said.get("answer", ""), said.get("error", said)
         counts = one.session.counts
-        tree = one.tree()  # every token has one account
+        tree = one.tree()  # checks that every token is in one account
         (episode,) = tree.episodes
         assert [turn.response.output_ids.tolist() for turn in one.record.turns] == pool.given and len(pool.given) == 3
         assert len(episode.leaves) == counts["segments"] == conversation.segments

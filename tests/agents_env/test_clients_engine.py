@@ -1,4 +1,4 @@
-"""Real clients over a real engine with the builtin model that calls a tool in some of its answers."""
+"""Real clients with a real engine; its builtin model calls a tool in some of its answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_client_goes_on_from_the_tokens_of_a_real_engine(engine: Engine, folde
     async def scene(one: Served) -> None:
         said = await asyncio.to_thread(client.converse, "engine", one.url, one.key)
         assert said.get("answer", "None") != "None", said
-        begun = int(said["answer"])  # the first turn with a call; each answer before it has a conversation of its own
+        begun = int(said["answer"])  # the first turn with a call; each answer before it is in a separate conversation
         one.session.end("env_done")
         turns = one.record.turns[begun - 1 :]
         assert len(turns) == 4 and turns[0].tools and one.record.orphan == 0

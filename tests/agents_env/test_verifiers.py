@@ -1,4 +1,4 @@
-"""A taskset of the real package verifiers is played by the program of env=verifiers over the endpoint."""
+"""The program of env=verifiers plays a taskset of the real package verifiers through the endpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_task_is_played_in_one_segment_and_rewarded_by_its_taskset(tmp_path: P
     tokenizer = PromptTokenizer(write_folder(tmp_path / "model", FAMILIES["strips_thinking"]))
     pool = ScriptedPool(tokenizer, CALL, CALL, last)
     task, result = tmp_path / "task.json", tmp_path / "result.json"
-    task.write_text(json.dumps({"prompt": "", "seed": 11}))  # the task 2 of nine
+    task.write_text(json.dumps({"prompt": "", "seed": 11}))  # task 2 of nine
 
     words = command(VerifiersConfig(taskset=str(SUMS), harness=str(SUMS)))
 

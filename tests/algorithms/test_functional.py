@@ -1,4 +1,4 @@
-"""Edges and properties of the shared maths; tests/conformance compares it with the golden vectors."""
+"""Edge cases and properties of the shared maths; tests/conformance compares it with golden vectors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _policy_gradient(log_ratio: float, advantage: float) -> float:
 
 @pytest.mark.parametrize(
     ("method", "level", "wanted", "outside"),
-    # ρ = 1, e², e^-4 and a masked one; samples [0, 1] and [2, 3], whose products are e² and e^-4
+    # ρ = 1, e², e^-4 and a masked token; samples [0, 1] and [2, 3], whose products are e² and e^-4
     [
         ("tis", "token", [1.0, 2.0, 0.1, 1.0], [False, True, True, False]),
         ("mis", "token", [1.0, 0.0, 0.0, 1.0], [False, True, True, False]),

@@ -1,4 +1,4 @@
-"""Settings, requirements, checks and hooks of every built-in algorithm; tests/conformance tests what they compute."""
+"""Settings, requirements, checks and hooks of every built-in algorithm; tests/conformance covers their computations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTOR_FWD = {"old_logprobs": "actor_fwd"}
 
 
 def config_of(algorithm: str, **changes: Any) -> Any:
-    """Returns an algorithm's settings with the length that conf/algo takes from rollout.max_new_tokens."""
+    """Returns an algorithm's settings with the length that conf/algo reads from rollout.max_new_tokens."""
     return find_algorithm(algorithm).config(**{"norm_length": 8.0} | changes)
 
 
@@ -74,7 +74,7 @@ def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, An
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_a_group_of_one_needs_a_critic_a_teacher_or_a_baseline_of_the_step(algorithm: str) -> None:
     spec, config = find_algorithm(algorithm), config_of(algorithm, group_size=1)
-    if algorithm == "reinforce_pp":  # the plain form's baseline is the step's mean
+    if algorithm == "reinforce_pp":  # the plain form uses the mean of the step as its baseline
         spec.check(dataclasses.replace(config, group_baseline=False))
     if spec.requirements(config).critic or spec.requirements(config).teacher is not None:
         spec.check(config)
@@ -204,7 +204,7 @@ def test_distillation_asks_for_top_k_tokens_only_where_the_form_is_about_them() 
 
 
 def grpo_inputs(*, new: list[float], old: list[float], rollout: list[float], advantages: list[float]) -> LossInputs:
-    """Returns tokens of one sample each; the log-probs of the reference are the old ones."""
+    """Returns one token per sample; the reference log-probs equal the old log-probs."""
     return LossInputs(
         logprobs=torch.tensor(new),
         old_logprobs=torch.tensor(old),
@@ -219,7 +219,7 @@ def grpo_inputs(*, new: list[float], old: list[float], rollout: list[float], adv
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd", "current"])
 def test_opsm_measures_the_drift_from_what_the_engine_sampled_with(old_logprobs: str) -> None:
-    """DeepSeek-V3.2, eq. 9. The first sample drifted, the second did not, and the third is good."""
+    """DeepSeek-V3.2, eq. 9. The first sample drifted, the second did not, and the third has a positive advantage."""
     config = grpo.GrpoConfig(old_logprobs=old_logprobs, opsm_threshold=1e-2, correction="none")
     grpo.SPEC.check(config)
     rollout = [-0.9, -1.0, -0.9]
@@ -248,7 +248,7 @@ def test_metrics_of_grpo_by_hand() -> None:
 
 
 class Reads:
-    """Settings that record which of them are read."""
+    """Wraps settings and records which settings are read."""
 
     def __init__(self, config: Any, read: set[str]) -> None:
         self._config, self._read = config, read
@@ -260,7 +260,7 @@ class Reads:
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_every_setting_is_read(algorithm: str) -> None:
-    """The functions that compute read every setting, with every option switched on."""
+    """The computing functions read every setting, with every option enabled."""
     spec, read = find_algorithm(algorithm), set[str]()
     fields = {field.name for field in dataclasses.fields(spec.config)}
     base = {"kl_coef": 0.1, "kl_estimator": "k3", "old_logprobs": "actor_fwd", "opsm_threshold": 1e-4}
@@ -318,8 +318,8 @@ def test_every_setting_is_read(algorithm: str) -> None:
                 values=tokens, old_values=tokens, returns=tokens, loss_mask=mask, sample_ids=ids, num_samples=2
             )
             spec.value_loss(value_inputs, config)
-    # Every algorithm's common settings are the roles' to read: tests/config and tests/train/test_updates.py hold
-    # that. The denominator reads the length that a sample's sum is divided by.
+    # The roles read the common settings of algorithms: tests/config and tests/train/test_updates.py cover that. The
+    # denominator reads the length that a sample's sum is divided by.
     of_all = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     assert fields - read == {*of_all, "norm_length"}
 

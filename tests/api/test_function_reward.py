@@ -1,4 +1,4 @@
-"""A function as a reward: how it reaches the processes of a run, and which functions are refused."""
+"""A function as a reward: its transfer to the processes of a run, and refused functions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_closure_crosses_by_value_and_its_lines_are_named(tmp_path: Path) -> N
     ],
 )
 def test_what_a_script_or_a_notebook_defines_crosses(tmp_path: Path, program: str) -> None:
-    """The function is defined in no file, as in a notebook's cell, or in a module that the workers do not find."""
+    """The function is defined in no file (as in a notebook's cell), or in a module that the workers cannot find."""
     (tmp_path / "helper.py").write_text("def reward(given):\n    return 2 * len(given.response)\n")
     write = (
         "from pathlib import Path\nfrom relax_core.api.function_reward import *\n"
@@ -86,7 +86,7 @@ def test_a_file_that_others_may_read_or_write_is_refused_unread(tmp_path: Path, 
 
 
 class _Touches:
-    """An object that makes a file when it is unpickled."""
+    """Makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -41,7 +41,7 @@ def test_what_is_no_list_of_overrides_is_refused_at_once(overrides: list[str], r
 
 
 def test_mistakes_are_typed_and_leave_no_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The run's own process finds values out of range, a plan, and a reward that returns text."""
+    """The run's process reports values out of range, a plan, and a reward that returns text."""
     folder = f"run.dir={tmp_path / 'run'}"
     with pytest.raises(relax_core.ConfigError) as error:
         relax_core.run(["optimizer.lr=-1", "seed=-1", folder])

@@ -1,4 +1,4 @@
-"""The figures of the algorithms' table, and that a benchmark which was stopped goes on."""
+"""The values of the algorithms' table, and the continuation of a stopped benchmark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_figures_and_table() -> None:
         run_of("grpo", 0): figures,
         run_of("grpo", mode="colocate"): {**figures, "exact_after": 0.9},
         run_of("distill"): {**figures, "teacher": 0.97},
-        run_of("gspo", mode="colocate"): figures,  # its other runs failed
+        run_of("gspo", mode="colocate"): figures,  # the other runs of this row failed
     }
     text = table(done, seeds=2)
     assert "| grpo | 0.50 → 1.00 | 0.25 → 0.75 | 10, — | 0.90 | — | 30.0 % | 1.50 |" in text
@@ -75,7 +75,7 @@ def test_a_stopped_benchmark_goes_on(tmp_path: Path) -> None:
     ]
     write_result(file, runs[1], some_figures())
     with file.open("a") as out:
-        out.write('{"run": {"row": "gr')  # it was killed in the middle of a line
+        out.write('{"run": {"row": "gr')  # killed in the middle of a line
     assert read_results(file) == {runs[1]: some_figures()}
     write_result(file, runs[0], some_figures())
     assert [run for run in runs if run not in read_results(file)] == runs[2:]

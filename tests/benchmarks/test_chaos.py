@@ -1,4 +1,4 @@
-"""What `benchmarks.chaos` makes of its harms; the runs themselves are in tests/integration/test_chaos.py."""
+"""The fault injection of `benchmarks.chaos`; tests/integration/test_chaos.py has the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: rounds, ratios and tables, worked out by hand."""
+"""The benchmark harness: rounds, ratios and tables, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_figure_that_only_some_ways_have_leaves_a_cell_empty() -> None:
 
 
 def test_the_metrics_of_a_checkout_from_before_the_event_log_are_read(tmp_path: Path) -> None:
-    """Today's lines of metrics.jsonl have a type, and earlier ones had none."""
+    """Current lines of metrics.jsonl have a type; older ones have none."""
     line = '{%s"source":"actor","step":3,"time_s":1.0,"values":{"samples":8.0,"loss":null}}\n'
     for kind in ("", '"type":"numbers",'):
         (tmp_path / "metrics.jsonl").write_text(line % kind)

@@ -1,4 +1,4 @@
-"""The table of predicted against measured memory; the runs themselves are minutes."""
+"""The table of predicted and measured memory; the runs themselves take minutes."""
 
 from __future__ import annotations
 

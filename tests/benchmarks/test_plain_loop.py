@@ -1,4 +1,4 @@
-"""The yardstick must do the work that it is timed for: it learns."""
+"""The baseline loop must do the work that it is timed for: it learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations that `benchmarks.real_model` counts, against those that torch counts, and its table."""
+"""Compares the operations that `benchmarks.real_model` counts with torch's count, and checks its table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_of(folder: Path) -> torch.nn.Module:
 
 
 def test_a_pass_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None:
-    """Torch counts the whole square of pairs; backward is twice forward, without a gradient of the embedded rows."""
+    """Torch counts all pairs of rows; backward is twice forward, without a gradient of the embedded rows."""
     folder = write_model(tmp_path / "model", SIZE)
     assert size_of(folder) == SIZE
     ids = torch.randint(0, SIZE.vocabulary, (3, 11))
@@ -47,12 +47,12 @@ def test_a_pass_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None:
         loss = model(input_ids=ids, use_cache=False).logits.sum()
         forward = counter.get_total_flops()
         loss.backward()
-    assert forward == pytest.approx(forward_flops(SIZE, counts), rel=2e-3)  # rotary angles are a product, too
+    assert forward == pytest.approx(forward_flops(SIZE, counts), rel=2e-3)  # torch also counts rotary angles
     assert counter.get_total_flops() == pytest.approx(3 * forward_flops(SIZE, counts), rel=2e-3)
 
 
 def test_decoding_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None:
-    """Torch counts the whole square of the prompt, of which a decoder needs one half."""
+    """Torch counts all pairs of prompt rows; a decoder needs half of them."""
     prompt, new_tokens, samples = 9, 7, 2
     model = model_of(write_model(tmp_path / "model", SIZE))
     model.generation_config.eos_token_id = None  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The models that `benchmarks.learning` teaches: judges learn what they are tried on, and policies their games."""
+"""The models that `benchmarks.learning` teaches: judges learn their test cases, and policies their games."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_taught_guess_is_a_turn_of_the_agents_game() -> None:
         prompt, said = guess_example(rng)
         seen.add(prompt.count("er"))
         assert prompt.startswith(history([])) and 1 <= int(said) <= 7
-    assert len(seen) == 3, "no, one and two guesses before"
+    assert len(seen) == 3, "zero, one and two earlier guesses"
 
 
 def test_the_reward_of_the_verdict_has_the_judges_of_its_config() -> None:

@@ -1,4 +1,4 @@
-"""A bus for tests without an event loop: each call blocks its thread until it has the answer."""
+"""A blocking bus for tests without an event loop: each call blocks its thread until the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_core.bus.ray_bus import blocking
 
 
 class BlockingBus:
-    """Runs each asynchronous call of ``bus`` to its end. It can be pickled with its bus."""
+    """Runs each asynchronous call of ``bus`` to its end. Can be pickled with its bus."""
 
     def __init__(self, bus: Any) -> None:
         self.bus = bus

@@ -1,4 +1,4 @@
-"""A model of a run, moved by random choices, that checks every answer of the bus's core."""
+"""A model of a run that makes random actions and checks every answer of the bus core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class BusModel(LedgerModel):
-    """The actions of clients, and their faults. Actions take Hypothesis's ``draw``."""
+    """Runs the actions of clients and their faults. Actions get Hypothesis's ``draw``."""
 
     # -- actions of clients -------------------------------------------------------------------------------------
     def admit(self, draw: Draw) -> None:
@@ -48,10 +48,10 @@ class BusModel(LedgerModel):
         if self.rollout_workers > 1:
             own = sum(self.owners[uid] == worker for uid in self.in_flight)
             let_in = (self.max_staleness + 2) * (self.gps + self.spare_groups)
-            assert own <= -(-let_in // self.rollout_workers), "it takes another worker's part"
+            assert own <= -(-let_in // self.rollout_workers), "a worker exceeds its share"
 
     def roll_out(self, draw: Draw) -> None:
-        """Puts some of the groups that may be generated, in any order."""
+        """Puts some of the groups whose generation may start, in any order."""
         self.admit(draw)
         ready = draw(st.permutations(self.startable()))
         for admission in ready[: draw(st.integers(0, len(ready)))]:
@@ -83,7 +83,7 @@ class BusModel(LedgerModel):
         self.in_flight.pop(row.group_uid)
 
     def draw_media(self, draw: Draw) -> dict[str, int]:
-        """Returns some of the items that somebody names."""
+        """Returns some of the items that are in use."""
         self.media.check(self.core, self.rows, self.in_flight)
         if not self.media.stored:
             return {}
@@ -122,7 +122,7 @@ class BusModel(LedgerModel):
         if lease is not None:
             for leased in lease.rows:
                 row = self.core.groups[leased.group_uid].complete
-                assert row is not None and "b" not in row.columns, "worked on twice"
+                assert row is not None and "b" not in row.columns, "leased again after its column was written"
             self.worker_leases.append(lease)
             self.media.lease(lease, self.rows)
 
@@ -159,7 +159,7 @@ class BusModel(LedgerModel):
         self.media.lease(lease, self.rows)
         assert min_groups <= len(lease.rows) <= min(max_groups, slots)
         for row in lease.rows:
-            assert set(row.uids) == set(self.rows[row.group_uid].uids), "a group came in parts or mixed"
+            assert set(row.uids) == set(self.rows[row.group_uid].uids), "a group is incomplete or mixed"
             assert row.columns == {c: b"x" if c == "b" else row.group_uid.encode() for c in columns}
             if self.on_stale == "drop":
                 assert min(row.versions) >= step - self.max_staleness
@@ -199,7 +199,7 @@ class BusModel(LedgerModel):
             self.check_surplus(step)
 
     def check_surplus(self, step: int) -> None:
-        """Checks that groups in flight ended after ``step`` only because the steps have enough groups without them."""
+        """Checks that groups in flight were ended after ``step`` only if the steps have enough groups without them."""
         gone = [uid for uid in self.in_flight if uid not in self.core.groups]
         for uid in gone:
             over = self.in_flight.pop(uid).min_version < step + 1 - self.max_staleness
@@ -207,9 +207,9 @@ class BusModel(LedgerModel):
         assert not gone or self.spare_groups
         if self.core.finished():
             may_be_left = 0 if self.spare_groups else self.unfilled
-            assert len(self.core.groups) <= may_be_left, "nobody will train what is left"
+            assert len(self.core.groups) <= may_be_left, "groups remain that no step will train"
             return
-        for worker in range(MOST_WORKERS):  # each gets its own groups, whichever worker asked before
+        for worker in range(MOST_WORKERS):  # each gets its own groups, in any order of calls
             change = self.core.version_change(step, worker=worker)
             own = sorted(uid for uid in gone if self.owners[uid] == worker)
             assert change is not None and (change.version, sorted(change.retired)) == (step + 1, own)
@@ -223,7 +223,7 @@ class BusModel(LedgerModel):
         self.ack(draw)
 
     def train_fully(self) -> None:
-        """Trains a step of a run without faults, which must get all of its groups."""
+        """Trains a step without faults, which must get all of its groups."""
         for worker in range(MOST_WORKERS):
             self.admit_groups(100, worker=worker)
         for admission in self.startable():
@@ -279,7 +279,7 @@ class BusModel(LedgerModel):
         return group_uid not in self.core.groups and group_uid not in self.in_flight
 
     def crash_and_resume(self, draw: Draw) -> None:
-        """Kills the process and resumes. Of the events after the checkpoint, either all or none are on disk."""
+        """Kills the process and resumes; either all or none of the events after the checkpoint are on disk."""
         if not self.saved:
             return
         saved = draw(st.sampled_from(self.saved))
@@ -298,7 +298,7 @@ class BusModel(LedgerModel):
             self.back_to(draw(st.sampled_from(self.saved)))
 
     def start_afresh(self, draw: Draw) -> None:
-        """Crashes before the first checkpoint, so that nothing in the file counts any more."""
+        """Crashes before the first checkpoint, so that no event in the file is valid any more."""
         if self.saved:
             return
         self.journal.close(timeout_s=FLUSH_S)
@@ -325,7 +325,7 @@ class BusModel(LedgerModel):
         again = self.core.admit(open_at_cut, worker=1) if open_at_cut else []
         self.owners.update({a.group_uid: 1 for a in again})
         assert [a.index for a in again] == sorted(a.index for a in again)
-        assert all(a.attempt > 0 for a in again), "fresh groups came before lost ones"
+        assert all(a.attempt > 0 for a in again), "new groups were admitted before lost groups"
         self.in_flight = {a.group_uid: a for a in again}
 
     def close(self) -> None:

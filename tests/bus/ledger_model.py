@@ -1,4 +1,4 @@
-"""A model of a run's counts beside a bus that writes a real ledger file.
+"""A model of a run's sample counts, compared with a bus that writes a real ledger file.
 
 The file must agree with the counts after every restore, every crash and at the end.
 """
@@ -24,7 +24,7 @@ FLUSH_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint: the bus's snapshot, the model's state at that time, and a copy of the ledger's file."""
+    """Holds a checkpoint: the bus's snapshot, the model's state at that time, and a copy of the ledger's file."""
 
     snapshot: bytes
     issued: set[str]
@@ -35,7 +35,7 @@ class Saved:
 
 
 class LedgerModel:
-    """A bus, its ledger's file, and the end of each sample according to the model."""
+    """Holds a bus, its ledger's file, and the end of each sample according to the model."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class LedgerModel:
         self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
         self.owners: dict[str, int] = {}  # group → the rollout worker to which it was admitted
-        self.rows: dict[str, Group] = {}  # every row that was put
+        self.rows: dict[str, Group] = {}  # all groups that were put
         self.actor_leases: list[Lease] = []
         self.worker_leases: list[Lease] = []
         self.issued: set[str] = set()
         self.trained: dict[str, int] = {}  # uid → staleness
-        self.unfilled = 0  # groups that the steps so far could have trained and did not
+        self.unfilled = 0  # groups that past steps could have trained but did not
         self.saved: list[Saved] = []
         self.media = MediaModel()
 

@@ -37,5 +37,5 @@ def media_columns(items: Sequence[MediaItem]) -> dict[str, bytes]:
 
 
 def held(*items: MediaItem) -> dict[str, int]:
-    """Returns what `Bus.hold` takes."""
+    """Returns the argument of `Bus.hold`."""
     return {item.digest: item.nbytes for item in items}

@@ -1,4 +1,4 @@
-"""Helpers of the bus's tests."""
+"""Makes groups, settings and a clock for the bus's tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.contracts.tree import sample_uid
 
 
 class Clock:
-    """A clock that only the test moves; seconds."""
+    """A clock in seconds that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0

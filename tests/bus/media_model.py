@@ -1,4 +1,4 @@
-"""A model of who names which media item, beside a bus."""
+"""A model of the media items in use and their users, compared with a bus."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NBYTES = {digest: 100 + number for number, digest in enumerate(DIGESTS)}
 
 
 class MediaModel:
-    """The tensors that are stored, and everybody who needs them."""
+    """Holds the stored items and their users."""
 
     def __init__(self) -> None:
         self.stored: set[str] = set()
         self.held: dict[int, set[str]] = defaultdict(set)  # by rollout worker
-        # What a lost worker held, and its groups in flight at that time.
+        # The items held by a lost worker, and its groups in flight at that time.
         self.lost: dict[int, tuple[set[str], set[str]]] = {}
         self.leased: dict[int, set[str]] = {}  # by lease id
 
@@ -39,11 +39,11 @@ class MediaModel:
         self.leased[lease.lease_id] = {digest for row in lease.rows for digest in rows[row.group_uid].media}
 
     def go_back(self) -> None:
-        """The bus is restored: groups and leases are gone, and the workers hold what they held."""
+        """Applies a restore of the bus: groups and leases are removed, and workers keep the items that they hold."""
         self.lost, self.leased = {}, {}
 
     def check(self, core: BusCore, rows: dict[str, Group], in_flight: Collection[str]) -> None:
-        """Removes what the bus would remove, and compares what is left with what somebody needs."""
+        """Removes unused items as the bus does, and compares the remaining items with the items in use."""
         self.stored.difference_update(core.media.take_unnamed())
         self.lost = {worker: one for worker, one in self.lost.items() if not one[1].isdisjoint(in_flight)}
         self.leased = {lease: digests for lease, digests in self.leased.items() if lease in core.leases}
@@ -51,7 +51,7 @@ class MediaModel:
         needed = set().union(
             *self.held.values(), *(items for items, _ in self.lost.values()), *self.leased.values(), *open_groups
         )
-        assert needed <= self.stored, "lost while somebody names it"
-        assert self.stored <= needed, "stored although nobody names it"
+        assert needed <= self.stored, "an item in use was removed"
+        assert self.stored <= needed, "an unused item is stored"
         progress = core.progress()
         assert (progress.media_items, progress.media_bytes) == (len(needed), sum(NBYTES[one] for one in needed))

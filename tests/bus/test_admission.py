@@ -1,4 +1,4 @@
-"""Tests the admission rule against an independent derivation group by group, and after losses."""
+"""Tests the admission rule against an independent derivation for each group, and after losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bus.make_rows import for_actor, make_core, make_row, make_settings
 def by_position(
     position: int, *, version: int, slots_left: int, gps: int, staleness: int, total_steps: int
 ) -> int | None:
-    """Returns the ``min_version`` of the group at this position if nothing was lost; None if it has to wait."""
+    """Returns the ``min_version`` of the group at this position without losses, or None if it must wait."""
     step = version if position < slots_left else version + 1 + (position - slots_left) // gps
     if step > version + staleness + 1 or step >= total_steps:
         return None
@@ -50,7 +50,7 @@ def test_without_losses_the_place_in_the_queue_decides(
 
 
 def test_a_lost_group_is_replaced_by_one_that_may_start_now() -> None:
-    """At staleness 0 the early groups are held for version 1, so the hole at step 0 needs a group of version 0."""
+    """At staleness 0 the early groups wait for version 1, so step 0 needs another group of version 0."""
     core = make_core(max_staleness=0)
     first, second, third, fourth = core.admit(100)
     assert [a.min_version for a in (first, second, third, fourth)] == [0, 0, 1, 1]

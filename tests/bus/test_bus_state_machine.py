@@ -1,8 +1,8 @@
 """Random histories of the bus's core, checked against a model of each sample.
 
-The actions are those of clients and crashes, in any order. After each action the counts must agree with the model, and
-exactly those media items are stored that somebody names; after each restore the ledger's file must agree, too. At the
-end, a run without faults must be able to finish from any state.
+The actions are calls of clients and crashes, in any order. After each action the counts must agree with the model, and
+exactly the media items in use are stored; after each restore the ledger's file must agree, too. At the end, a run
+without faults must be able to finish from any state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BusMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model: BusModel | None = None
-        # The file is in shared memory, because the test is about the journal and not about the disk.
+        # The file is in shared memory, because the test covers the journal and not the disk.
         self.folder = tempfile.TemporaryDirectory(prefix=f"{Path(tempfile.gettempdir()).name}-", dir="/dev/shm")
 
     @initialize(
@@ -51,7 +51,7 @@ class BusMachine(RuleBasedStateMachine):
             rollout_workers=rollout_workers,
         )
 
-    # All actions are one rule: Hypothesis omits some rules in each history, and without rollout nothing would happen.
+    # All actions are one rule: Hypothesis omits some rules in each history, which would be useless without rollouts.
     @rule(action=st.sampled_from(WORK + TROUBLE), data=st.data())
     def act(self, action: str, data: st.DataObject) -> None:
         assert self.model is not None
@@ -80,7 +80,7 @@ class BusMachine(RuleBasedStateMachine):
         for worker in range(MOST_WORKERS):
             self.model.media.let_go(self.model.core, worker, DIGESTS)
         self.model.check_counts()
-        assert self.model.core.groups or not self.model.media.stored, "left behind at the end of the run"
+        assert self.model.core.groups or not self.model.media.stored, "an item remains at the end of the run"
         self.model.close()
 
 

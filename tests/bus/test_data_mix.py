@@ -1,4 +1,4 @@
-"""Tests of data.mix in the bus: shares of what is issued and trained, what replaces a lost prompt, and resume."""
+"""Tests of data.mix in the bus: shares of issued and trained samples, replacement of lost prompts, and resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = 8
 
 
 class Rollout:
-    """A rollout whose prompts take random times, videos ten times as long as others, and of which some are dropped."""
+    """Simulates a rollout: prompts take random times, videos ten times as long as others, and some are dropped."""
 
     def __init__(self, core: BusCore, rng: random.Random, *, lost: float) -> None:
         self._core, self._rng, self._lost = core, rng, lost
@@ -32,7 +32,7 @@ class Rollout:
         return self._order.at(admission.data_index)[0]
 
     def step(self) -> None:
-        """Goes on until one train step is done."""
+        """Advances until one train step is done."""
         core, step = self._core, self._core.version
         while core.version == step:
             self._admit()
@@ -46,7 +46,7 @@ class Rollout:
     def _admit(self) -> None:
         for one in self._core.admit(self._rng.choice((3, 100))):
             self._issued[one.index] = one
-            self._core.name_modalities({one.index: self.modality(one)})  # with data.mix it has this name already
+            self._core.name_modalities({one.index: self.modality(one)})  # with data.mix it has this modality already
             slow = 10 if self.modality(one) == "video" else 1
             self._open.append((self.now + slow * self._rng.randint(1, 3), one))
 
@@ -95,7 +95,7 @@ def test_every_step_trains_the_shares_however_long_a_prompt_takes(
 
 
 def test_without_a_mix_the_slow_modality_is_trained_less() -> None:
-    """The control of the test above: the same rollout loses most videos if no share is kept."""
+    """The control of the test above: without data.mix the same rollout loses most videos."""
     core = make_core(groups_per_step=GROUPS, total_steps=40, spare_groups=4)
     rollout = Rollout(core, random.Random(1), lost=0.0)
     while not core.finished():
@@ -128,7 +128,7 @@ def test_a_resume_trains_each_prompt_once_and_keeps_the_shares(
     assert (counts.lost, counts.trained_twice, counts.trained) == (0, 0, 10 * GROUPS * 2)
     trained = Counter(map(second.modality, first.trained + second.trained))
     assert trained == {name: MixOrder(MIX).count(name, 10 * GROUPS) for name in MIX}
-    # Each modality has given its first prompts, without a gap: the ends of their groups are the ledger's.
+    # Each modality has issued its first prompts without a gap, and the ledger has the ends of their groups.
     for name, one in counts.modalities.items():
         numbers = sorted(MixOrder(MIX).at(index)[1] for index in {*drawn} if MixOrder(MIX).at(index)[0] == name)
         assert numbers[-1] < one.issued // 2

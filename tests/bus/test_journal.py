@@ -111,7 +111,7 @@ def test_a_failed_write_is_told_at_the_next_flush(journal: Journal, path: Path) 
     journal.append("issued", "g0", ["g0.0"])
     with pytest.raises(LedgerUnwritable, match=r"ledger\.sqlite: no such table"):
         journal.flush(timeout_s=T)
-    journal.append("issued", "g0", ["g0.0"])  # the bus goes on after a failed write
+    journal.append("issued", "g0", ["g0.0"])  # the bus continues after a failed write
     with pytest.raises(LedgerUnwritable):
         journal.close(timeout_s=T)
 
@@ -198,7 +198,7 @@ def test_the_end_of_the_run_does_not_wait_longer_than_it_may(path: Path, wait_un
         wait_until(lambda: journal.problem, what="the lock")
         with pytest.raises(LedgerUnwritable, match="database is locked"):
             journal.close(timeout_s=0.1)
-    journal.close(timeout_s=T)  # it is closed already
+    journal.close(timeout_s=T)  # already closed
 
 
 def test_a_ledger_that_is_locked_at_the_start_is_waited_for(

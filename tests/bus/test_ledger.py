@@ -1,4 +1,4 @@
-"""Tests that the ledger reports lost and twice trained samples, costs little, and survives a snapshot."""
+"""Tests that the ledger reports lost and twice trained samples, is cheap, and survives a snapshot."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: PersistedRu
     newer = run.core.snapshot()
     run.core.restore(older)
     run.roll_out(2)
-    run.train()  # the same samples, on another line of history
+    run.train()  # the same samples again, after the restore
     run.core.restore(newer)
     with run.file() as file:
         assert file.counts(run_over=True).trained_twice == []
@@ -132,7 +132,7 @@ def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: PersistedRun) ->
 
 
 def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
-    """The payloads of a group are found by event ids, also those of events that were undone and then lost."""
+    """Payloads of groups are found by event ids, so ids of undone events must not be reused."""
     run.roll_out(2)
     snapshot = run.core.snapshot()
     run.train()

@@ -28,7 +28,7 @@ from tests.bus.make_rows import for_actor, make_row, make_settings
 
 T = 60.0
 WaitUntil = Callable[..., None]
-SIZE = 280  # pixels; the item is larger than what Ray sends inside a message
+SIZE = 280  # pixels; the item is too large for a Ray message
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def bus(other_node: str, folder: Path, tmp_path: Path, request: pytest.FixtureRe
 
 
 def look(bus: BlockingBus, items: list[MediaItem]) -> tuple[int, list[np.ndarray], bytes]:
-    """Maps items as a rank does; returns its process id, their frames and what its process has mapped."""
+    """Maps items as a rank does; returns its process id, their frames and the maps of the process."""
     reader = bus.media_reader(timeout_s=T)
     reader.bring(items)
     mapped = [reader.tensors(item)["frames"] for item in items]
@@ -110,9 +110,9 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
     assert {file.name for file in there.iterdir()} == {item.digest for item in items[:2]}
     first = (there / items[0].digest).stat()
     assert first.st_mode & 0o777 == 0o600
-    bus.bring_media([item.digest for item in items], node_id=other_node, timeout_s=T)  # an engine's client asks so
+    bus.bring_media([item.digest for item in items], node_id=other_node, timeout_s=T)  # as an engine's client does
     assert {file.name for file in there.iterdir()} == {item.digest for item in items}
-    assert (there / items[0].digest).stat().st_ino == first.st_ino, "it came once"
+    assert (there / items[0].digest).stat().st_ino == first.st_ino, "it was transferred once"
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
     left = {here: [items[2].digest], there: [items[2].digest]}
     wait_until(lambda: names_in(here, there) == left, what="the removal of items")

@@ -1,4 +1,4 @@
-"""Tests of over-sampling: which groups train, how the others end, and that every step is full."""
+"""Tests of over-sampling: which groups are trained, how the others end, and that every step is full."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_the_fastest_groups_train_and_the_rest_ends_with_its_reason() -> None:
     admitted = core.admit(100)
     now, early = admitted[:4], admitted[4:]
     assert [one.min_version for one in admitted] == [0] * 4 + [1] * 4
-    core.put([make_row(now[3]), make_row(now[1])])  # the step does not wait for the first group in order of issue
+    core.put([make_row(now[3]), make_row(now[1])])  # the step does not wait for the group that was issued first
     core.put([make_row(now[2])])
     assert train(core) == [1, 2]
     change = core.version_change(-1)
     assert change is not None and (change.version, change.retired) == (1, [now[0].group_uid])
     counts = core.progress().ledger
     assert counts.dropped == {"over_sampled": 4} and counts.lost == 0  # one in flight, one complete
-    core.put([make_row(now[0])])  # a group that has ended arrives late
+    core.put([make_row(now[0])])  # a late group that was already ended
     assert core.progress().ledger == counts
     assert [one.min_version for one in core.admit(100)] == [2] * 4, "the next step's are in already"
     core.put([make_row(one) for one in early])

@@ -1,4 +1,4 @@
-"""Tests that small payloads travel inside the message, and large ones beside it in blocks of one column."""
+"""Tests that small payloads are sent inside the message, and large payloads separately in blocks of one column."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def test_decoders_read_views_of_the_object_store() -> None:
     views = wire.join({}, large, packer.blocks)
     assert all(isinstance(view, memoryview) for view in views.values())
     ids = decode_column(TOKEN_IDS, views["ids"], rows=3)
-    assert ids.tolist() == [1, 2, 3] and not ids.flags.owndata, "it is read where it lies"
+    assert ids.tolist() == [1, 2, 3] and not ids.flags.owndata, "it is read without a copy"
     assert msgspec.msgpack.decode(views["info"]) == {"k": [1.5]}

@@ -59,7 +59,7 @@ def test_large_payloads_outlive_their_producer_and_are_not_copied(
         bus.put([make_row(admission, columns={"a": b"x", "pixels": payload})], timeout_s=T)
         return os.getpid()
 
-    producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # its process ends with the call
+    producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # the process ends with the call
     ray.get(producer.remote(bus), timeout=180)
     other = BlockingBus(connect_bus(request.node.name, NAMESPACE))
     lease = other.lease(for_worker(("pixels",)), timeout_s=T)
@@ -110,7 +110,7 @@ def test_an_event_loop_ends_though_a_wait_for_progress_was_cancelled(bus: Blocki
     loop = threading.Thread(target=lambda: ended.append(asyncio.run(scene())), daemon=True)
     loop.start()
     loop.join(60)
-    assert ended == [True], "a thread that waits for the bus would hold the loop up for 600 s"
+    assert ended == [True], "a thread that waits for the bus would block the loop for 600 s"
 
 
 CALLS: list[Callable[[BlockingBus], object]] = [

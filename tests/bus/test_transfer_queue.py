@@ -25,14 +25,14 @@ from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row, make_settings
 
 T = 120.0
-LONG_S = 400.0  # a call that waits for the end of this deadline is too late for T
+LONG_S = 400.0  # longer than T: a call that waits until this deadline fails the test
 NAMESPACE = "test-transfer-queue"
 PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 
 
 @contextmanager
 def a_bus(tmp_path: Path, name: str) -> Iterator[BlockingBus]:
-    """A bus with processes of its own: a controller and a storage unit."""
+    """Yields a bus with its own processes: a controller and a storage unit."""
     made = create_bus(
         BusConfig(name="transfer_queue"),
         make_settings(max_staleness=0),
@@ -158,12 +158,12 @@ def test_an_index_that_another_sample_has_now_is_not_read(bus: BlockingBus) -> N
         asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
     others = [put(f"g0000001{number}") for number in range(10)]
     deadline = time.monotonic() + T
-    while first.index not in [other.index for other in others]:  # a freed index may be given again only later
+    while first.index not in [other.index for other in others]:  # a freed index may be reused only later
         assert time.monotonic() < deadline
         others.append(put(f"g0000001{len(others)}"))
     with pytest.raises(LeaseLost, match="g00000001"):
         asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
-    clear(first)  # frees nothing: it goes by the key
+    clear(first)  # frees nothing, because samples are cleared by key
     assert len(asyncio.run(client.call(client.get(partition, others), timeout_s=T, what="a get"))) == len(others)
     for other in others:
         clear(other)
@@ -178,7 +178,7 @@ def test_payloads_outlive_their_producer(bus: BlockingBus) -> None:
         rows = [make_row(a, version=step, columns={"a": PIXELS}) for a in bus.admit(2, timeout_s=T)]
         bus.put(rows, timeout_s=T)
 
-    producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # its process ends with the call
+    producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # the process ends with the call
     ray.get(producer.remote(bus), timeout=180)
     other = BlockingBus(connect_bus("shared", NAMESPACE))
     lease = other.lease(for_actor(step), timeout_s=T)
@@ -200,7 +200,7 @@ def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: BlockingB
         assert {file.name for file in Path(server.folder).iterdir()} == {str(port) for port in ours}
         listening = psutil.Process(server.pid).net_connections("inet")
         ray_only = [one for one in listening if one.status == "LISTEN"]
-        assert len(ray_only) <= 1, f"beside Ray's own port: {ray_only}"
+        assert len(ray_only) <= 1, f"more ports than Ray's: {ray_only}"
         above = Path(server.folder).parent
         assert stat.S_IMODE(above.stat().st_mode) == 0o700
 

@@ -1,4 +1,4 @@
-"""Tests what `relax doctor` finds on this machine, and what it finds of killed runs."""
+"""Tests the findings of `relax doctor` on this machine and on killed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relax engines` against a real gateway, whose controller is a thread of the test."""
+"""`relax engines` with a real gateway; the controller is a thread of the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 120.0
 
 
 class Controller:
-    """Moves the orders of the book on; an order for four engines fails, and with ``slow`` none ends."""
+    """Advances the book's orders; an order for four engines fails, and with ``slow`` no order ends."""
 
     def __init__(self, book: OrderBook) -> None:
         self.slow = threading.Event()
@@ -97,7 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Contro
 def test_engines_are_shown_added_and_taken_out(
     run: tuple[Path, Controller, GatewayProcess], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the token is for the gateway alone
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the token must only go to the gateway
     folder = str(run[0])
     assert main(["engines", folder]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "step 4 of 9"
@@ -168,7 +168,7 @@ def test_a_gateway_that_starts_again_answers_a_request_once(run: tuple[Path, Con
             try:
                 again = client.ask("POST", "/rollout/scale_in", {"num_replicas": 1}, key="k")
                 break
-            except GatewayUnreachable:  # a loaded machine starts it more slowly than a person waits
+            except GatewayUnreachable:  # on a loaded machine it starts more slowly than the command's timeout
                 assert time.monotonic() < deadline
     finally:
         checking.set()

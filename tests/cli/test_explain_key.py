@@ -71,7 +71,7 @@ def test_what_is_no_key_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_value_of_conf_is_found_with_its_comment() -> None:
-    """The printed file and line hold the key."""
+    """The printed file and line contain the key."""
     found = keys_of_root()
     for group in groups():
         for option in yaml_options(group):

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a real process."""
+"""The command line in a real process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_version_is_relaxs_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("train", "list")])
 def test_every_command_is_reached_and_says_how_it_is_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with suppress(SystemExit):  # argparse's own
+    with suppress(SystemExit):  # argparse's own message
         main([command, "--help"])
     assert f"relax {command}" in capsys.readouterr().out
 
@@ -149,7 +149,7 @@ def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
 
 
 def test_the_tab_key_completes_groups_options_and_keys() -> None:
-    """What the shell asks `relax` for, by Hydra's own protocol."""
+    """Imitates the shell's completion request to `relax`, by Hydra's protocol."""
     for line, words in (
         ("relax placement=", ["placement=cpu", "placement=gpu"]),
         ("relax rollout.temp", ["rollout.temperature="]),

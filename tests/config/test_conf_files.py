@@ -25,7 +25,7 @@ from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
 JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.model=judge"]
-GAME = ["model.task=number_guess", "engine.context_length=2048"]  # of an env that brings its rows and its reward
+GAME = ["model.task=number_guess", "engine.context_length=2048"]  # for an env that has its own rows and reward
 TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "clearml": "clearml", "all_offline": "clearml"}  # make test-trackers
@@ -53,7 +53,7 @@ def test_every_option_runs(
         "env=mcp",
     ):
         pytest.importorskip(option)
-    if option == "reasoning_gym" and (refusal := worker_refusal()):  # its reward runs in the sandbox alone
+    if option == "reasoning_gym" and (refusal := worker_refusal()):  # its reward runs only in the sandbox
         pytest.skip(refusal)
     if group == "reward" and option in NEEDS:
         pytest.importorskip(NEEDS[option])
@@ -61,7 +61,7 @@ def test_every_option_runs(
         pytest.skip("the weights are missing: make real-env")
     if group == "tracker" and option in TRACKERS:
         pytest.importorskip(TRACKERS[option])
-    monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
+    monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the repository
     choices = tmp_path / "choices.jsonl"
     row = '{"prompt": "p", "answer": "A", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
     choices.write_text(f"{row}\n" * 9)
@@ -97,7 +97,7 @@ def test_every_option_runs(
         "env=mcp": ["env.servers.sum.command=python sum_server.py", "reward=math", "data=arithmetic", *TOOLS],
         "env=verifiers": ["env.taskset=gsm8k", "reward=env", "data=seeds", *TOOLS],
         "env=openenv": ["env.url=http://127.0.0.1:1", "reward=env", *TOOLS],
-        "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
+        "env=python": ["env.sandbox=none"],  # this machine may not support the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],
         "reward=plugin": ["reward.name=math"],
         "reward=env": ["env=number_guess"],
@@ -106,7 +106,7 @@ def test_every_option_runs(
         **{f"reward=genrm{form}": JUDGE for form in ("", "_deepeyes", "_pairwise")},
         "reward=genrm_rubric": [*JUDGE, "reward.rubric={It is short: 1.0}"],
         "env=plugin": ["env.name=single_turn"],
-        "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here
+        "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # SGLang need not be installed here
         "parallel=ep2": ["model=tiny_qwen3_moe"],
         "parallel=tp2_ep2": ["model=tiny_qwen3_moe"],
         "parallel=pp2_vpp2": ["model=qwen3", f"model.path={model_folder}"],
@@ -147,7 +147,7 @@ def test_a_built_in_model_keeps_the_numbers_of_the_demo(option: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plugins_yaml_has_its_config_and_their_defaults(kind: Kind) -> None:
-    """algo=grpo and algo.name=grpo must be one and the same."""
+    """algo=grpo and algo.name=grpo must give the same configuration."""
     for name in set(names(kind)) & set(yaml_options(kind)):
         values = OmegaConf.load(conf_folder() / kind / f"{name}.yaml")
         fields = {field.name: field for field in dataclasses.fields(find(kind, name).config)}
@@ -155,7 +155,7 @@ def test_a_plugins_yaml_has_its_config_and_their_defaults(kind: Kind) -> None:
         assert set(values) - {"defaults"} == set(fields)
         for key in fields:
             default = fields[key].default
-            follows = OmegaConf.is_interpolation(values, key)  # another key of the run
+            follows = OmegaConf.is_interpolation(values, key)  # refers to another key of the run
             if key != "name" and default is not dataclasses.MISSING and not follows:
                 assert values[key] == pytest.approx(default), f"{kind}={name}: {key}"
 
@@ -211,4 +211,4 @@ def test_every_number_has_a_range() -> None:
     config = compose([])
     values = {key: OmegaConf.select(config, key) for section in section_types() for key in section_keys(section)}
     numbers = {key for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    assert numbers | {"seed", "engine.context_length"} == set(RANGES)  # the last is null by default
+    assert numbers | {"seed", "engine.context_length"} == set(RANGES)  # the last default is null

@@ -1,4 +1,4 @@
-"""Tests what ``model.dtype=auto`` chooses, and that whoever reads the settled configuration sees the choice."""
+"""Tests the choice of ``model.dtype=auto``, and that the settled configuration contains the choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd {} svebf16x\nCPU part\t: 0xd40\n"
     [
         (X86.format("avx512_bf16"), False, "bfloat16"),
         (X86.format("amx_tile amx_bf16"), False, "bfloat16"),
-        (X86.format("avx512_vnni avx512_bf16_x"), False, "float32"),  # names and faults of a processor are no flags
+        (X86.format("avx512_vnni avx512_bf16_x"), False, "float32"),  # only the flags of a processor count
         (ARM.format("i8mm bf16"), False, "bfloat16"),
         (ARM.format("i8mm"), False, "float32"),
         ("", False, "float32"),
@@ -38,6 +38,6 @@ def test_a_settled_configuration_has_the_chosen_type() -> None:
         assert yaml.safe_load(to_yaml(config))["model"]["dtype"] == config.model.dtype
     assert settle(load_config(["model.dtype=auto", "placement=gpu"]))[0].model.dtype == "bfloat16"
     job = ["model.dtype=auto", "launcher=ray_job", "launcher.address=http://127.0.0.1:8265"]
-    assert settle(load_config(job))[0].model.dtype == "auto", "the cluster chooses"
+    assert settle(load_config(job))[0].model.dtype == "auto", "the choice is left to the cluster"
     with pytest.raises(ConfigError, match=r"model\.dtype=fp16: expected one of float32, bfloat16, auto\."):
         load_config(["model.dtype=fp16"], settle=settle)

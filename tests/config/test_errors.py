@@ -1,4 +1,4 @@
-"""A user's mistakes, each answered in words that name key, value and fix."""
+"""Mistakes of a user: each error names key, value and fix."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
 
 
 def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_problem(tmp_path: Path) -> None:
-    """What stands above run.dir may go at any moment: another run of this place ends, or is cleared away."""
+    """The folders above run.dir may disappear at any moment, for example when another run ends or is deleted."""
     above = tmp_path / "runs"
     above.mkdir()
     config = load_config([f"run.dir={above}/name/now"])
@@ -334,9 +334,9 @@ def test_ppo_may_have_groups_of_one() -> None:
 
 def test_the_demos_learning_rate_with_a_real_model_is_refused(model_folder: Path) -> None:
     keys = ["model=qwen3", f"model.path={model_folder}", "rollout.max_new_tokens=8", "optimizer.lr=8e-4"]
-    load_config(keys)  # a tiny folder
+    load_config(keys)  # a tiny model folder
     with (model_folder / "more.safetensors").open("wb") as file:
-        file.truncate(REAL_BYTES)  # with holes, so it takes no room
+        file.truncate(REAL_BYTES)  # a sparse file, so it takes no space
     with pytest.raises(
         ConfigError, match=r"optimizer.lr=0.0008: runs use at most 0.0001 .*run.confirm=\[optimizer.lr\]"
     ):

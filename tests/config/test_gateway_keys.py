@@ -1,4 +1,4 @@
-"""What a run with a gateway refuses before anything starts."""
+"""Settings of a run with a gateway that are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of images and videos is refused when it makes no sense, with key, value and fix."""
+"""Every invalid key of images and videos is refused with key, value and fix."""
 
 from __future__ import annotations
 

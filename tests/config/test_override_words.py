@@ -1,4 +1,4 @@
-"""What is typed: paths as they are, traps told, other trainers' names understood, files of the user's own found."""
+"""Typed overrides: paths, common traps, names from other trainers, and the user's own files."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_text_keeps_its_characters(text: str) -> None:
     assert value("agent.env", f"agent.env={{K: {text}, L: y}}") == {"K": text, "L": "y"}
     assert value("agent.env.K", f"agent.env.K={text}") == text
     assert value("launcher.python", "launcher=slurm", f"launcher.python={text}") == text
-    assert value("reward.by", f"reward.by={text}") == text  # the setting of a plug-in
+    assert value("reward.by", f"reward.by={text}") == text  # a setting of a plug-in
 
 
 @pytest.mark.parametrize(

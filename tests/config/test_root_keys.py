@@ -1,4 +1,4 @@
-"""The root keys are a promise to every saved config.yaml and every script: changing them is a decision, not a slip."""
+"""Every saved config.yaml and script depends on the root keys, so a change must be deliberate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_groups_are_frozen() -> None:
 
 
 def test_the_number_of_keys_only_falls() -> None:
-    """Each plug-in has settings of its own, which are counted once for each kind."""
+    """Each plug-in has its own settings, which are counted once per kind."""
     core = {*known_keys(), *launcher_keys()} - set(KINDS)
     own = {
         f"{kind}.{field.name}" for kind in KINDS for name in names(kind) for field in fields(find(kind, name).config)

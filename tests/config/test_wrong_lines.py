@@ -1,4 +1,4 @@
-"""Wrong command lines of new users: each is refused with the key and the right form, and none starts."""
+"""Wrong command lines of new users: each is refused with the key and the correct form, and none starts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from relax_core.config.override_words import CommandLine
 from relax_core.preflight import CHECKS, settle
 
 ROWS = "data.path=ROWS model.task=arithmetic data.eval_size=1 eval.rows=1 rollout.prompts_per_step=2"
-# The line, as it is typed in a shell, and what its message must name: the key, and the right form.
+# The line as typed in a shell, and the key and the correct form that the message must name.
 LINES = [
-    # slips in keys
+    # typing errors in keys
     ("run.stesp=3", "run.stesp", "run.steps"),
     ("lr=1e-5", "lr", "optimizer.lr"),
     ("optimizer.learning_rate=1e-5", "optimizer.learning_rate", "optimizer.lr"),
@@ -30,7 +30,7 @@ LINES = [
     ("algos=ppo", "algos", "algo"),
     ("run.steps 10", "run.steps", "run.steps=VALUE"),
     ("run.steps:10", "run.steps:10", "run.steps=VALUE"),
-    # slips in values
+    # typing errors in values
     ("seed=x", "seed=x", "whole number"),
     ("seed=1.5", "seed=1.5", "whole number"),
     ("run.steps=10k", "run.steps=10k", "whole number"),
@@ -65,7 +65,7 @@ LINES = [
     ("model.freeze=[embedding]", "model.freeze", "vision"),
     ("notify.events=[done]", "notify.events", "finished"),
     ("engine=sglang engine.urls=http://x:1", "engine.urls", '["http://x:1"]'),
-    # out of range, or beyond what any run uses
+    # out of range, or beyond the values of any real run
     ("rollout.top_p=1.5", "rollout.top_p=1.5", "at most 1"),
     ("rollout.temperature=0", "rollout.temperature=0", "at least"),
     ("algo.group_size=1", "algo.group_size=1", "2 or more"),
@@ -77,7 +77,7 @@ LINES = [
     ("rollout.temperature=100", "rollout.temperature=100", "run.confirm=[rollout.temperature]"),
     ("optimizer.weight_decay=10", "optimizer.weight_decay=10", "run.confirm=[optimizer.weight_decay]"),
     ("run.confirm=[optimizer.lrr]", "run.confirm", "optimizer.lr"),
-    # combinations, and settings that nothing reads
+    # invalid combinations, and unread settings
     ("run.epochs=3 run.steps=10", "run.steps=10", "run.epochs=null"),
     ("data.answer_key=label", "data.answer_key=label", "data=file"),
     ("data.prompt_key=问题", "data.prompt_key=问题", "data=file"),
@@ -104,7 +104,7 @@ LINES = [
     ("run.dir=", "run.dir", "Give a path"),
     ("reward=my_reward.py", "reward=my_reward.py", "reward.name=my_reward.py"),
     ("reward.name=/nowhere.py", "reward.name=/nowhere.py", "no such file"),
-    # habits of other frameworks
+    # conventions of other frameworks
     ("mode=sync", "mode=sync", "mode=colocate"),
     ("algo=sft", "algo=sft", "algo=distill"),
     ("engine=vllm", "engine=vllm", "engine=sglang"),
@@ -136,7 +136,7 @@ LINES = [
     ("mine.yaml", "mine.yaml", "--config-dir FOLDER experiment=mine"),
     ("mine/experiment/own.yaml", "own.yaml", "--config-dir mine experiment=own"),
     ("--config-dir /nowhere experiment=own", "--config-dir /nowhere", "no such folder"),
-    # a second table, written from the docs alone before the messages were read
+    # a second table, written only from the docs before the messages were known
     ("optimizer.lr=inf", "optimizer.lr=inf", "finite"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0", "at least 1"),
     ("rollout.max_new_tokens=100000", "rollout.max_new_tokens=100000", "Lower rollout.max_new_tokens"),
@@ -192,7 +192,7 @@ LINES = [
     ("data.paths=[gone.jsonl] model.task=arithmetic", "data.paths", "gone.jsonl: no such file"),
     ("eval.sets.mine=gone.jsonl", "eval.sets.mine", "gone.jsonl: no such file"),
 ]
-# The same of the other commands, which write to stderr.
+# The same for the other commands, which write to stderr.
 COMMAND_LINES = [
     ("eval tiny_qwen3 optimizer.lr=1e-6", "optimizer.lr=1e-6", "Drop it"),
     ("eval tiny_qwen3 plan=true", "plan=true", "Drop it"),

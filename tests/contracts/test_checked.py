@@ -1,4 +1,4 @@
-"""Tests which results of plug-ins are accepted, and the errors for the others."""
+"""Tests accepted results of plug-ins, and the errors for invalid results."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ ROW = {"prompt": [{"role": "user", "content": "p"}], "answer": "a", "extra": {"b
 
 
 def changes(row: Any) -> list[Any]:
-    """Changes a data row as a careless plug-in does, and returns its messages."""
+    """Changes a data row, as a careless plug-in may do, and returns its messages."""
     row["prompt"].append({"role": "assistant", "content": "x"})
     row["extra"]["board"].clear()
     row["new"] = 1

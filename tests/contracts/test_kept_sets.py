@@ -14,7 +14,7 @@ VOCAB = 100  # a bitmask has 4 words
 
 
 def random_sets(vocab: int, tokens: int, seed: int) -> tuple[np.ndarray, list[int]]:
-    """Returns sets from one token to all of them, ``[tokens, vocab]``, and a token in each."""
+    """Returns sets of one to all tokens, ``[tokens, vocab]``, and a token in each."""
     random = np.random.default_rng(seed)
     sampled = random.integers(0, vocab, tokens)
     mask = random.random((tokens, vocab)) < random.choice([0.0, 0.02, 0.3, 1.0], (tokens, 1))

@@ -1,4 +1,4 @@
-"""Tests rotary positions against the published rule, an item's file, the short form, and what a tree refuses."""
+"""Tests rotary positions against the published rule, an item's file, the short form, and refused trees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trees import answers_tree
 
 
 class Drawn(NamedTuple):
-    """A random tree: what each row is (None for text, (frame, y, x, height, width) for a patch), its path, items."""
+    """Holds a random tree, its paths and items, and each row: None for text, else (frame, y, x, height, width)."""
 
     rows: list[tuple[int, int, int, int, int] | None]
     ids: list[int]
@@ -81,7 +81,7 @@ def trees_with_media(draw: st.DrawFn) -> Drawn:
 
 
 def published(rows: list[tuple[int, int, int, int, int] | None]) -> list[tuple[int, int, int]]:
-    """Walks one path by Qwen3-VL's published rule: what follows a frame begins behind its largest position."""
+    """Computes a path's positions by Qwen3-VL's published rule: rows after a frame begin after its largest position."""
     found: list[tuple[int, int, int]] = []
     following, begin, frame = 0, 0, None
     for row in rows:
@@ -122,7 +122,7 @@ def test_a_sequence_is_a_tree_of_one_path_and_its_short_form_names_each_item_onc
     positions, following = rotary_of_sequence(len(path), media)
     wanted = published([tree.rows[row] for row in [*path]] + [None])
     assert positions.T.tolist() == [list(one) for one in wanted[:-1]] and following == wanted[-1][0]
-    # The short form by hand: every row that is no item's, and one placeholder at each item's first row.
+    # The short form by hand: every row outside of items, and one placeholder at each item's first row.
     by_start = {one.start: one for one in media}
     inside = {row for one in media for row in range(one.start, one.end)}
     short: list[int] = []
@@ -162,7 +162,7 @@ def test_a_source_is_never_shown_with_its_bytes() -> None:
 
 
 def picture_tree() -> tuple[TokenTree, MediaItem]:
-    """Rows 1 to 6 are an image of 2 × 3 rows; two answers follow row 7."""
+    """Returns a tree with an image of 2 × 3 rows in rows 1 to 6, and two answers after row 7."""
     item = image_item(2, 3)
     tree = answers_tree("g00000001", [5, *item.ids.tolist(), 6], [2, 1], [1, 2, 3], logprobs=-1.0)
     return replace(tree, media=[Media(item, 1, 7)]), item

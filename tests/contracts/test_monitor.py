@@ -1,4 +1,4 @@
-"""The monitor's loop: when it looks, what a finding and an error lead to, and what runs beside it."""
+"""The monitor's loop: the times of its checks, the effects of findings and errors, and concurrent work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loopback is asked without a proxy, and an error by a proxy names it."""
+"""Requests to loopback use no proxy, and an error by a proxy names the proxy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.contracts.host_network import except_loopback, is_loopback_url, 
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers with its path."""
+    """Answers each request with its path."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -44,7 +44,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loopback_is_asked_without_the_proxy(url: str) -> None:
     with pytest.raises(OSError, match="refused"):
-        urllib.request.build_opener().open(url, timeout=10)  # `urlopen` would keep the proxy for later tests
+        urllib.request.build_opener().open(url, timeout=10)  # `urlopen` would cache the proxy for later tests
     with opener(url).open(f"{url}/a", timeout=10) as answer:
         assert answer.read() == b"/a"
 

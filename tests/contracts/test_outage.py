@@ -1,4 +1,4 @@
-"""Outages are told from other errors, waited out within a limit, and logged at their begin and end."""
+"""Outages are distinguished from other errors, waited out within a limit, and logged at their start and end."""
 
 from __future__ import annotations
 

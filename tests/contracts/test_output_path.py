@@ -1,4 +1,4 @@
-"""A command writes only where nothing exists: files and folders of the user stay as they are."""
+"""A command writes only to new paths: existing files and folders of the user do not change."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_process_and_its_children_are_gone_also_stopped_ones(stopped: bool) ->
             if stopped:
                 os.kill(parent.pid, signal.SIGSTOP)
                 os.kill(child, signal.SIGSTOP)
-            kill_trees([parent.pid, 2**22])  # the kernel gives the other number to no process
+            kill_trees([parent.pid, 2**22])  # the second number is above the kernel's limit of pids
             assert is_gone(parent.pid) and is_gone(child)
         finally:
             kill(child)
@@ -73,7 +73,7 @@ def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
 
 
 def test_processes_of_a_replaced_owner_are_killed_and_those_of_its_successor_stay() -> None:
-    """The end of the first owner was not noticed, because its successor started before the next check."""
+    """The end of the first owner was not noticed: its successor started before the next check."""
     with (
         subprocess.Popen(["sleep", "600"]) as first,
         subprocess.Popen(["sleep", "600"]) as left,

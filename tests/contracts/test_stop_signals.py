@@ -1,4 +1,4 @@
-"""Tests how a process with a user's code handles stop signals, in a process of its own."""
+"""Tests how a process with a user's code handles stop signals, in a separate process."""
 
 from __future__ import annotations
 

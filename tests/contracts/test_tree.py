@@ -27,20 +27,20 @@ VOCABULARY = 32
 
 @st.composite
 def forests_by_parent(draw: st.DrawFn) -> list[int]:
-    """Draws the parent of each row, -1 at a root, in depth-first order: any row on the path of the row before."""
+    """Draws the parent of each row in depth-first order, any row on the path of the previous row; -1 at a root."""
     parents = [-1]
     for _ in range(draw(st.integers(0, 30))):
         path, row = [-1], len(parents) - 1
         while row >= 0:
             path.append(row)
             row = parents[row]
-        # Mostly the row before, so that there are chains.
+        # Mostly the previous row, so that there are chains.
         parents.append(len(parents) - 1 if draw(st.integers(0, 2)) else draw(st.sampled_from(path)))
     return parents
 
 
 def ends_of(parents: list[int]) -> np.ndarray:
-    """Returns int32 ``[rows]``: the row behind the last row that has the row on its path."""
+    """Returns int32 ``[rows]``: the row after the last row with this row on its path."""
     end = np.arange(1, len(parents) + 1, dtype=np.int32)
     for row in range(len(parents)):
         above = row
@@ -85,7 +85,7 @@ def test_subtrees_that_do_not_nest_are_refused_and_no_others(parents: list[int],
 
 
 def tokens_of(tree: TokenTree) -> list[tuple[int, int]]:
-    """Returns (episode, sampled row) pairs, each once, by the definition."""
+    """Returns the unique (episode, sampled row) pairs, by the definition."""
     return [
         (place, row)
         for place, one in enumerate(tree.episodes)
@@ -110,7 +110,7 @@ def test_tokens_are_pairs_of_an_episode_and_a_sampled_row(seed: int, roots: int)
     values, advantages = tree.of_tokens("values"), tree.of_tokens("advantages")
     assert values is not None and advantages is not None and tree.of_tokens("no_such_extra") is None
     assert values.tolist() == [float(tree.extras["values"][row]) for _, row in pairs]
-    assert advantages is tree.extras["advantages"]  # an episode's, not a row's
+    assert advantages is tree.extras["advantages"]  # per token of an episode, not per row
 
 
 def test_rows_that_episodes_share_and_several_segments_are_among_the_trees_of_these_tests() -> None:
@@ -212,7 +212,7 @@ def test_the_trunk_is_in_the_columns_once(answers: int) -> None:
 
 
 def one_answer_each() -> TokenTree:
-    """Rows 0 and 1 are the prompt, 2 to 4 and 5 to 6 the answers."""
+    """Returns a tree with the prompt in rows 0 and 1, and answers in rows 2 to 4 and 5 to 6."""
     return answers_tree("g00000003", [7, 8], [3, 2], [1, 2, 3, 4, 5], logprobs=-1.0)
 
 
@@ -286,7 +286,7 @@ def test_log_probs_of_rows_that_nothing_sampled_say_nothing() -> None:
 
 
 def test_an_answer_without_a_token_is_refused() -> None:
-    """Otherwise it would have the tokens of the branch before it."""
+    """Otherwise it would get the tokens of the previous branch."""
     with pytest.raises(ValueError, match=r"group g0: episode g0\.1 has a turn without a token"):
         check_tree(answers_tree("g0", [7, 8], [3, 0], [1, 2, 3]))
 
@@ -301,7 +301,7 @@ def test_whoever_has_the_same_rows_computes_nothing_twice() -> None:
 
 
 def test_an_episode_may_end_where_another_goes_on() -> None:
-    """A shorter episode's leaf lies on the path of a longer one; alone it has no row behind its leaf."""
+    """A shorter episode's leaf is on the path of a longer episode; alone it has no rows after its leaf."""
     tree = answers_tree("g0", [7, 8], [4], [1, 2, 3, 4], logprobs=[-1.0, -2.0, -3.0, -4.0])
     short = Episode("g0.1", [3], 0.5, {}, [Turn(2, 4, "engine-0", [(0, 2)], "stop")], "stop")
     both = dataclasses.replace(tree, episodes=[*tree.episodes, short])

@@ -1,4 +1,4 @@
-"""Holds what tests of changing engines share: real actors as owners and rollout workers, the real workers' check."""
+"""Helpers for tests of engine changes: real Ray actors as owners and rollout workers, and the real health check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 120.0
 
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Owner:
-    """An engine's owner, whose engine serves the version that the test sets."""
+    """Stands for an engine's owner, whose engine serves the version that the test sets."""
 
     def __init__(self, name: str) -> None:
         self._told: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
@@ -46,7 +46,7 @@ class Owner:
 
 @ray.remote(num_cpus=0)
 class Rollout:
-    """A rollout worker that has sent an engine as many samples as the test sets."""
+    """Stands for a rollout worker with as many open samples in an engine as the test sets."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -59,7 +59,7 @@ class Rollout:
 
 
 class Services:
-    """The part of the services that the changes and the check of the workers use."""
+    """Stands for the services that engine changes and the health check use."""
 
     def __init__(self) -> None:
         self.owners: dict[str, Any] = {"engine-0": Owner.remote("engine-0")}  # type: ignore[attr-defined]
@@ -91,18 +91,18 @@ class Services:
 
 
 class Run:
-    """Holds the changes of one attempt with what they act on; the test advances the clock of the changes."""
+    """Holds the engine changes of an attempt and their services; the test advances their clock."""
 
     def __init__(self, folder: Path) -> None:
         self.now, self.difference = 0.0, ""
-        self.compares = True  # False: a comparison takes for ever
+        self.compares = True  # False: comparisons never finish
         self.compared: list[tuple[str, str]] = []
         self.attached: list[bool] = []
         self.services, self.engines = Services(), EngineSet(1)
         self.begin(folder)
 
     def begin(self, folder: Path) -> None:
-        """Begins an attempt with the engines that there are, whose owners are killed first."""
+        """Begins an attempt with the current engines, whose owners are killed first."""
         for name in self.services.dispensable():
             ray.kill(self.services.owners.pop(name))
         folder.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ class Run:
         self.versions.replace(LATEST, manifest)
 
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
-        """Is the probe, which finds at once what the test sets."""
+        """Stands for the probe; its result is immediate and set by the test."""
         self.compared.append((url, reference))
         self.attached.append(attached)
         found: Future[str] = Future()

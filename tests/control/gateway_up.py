@@ -1,4 +1,4 @@
-"""Looks after a gateway that a test has started, as the supervisor does."""
+"""Runs the supervisor's checks on a gateway that a test has started."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ DEADLINE_S = 120.0
 
 
 def look_after(process: GatewayProcess) -> None:
-    """Makes the supervisor's check of the gateway once."""
+    """Runs the supervisor's check of the gateway once."""
     Monitor([process.check()]).tick()
 
 
 def until_up(process: GatewayProcess) -> None:
-    """Looks after a gateway until it has said its address."""
+    """Checks a gateway until it has reported its address."""
     deadline = time.monotonic() + DEADLINE_S
     while not process.is_up:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A real supervisor whose controllers do what a case says: ``python -m tests.control.supervised FOLDER CASE``."""
+"""A real supervisor with controllers that run a test case: ``python -m tests.control.supervised FOLDER CASE``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Case = Callable[[Path, RunPaths, Attempt, SupervisorPipe], int]
 
 # -- the tests' side --------------------------------------------------------------------------------------------------
 def start(folder: Path, case: Case, *overrides: str, **how: Any) -> subprocess.Popen[str]:
-    """Starts the supervisor in a session of its own. ``how`` are further arguments of `Popen`."""
+    """Starts the supervisor in a new session. ``how`` are further arguments of `Popen`."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "tests.control.supervised", str(folder), case.__name__, *overrides]
     return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **(streams | how))
@@ -87,7 +87,7 @@ def always_killed(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: S
 
 
 def exits_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    """Exits as Ray's own code does in a process that lost its GCS."""
+    """Exits like Ray's code in a process that lost its GCS."""
     if attempt.number == 0:
         os._exit(1)
     print(attempt.causes, flush=True)
@@ -137,7 +137,7 @@ def fails(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Superviso
 
 def returns_3(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     (folder / "ready").write_text(str(os.getpid()))
-    with (folder / "own").open("w") as own:  # a stream that was closed must not get its number
+    with (folder / "own").open("w") as own:  # the closed stream's descriptor must not be reused
         print("printed", flush=True)
         print("printed", file=sys.stderr, flush=True)
         subprocess.run(["echo", "echoed"], check=True)
@@ -148,7 +148,7 @@ def returns_3(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Super
 def trains_until_stopped(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.report_trained()
     code = _await_stop(folder, supervisor)
-    for _ in range(1000):  # more than a pipe holds
+    for _ in range(1000):  # more than a pipe's buffer
         print("a long farewell " * 10)
         print("a long farewell " * 10, file=sys.stderr)
     (folder / "checkpoint").touch()
@@ -217,7 +217,7 @@ def _await(file: Path) -> None:
 
 
 def _await_stop(folder: Path, supervisor: SupervisorPipe) -> int:
-    """Waits for the stop and returns its exit code."""
+    """Waits for the stop and returns the exit code of its signal."""
     (folder / "ready").write_text(str(os.getpid()))
     deadline = time.monotonic() + DEADLINE_S
     while supervisor.stop_signal is None and time.monotonic() < deadline:

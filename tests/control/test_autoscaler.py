@@ -1,4 +1,4 @@
-"""The autoscaler over traces of load, and over a real order book."""
+"""The autoscaler on traces of load, and with a real order book."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WINDOW_S, COOLDOWN_S = 60.0, 120.0
 
 
 def counts(demand: Callable[[int], float], *, seconds: int, engines: int, lost: int = -1) -> list[int]:
-    """Returns the number of engines in each second of a run that needs ``demand(second)`` of them.
+    """Returns the number of engines in each second of a run that needs ``demand(second)`` engines.
 
-    With fewer the trainer waits, and samples wait in engines; with more, engines are idle in turns. Second ``lost``
-    loses an engine.
+    With fewer, the trainer waits and samples queue in engines; with more, engines are idle in turns. An engine is lost
+    in second ``lost``.
     """
     rules, window = ScaleRules(least=1, most=6, cooldown_s=COOLDOWN_S), SignalWindow(WINDOW_S)
     seen = []
@@ -58,14 +58,14 @@ def test_engines_follow_a_load_that_rises_and_one_that_falls() -> None:
     assert rising == sorted(rising) and rising[-1] in (4, 5)
     falling = counts(lambda second: 5.0 - 4.5 * min(1.0, second / 1800), seconds=6000, engines=5)
     assert falling == sorted(falling, reverse=True) and falling[-1] == 1
-    assert counts(lambda second: 100.0, seconds=4000, engines=1)[-1] == 6, "no more than allowed"
+    assert counts(lambda second: 100.0, seconds=4000, engines=1)[-1] == 6, "more engines than allowed"
 
 
 def test_a_load_that_goes_up_and_down_does_not_make_engines_come_and_go() -> None:
     for period in (30, 90, 150, 300, 600):
         seen = counts(lambda second, period=period: 2.5 if second // period % 2 else 0.4, seconds=7200, engines=1)  # type: ignore[misc]
         assert changes(seen) <= 14, (period, changes(seen))
-    assert changes(counts(lambda second: 1.3, seconds=7200, engines=1)) == 1, "between one and two: two"
+    assert changes(counts(lambda second: 1.3, seconds=7200, engines=1)) == 1, "between one and two are needed: two"
 
 
 def test_an_engine_that_is_lost_is_replaced_once_it_is_missed() -> None:
@@ -123,7 +123,7 @@ def scaled(tmp_path: Path) -> Scaled:
 
 
 def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(scaled: Scaled) -> None:
-    """SGLang takes samples out of its queue and back again, so that the queue may be seen empty."""
+    """SGLang moves samples out of its queue and back, so that the queue may look empty."""
     scaled.book.enable_autoscaler(True)
     scaled.pass_seconds(70, wait_ms=500.0, waiting=0, cache_share=0.80)
     last = scaled.book.last_decision
@@ -136,7 +136,7 @@ def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(sca
 
 def test_it_orders_engines_as_a_client_does_and_says_why(scaled: Scaled) -> None:
     scaled.pass_seconds(90, wait_ms=500.0, waiting=4)
-    assert scaled.book.last_decision is None and not scaled.book.open_orders(), "it is off"
+    assert scaled.book.last_decision is None and not scaled.book.open_orders(), "the autoscaler is off"
     scaled.book.enable_autoscaler(True)
     scaled.pass_seconds(55, wait_ms=500.0, waiting=4)
     last = scaled.book.last_decision

@@ -1,4 +1,4 @@
-"""The check of Ray's daemons on real processes that stand for them and die or freeze."""
+"""The check of Ray's daemons, on real processes in their place that die or freeze."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ def test_an_engine_that_leaves_finishes_its_samples_or_hands_them_on(run: Run) -
     assert run.states() == {0: "serving", first: "serving"} and not run.changes.leaving()
     assert not run.changes.stay(second)
     run.tick()
-    assert set(run.health.beats) == {"engine-0", "engine-1"}, "no heartbeat of it is kept"
+    assert set(run.health.beats) == {"engine-0", "engine-1"}, "its heartbeat is removed"
 
     ray.get(run.services.rollouts[1].owe.remote(3))
     run.changes.leave(first, at_once=True)
     assert run.states()[first] == "moving"
-    run.now += 11.0  # a rollout worker that does not let go of it counts as one that has lost it
+    run.now += 11.0  # more than MOVE_S: removed although a rollout worker still has open samples
     run.tick_until("it is not removed", lambda: run.services.removed == [second, first])
 
 

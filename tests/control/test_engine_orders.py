@@ -1,4 +1,4 @@
-"""Orders of the book are executed over real actors, by one controller and by the one after it."""
+"""Orders in the book are executed on real Ray actors, by a controller and by its successor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULTS = {"timeout_secs": 600.0, "partial": "rollback_all"}
 
 
 class Ordered:
-    """Holds the orders of a run; the controller is the test, which ticks."""
+    """Holds the orders of a run; the test ticks in place of the controller."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run = run
@@ -31,7 +31,7 @@ class Ordered:
         self.begin(folder)
 
     def begin(self, folder: Path) -> None:
-        """Begins an attempt with the engines that there are."""
+        """Begins an attempt with the current engines."""
         self.run.begin(folder)
         self.orders = EngineOrders(
             self.book,
@@ -61,7 +61,7 @@ class Ordered:
         self.orders.tick(self.run.health.beats, step=3, trained=trained, stopping=self.stops > 0)
 
     def numbers(self, *, step: int) -> dict[str, float]:
-        """Returns what is recorded of the engines after so many train steps."""
+        """Returns the recorded metrics of the engines at a train step."""
         records: list[tuple[int, dict[str, float]]] = []
         numbers = EngineNumbers(
             self.run.engines,
@@ -125,14 +125,14 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     ordered.until(kept, "DRAINING")
     ordered.book.ask_cancel(kept)
     assert ordered.until(kept, "CANCELLED").engines == [] and ordered.run.states()[2] == "serving"
-    assert all(row.present for row in ordered.book.engines()), "an order to take them out again finds them"
+    assert all(row.present for row in ordered.book.engines()), "an order to remove them finds them"
 
     ray.get(ordered.run.services.rollouts[1].owe.remote(0))
     gone = ordered.place("scale_in", num_replicas=2, engine_ids=None, force=False, timeout_secs=None)
     order = ordered.until(gone, "COMPLETED")
     assert order.engines == [2] and states(order) == ["PENDING", "DRAINING", "REMOVING", "COMPLETED"]
     named = ordered.place("scale_in", num_replicas=None, engine_ids=[0, 1], force=True, timeout_secs=None)
-    assert ordered.until(named, "COMPLETED").engines == [1], "an engine of the start stays"
+    assert ordered.until(named, "COMPLETED").engines == [1], "a first engine stays"
     ordered.tick()
     assert [row.state for row in ordered.book.engines()] == ["serving", "left", "left"]
     assert [row.to_step for row in ordered.book.engines()] == [None, 3, 3]
@@ -157,7 +157,7 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     ordered.run.tell(5, state="failed", detail="no memory is left", error="…")
     order = ordered.until(kept, "ACTIVE")
     assert order.engines == [4] and ordered.run.states() == {0: "serving", 4: "serving"}
-    assert order.failure == "engine-5: no memory is left", "the order says what it did not do"
+    assert order.failure == "engine-5: no memory is left", "the order reports its failed part"
     late = ordered.place("scale_out", num_replicas=4, timeout_secs=600.0, partial="keep_partial")
     ordered.serve(6)
     ordered.run.tick_until("it does not serve", lambda: ordered.run.states()[6] == "serving")
@@ -166,7 +166,7 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     assert order.engines == [6] and order.failure == "engine-7: it did not serve within timeout_secs=0.001"
     ordered.tick()
     failed = {row.number: row.last_failure for row in ordered.book.engines() if row.state == "failed"}
-    assert failed[5] == "no memory is left" and failed.keys() == {2, 5, 7}, "each number that was given out is told of"
+    assert failed[5] == "no memory is left" and failed.keys() == {2, 5, 7}, "each assigned number is reported"
 
 
 def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
     file.touch()
     ordered.tick()
     ordered.tick()
-    assert ordered.run.states() == {0: "serving"}, "nothing is done that is not written"
+    assert ordered.run.states() == {0: "serving"}, "nothing is done before it is written"
     end_book(ordered.book)
     file.unlink()
     moved.rename(file)
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
 
 
 def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Path) -> None:
-    """A controller is lost after it has written which numbers they get, and goes on with the same ones."""
+    """A controller is lost after it has written the servers' numbers; its successor uses the same numbers."""
     body = {"timeout_secs": 600.0, "partial": "rollback_all"}
     place = partial(ordered.book.place, "scale_out", queues=True)
     asked = (["http://h:1", "http://h:2"], ["http://h:3"], ["http://h:4"])
@@ -203,15 +203,15 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
         assert order.status == "CONNECTING" and order.engines == [1, 2]
     members = ordered.run.members.read()
     assert [(one.origin, one.url) for one in members.members[1:]] == [("external", f"http://h:{n}") for n in (1, 2)]
-    assert ordered.order(second).status == "PENDING", "it waits, and its time does not run"
+    assert ordered.order(second).status == "PENDING", "it is queued, and its timeout has not started"
     ordered.change(second, history=[StateAt(state="PENDING", at=1.0)])
     ordered.book.ask_cancel(third)
     ordered.tick()
-    assert ordered.order(third).status == "CANCELLED", "it need not wait for that"
+    assert ordered.order(third).status == "CANCELLED", "a queued order is cancelled at once"
     for number in (1, 2):
         ordered.serve(number)
     assert states(ordered.until(first, "ACTIVE"))[:2] == ["PENDING", "CONNECTING"]
-    assert ordered.run.attached == [True, True], "each is asked with the key of somebody else's servers"
+    assert ordered.run.attached == [True, True], "each request has the key of external servers"
     ordered.tick()
     ordered.serve(3)
     assert ordered.until(second, "ACTIVE").engines == [3]
@@ -221,7 +221,7 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
 
 
 def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: Ordered, tmp_path: Path) -> None:
-    """A controller is lost right after it has written what it is about to do, and again while an engine joins."""
+    """A controller is lost right after it has written its intent, and again while an engine joins."""
     out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
     ordered.book.move(ordered.order(out), "CREATING", engines=[1])
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Two real engines are compared: what another dtype computes does not serve, and versions must be equal."""
+"""Two real engines are compared: an engine with another dtype is refused, and versions must be equal."""
 
 from __future__ import annotations
 

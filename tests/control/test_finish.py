@@ -1,4 +1,4 @@
-"""The end of a run reads its log: all numbers, the first and newest answers, and the rows that were left out."""
+"""The end of a run reads its event log: all metrics, the first and newest answers, and the rows that were left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def left_out(*rows: int) -> list[dict[str, str]]:
 
 def test_the_log_gives_the_numbers_the_ends_of_the_texts_and_each_row_once(tmp_path: Path) -> None:
     writers = [EventWriter(tmp_path, f"rollout-{worker}") for worker in range(2)]
-    for worker, rows in ((0, [3]), (1, [5]), (0, [3, 8]), (1, [5, 3])):  # each report holds all of them
+    for worker, rows in ((0, [3]), (1, [5]), (0, [3, 8]), (1, [5, 3])):  # each report has all rows so far
         writers[worker].record_texts(bad_rows_kind(worker), 0, left_out(*rows))
     for step in range(3):
         writers[0].record_texts("eval", step, [{"prompt": f"p{step}"}])

@@ -1,4 +1,4 @@
-"""The gateway as a child of a real supervisor: it outlives a controller and its own death, and ends with the run."""
+"""The gateway under a real supervisor: it survives a controller, restarts after its death, and ends with the run."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def eventually(what: str, true: Callable[[], bool]) -> None:
         try:
             if true():
                 return
-        except (OSError, ValueError):  # the file or the server is not there yet
+        except (OSError, ValueError):  # the file or the server does not exist yet
             pass
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
 
 
 def test_a_gateway_that_does_not_start_ends_the_run_in_words(tmp_path: Path) -> None:
-    """Every port of an address that this machine does not have is refused to it."""
+    """No port can be bound at an address that this machine does not have."""
     process = start(tmp_path, supervised.dies_when_told_and_then_waits, "gateway=local", "gateway.host=198.51.100.7")
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1 and "the gateway did not start: gateway.port=" in err, err
@@ -57,7 +57,7 @@ def test_a_gateway_that_does_not_start_ends_the_run_in_words(tmp_path: Path) -> 
 
 def test_the_gateway_outlives_its_controller_and_its_own_death_and_ends_with_the_run(tmp_path: Path) -> None:
     port = free_port()
-    with socket.create_server(("127.0.0.1", port)):  # the first port is taken
+    with socket.create_server(("127.0.0.1", port)):  # the first port is in use
         overrides = ("gateway=local", f"gateway.port={port}")
         process = start(tmp_path, supervised.dies_when_told_and_then_waits, *overrides)
         eventually("it does not answer", lambda: answer(tmp_path, "/healthz") == {"status": "ok"})

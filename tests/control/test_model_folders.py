@@ -1,4 +1,4 @@
-"""Model folders of teachers and judges: their checks, and the time in which built-in models are made."""
+"""Model folders of teachers and judges: their checks, and the deadline for making built-in models."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_another_tokenizer(other: Path, student: Path) -> None:
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
     assert "its token ids are not those of the model that learns" in text
     assert "'7' is 16 in the one (56 tokens) and 17 in the other (56)" in text
-    # The built-in student is made first, so the problem is found then.
+    # The built-in student is made first, and the problem is found with it.
     with pytest.raises(ValueError, match="A teacher must have the student's tokenizer"):
         teacher_folders(load_config(["algo=distill", f"algo.teachers.default={other}"]), student=student)
 
@@ -164,7 +164,7 @@ def test_a_teacher_of_pictures_must_cut_them_as_the_student_does(student: Path, 
     load_config(["algo=distill", *keys[:3], f"{keys[3]}{sees}"], checks=CHECKS)
 
 
-# -- Judges that cannot work are refused before anything starts, with key, value and fix ------------------------------
+# -- Unusable judges are refused before anything starts, with key, value and fix --------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt:
     assert "judge='mian' is none of the judges: main" in refused
 
 
-# -- A start waits for the builtin model as long as it waits for its services, and then says what it waited for -------
+# -- A start waits for the builtin model as long as for its services, and its error names the model -------------------
 
 CONFIG = load_config(["run.start_timeout_s=0.05"])
 

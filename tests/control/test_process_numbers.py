@@ -1,4 +1,4 @@
-"""What is recorded of processes and engines."""
+"""The recorded metrics of processes and engines."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_workers_tell_themselves_and_the_controller_measures_itself_and_the_bus(
     newest = records[-1]
     assert newest["actor-0/cores"] == 0.5
     assert newest["controller/memory_mb"] > 10 and newest["bus/memory_mb"] > 10
-    assert not any(name.startswith("actor-1") for name in newest), "its process has gone"
+    assert not any(name.startswith("actor-1") for name in newest), "its process has ended"
 
 
-# -- What is recorded of the engines of a run without a gateway, and what is compared of them -------------------------
+# -- Recorded and compared metrics of the engines of a run without a gateway ------------------------------------------
 
 
 def beat(number: int, **report: Any) -> Beat:
@@ -78,6 +78,6 @@ def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared() -> Non
         "engine-1/waiting": 5.0,
         "engine-1/restarts": 1.0,
     }
-    assert values["engine-2/version"] == -1.0, "it is starting"
+    assert values["engine-2/version"] == -1.0, "the engine is starting"
     own = {8: DecodeTime(10, 0.5, 0.25)}
     assert compared == [(1, {"engine-0": own, "engine-1": own})]

@@ -1,4 +1,4 @@
-"""What happens to a run reaches a real receiver: one message for each event, again after a while, and at its end."""
+"""Notifications of a run reach a real receiver: one message for each event, a repetition after a while, and its end."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pyte
 
 
 def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Told) -> None:
-    """Orders that failed before are told, too; orders that are open when the run ends are not."""
+    """Orders that failed earlier are reported, too; orders that are open at the end of the run are not."""
     run = alarms(tmp_path, told, clock=Clock())
     book = OrderBook(tmp_path / "run")
 
@@ -181,7 +181,7 @@ def test_only_the_chosen_events_are_told(tmp_path: Path, told: Told) -> None:
 def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
     tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each condition is told once, and again only after it had ended; a resume begins the count anew."""
+    """Each condition is reported once, and again only after it had ended; a resume resets the count."""
     rules = ("actor/truncated >= 1 for 3 steps", "actor/groups_without_signal > 0.5 for 2 steps")
     monkeypatch.setattr(run_alarms, "SIGNAL_RULES", rules)
 

@@ -1,4 +1,4 @@
-"""The user's view of a run follows its event log, and names trackers that fail."""
+"""The user's view of a run follows the event log and reports failing trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roles' Serve deployments answer for their workers."""
+"""The Serve deployments of roles return the status of their workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 120.0
 
 @ray.remote(num_cpus=0)
 class Named:
-    """A worker whose status is its name."""
+    """A worker with its name as its status."""
 
     def __init__(self, name: str) -> None:
         self._name = name

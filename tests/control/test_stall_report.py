@@ -1,4 +1,4 @@
-"""A stall: when there is one, and which worker waits for which."""
+"""Stall detection, and the wait graph of workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_role_stands_for_its_workers() -> None:
 
 
 def test_the_bus_knows_a_worker_by_its_number() -> None:
-    """The second rollout worker waits for credit; the call of the first one has not reached the bus yet."""
+    """The second rollout worker waits for credit; the call of the first worker has not reached the bus yet."""
     waits_for_credit = msgspec.structs.replace(in_bus("rollout", "actor"), worker=1)
     beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("rollout-1", "bus"), beat("engine-0")]
     assert blockers(*beats, bus=[in_bus("actor", "rollout-0"), waits_for_credit]) == ["engine-0"]
@@ -94,7 +94,7 @@ def test_a_trainer_that_has_not_started_waits_for_no_worker() -> None:
     assert "actor-0: starting" in found.lines
 
 
-# -- A run stalls without train steps, but not while its trainer writes a checkpoint, however slowly ------------------
+# -- A run without train steps stalls, but not while its trainer writes a checkpoint slowly ---------------------------
 
 LONG_S = 1000.0  # more than run.start_timeout_s and run.stall_timeout_s together
 
@@ -138,7 +138,7 @@ def controller(folder: Path) -> Controller:
 
 def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = controller(tmp_path)
-    monkeypatch.setattr("relax_core.control.stall_report.REPORTS", 1e-6)  # no report, which asks the workers
+    monkeypatch.setattr("relax_core.control.stall_report.REPORTS", 1e-6)  # no report, because it calls the workers
     monkeypatch.setattr(run._health, "check", lambda **given: None)
     (stall,) = [check for check in run.checks() if check.name == "stall"]
     for progress in (1, 2, 3):  # no train step ends meanwhile

@@ -31,7 +31,7 @@ def test_a_hang_up_passes_a_run_by_that_was_started_with_nohup(tmp_path: Path) -
     process = start(tmp_path, supervised.trains_until_stopped, preexec_fn=_no_hang_up)
     controller_of(tmp_path)
     process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)  # if both wait, they are delivered in the order of their numbers
+    process.send_signal(signal.SIGTERM)  # two pending signals are delivered in the order of their numbers
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGTERM, err
 
@@ -61,7 +61,7 @@ def test_a_train_step_that_is_reported_after_the_stop_has_its_checkpoint(tmp_pat
 
 
 def stop_twice(folder: Path, case: supervised.Case) -> tuple[int, str, str]:
-    """Sends a second signal after the first one was received, late enough to be another stop."""
+    """Sends a second signal after the first signal was received, late enough to count as another stop."""
     process = start(folder, case)
     controller_of(folder)
     process.send_signal(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_the_first_signal_asks_and_a_later_one_ends(number: signal.Signals, monk
         assert signals.received is None
         signal.raise_signal(number)
         assert signals.received == number and signals.exit_code == 128 + number
-        signal.raise_signal(signal.SIGTERM)  # the same stop
+        signal.raise_signal(signal.SIGTERM)  # counts as the same stop
         assert not signals.again
         monkeypatch.setattr("relax_core.control.controller_process.AGAIN_S", -1.0)
         signal.raise_signal(signal.SIGTERM)

@@ -37,12 +37,12 @@ def test_a_killed_controller_is_repeated_and_its_adopted_processes_and_folders_a
     assert "killed by SIGKILL" in out and "goes on from step 0" in err
     paths = [Path(line) for number in (0, 1) for line in (tmp_path / f"paths{number}").read_text().splitlines()]
     assert len(set(paths)) == 4 and not any(path.exists() for path in paths)
-    # The process sleeps for long in a session of its own: only a parent that adopted it can have ended it.
+    # The process sleeps long in its own session: only a parent that adopted it can have ended it.
     assert process_state(int((tmp_path / "adopted").read_text())) == "exited"
 
 
 def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    """The newest checkpoint is damaged: a message says that it is skipped, and why."""
+    """The newest checkpoint is damaged: a message reports that it is skipped, and why."""
     config = load_config([f"run.dir={tmp_path}", "run.max_recoveries=2"])
 
     def write(folder: Path) -> None:
@@ -130,11 +130,11 @@ def test_without_its_supervisor_the_controller_stops(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint").exists()
     assert "".join(members(process.pid)) == ""
     assert any(f"process {process.pid} of" in stale_run.owner for stale_run in find_stale_runs())
-    remove_stale_runs()  # a supervisor that had not been killed would have removed it
+    remove_stale_runs()  # as the supervisor would have done if it had not been killed
 
 
 def test_what_a_killed_run_left_goes_when_the_next_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(prefix="r") as name:  # names of sockets need a short path
+    with tempfile.TemporaryDirectory(prefix="r") as name:  # socket names need a short path
         monkeypatch.setenv("TMPDIR", name)
         (Path(name) / "rlx-dead").mkdir()
         with owned(Path(name) / "rlx-dead", "the run in /runs/one"):

@@ -24,7 +24,7 @@ HEARTBEAT_S, START_S = 1.0, 10.0
 
 
 class Clock:
-    """The clock of the heartbeats. Only the test advances it, so that a slow machine freezes no process."""
+    """The clock of the heartbeats. Only the test advances it, so that no process looks frozen on a slow machine."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Role:
-    """A worker whose status the test sets; with a ``gate`` its start ends once that file exists."""
+    """A worker whose status the test sets; with ``gate`` its start ends once that file exists."""
 
     def __init__(self, name: str, gate: Path | None = None) -> None:
         while gate is not None and not gate.exists():
@@ -49,7 +49,7 @@ class Role:
 
 
 class Services:
-    """The part of the services that the manager uses."""
+    """Stands for the services that the health check uses."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def test_a_stopped_worker_that_may_not_restart_is_a_loss(
 def test_a_worker_without_a_first_answer_is_a_loss(
     services: Services, health: WorkerHealth, clock: Clock, tmp_path: Path
 ) -> None:
-    """Others that answer do not hide it; the time of a pause of the controller does not count."""
+    """Answers of other workers do not hide it; pauses of the controller do not count."""
     services.start("actor-0", max_restarts=0)
     pid_of(health, "actor-0")
     services.start("rollout-0", max_restarts=1, gate=tmp_path / "gate")
@@ -171,7 +171,7 @@ def test_a_death_past_the_restarts_is_a_loss(services: Services, health: WorkerH
     kill(second)
     with pytest.raises(ServicesLost, match=r"^rollout-0 died$"):
         check_until(health, lambda: False)
-    # Ray may report late that the second death is final; until then it looks like one more restart.
+    # Ray may report late that the second death is final; until then it looks like another restart.
     assert {recovery["cause"] for recovery in recorded(health)} == {"rollout-0 died"}
 
 
@@ -188,7 +188,7 @@ def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Se
 
 
 def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: WorkerHealth) -> None:
-    """A frozen engine does not notice that its owner has exited, and would block its callers without end."""
+    """A frozen engine does not notice that its owner has exited, and would block its callers forever."""
     import ray
 
     services.start("engine-0", max_restarts=1)
@@ -391,7 +391,7 @@ def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any])
             clock.now += 1.0
             silent = heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"]
         assert (silent.life, silent.silent_s) == ("alive", 3.0)
-        clock.now += 3600.0  # this process itself was paused, which does not count as silence
+        clock.now += 3600.0  # a pause of this process does not count as silence
         assert heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"].silent_s == 3.0 + LONGEST_GAP_S
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -401,7 +401,7 @@ def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any])
 def test_a_killed_process_is_dead_or_restarts(start: Callable[..., Any]) -> None:
     heartbeats, actor = Heartbeats(), start(1)
     first = beat_pid(until(heartbeats, actor, is_alive))
-    stop(heartbeats, actor, first)  # a call is then open, whose failure reports the restart
+    stop(heartbeats, actor, first)  # leaves a call open, whose failure reports the restart
     os.kill(first, signal.SIGKILL)
     restarting = until(heartbeats, actor, lambda beat: beat.life == "restarting")
     assert beat_pid(restarting) == first

@@ -1,7 +1,7 @@
-"""Chat templates that are written for tests, each with one trap of the family's own, and a folder with a tokenizer.
+"""Chat templates for tests, each with one peculiarity of a model family, and a folder with a tokenizer.
 
-None is a published template. The traps are those of Qwen3, Qwen3.5, GLM-4.5, Llama 3.1, gpt-oss, Mistral, DeepSeek-V3
-and Gemma; `test_published_templates.py` has their own ones.
+None is a published template. The peculiarities are those of Qwen3, Qwen3.5, GLM-4.5, Llama 3.1, gpt-oss, Mistral,
+DeepSeek-V3 and Gemma; `test_published_templates.py` uses the families' own templates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HERMES_CALLS = """{%- for call in m.tool_calls or [] %}
             {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
         {%- endfor %}"""
 
-# Thinking is taken out of every answer but those behind the last message of the user, as Qwen3 does.
+# Removes the thinking of every answer before the last user message, as Qwen3 does.
 STRIPS_THINKING = (
     _CHATML_TOOLS
     + """{%- set ns = namespace(last=-1) %}
@@ -45,7 +45,7 @@ STRIPS_THINKING = (
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
 
-# The opening of an answer holds <think>, which is not sampled, and all texts are trimmed, as in Qwen3.5.
+# The opening of an answer includes <think>, which is not sampled, and all texts are trimmed, as in Qwen3.5.
 OPENS_THINKING = (
     _CHATML_TOOLS
     + """{%- for m in messages %}
@@ -68,7 +68,7 @@ OPENS_THINKING = (
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
 )
 
-# No token ends a message: the model stops by sampling the mark of the next role, as GLM-4.5 does.
+# No token ends a message: the model stops when it samples the mark of the next role, as GLM-4.5 does.
 ROLE_MARKS = """[gMASK]<sop>{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{ '<|user|>\\n' + m.content }}
@@ -85,7 +85,7 @@ ROLE_MARKS = """[gMASK]<sop>{%- if tools %}<|system|>{% for tool in tools %}{{ t
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"""
 
-# A message with a call loses its text, there is one call an answer, and results are quoted as JSON, as in Llama 3.1.
+# A message with a call loses its text, an answer has one call, and results are quoted as JSON, as in Llama 3.1.
 DROPS_CONTENT = """{{- bos_token }}
 {%- if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' + tools | tojson + '<|eot_id|>' }}{%- endif %}
 {%- for m in messages %}
@@ -101,7 +101,7 @@ DROPS_CONTENT = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# An answer is sampled up to <|return|>, and a history says <|end|>; a result names its tool, as in gpt-oss.
+# A sampled answer ends with <|return|>, an answer in the history with <|end|>; a result names its tool, as in gpt-oss.
 OTHER_END = """{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{%- endif %}
 {%- set ns = namespace(tool=none) %}
 {%- for m in messages %}
@@ -120,7 +120,7 @@ OTHER_END = """{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojso
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"""
 
-# Calls and results have ids of nine letters or digits, and nothing opens an answer, as in Mistral.
+# Calls and results have ids of nine letters or digits, and an answer has no opening, as in Mistral.
 NINE_LETTERS = """{{- bos_token }}
 {%- if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {%- for m in messages %}
@@ -158,7 +158,7 @@ TEXT_ARGUMENTS = """{{- bos_token }}{%- if tools %}{{ tools | tojson }}{%- endif
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<Assistant>' }}{%- endif %}"""
 
-# Tools and their results are left out without a word, as in Gemma and Phi.
+# Tools and their results are omitted silently, as in Gemma and Phi.
 IGNORES_TOOLS = """{%- for m in messages if m.role != 'tool' %}
     {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}
     {{- '\\n' + m.content | trim + '<end_of_turn>\\n' }}
@@ -168,7 +168,7 @@ IGNORES_TOOLS = """{%- for m in messages if m.role != 'tool' %}
 
 @dataclass(frozen=True)
 class Family:
-    """A template with its special tokens; ``stops`` are those that end a response. ``text``: arguments are text."""
+    """A template with its special tokens; ``stops`` end a response. ``text``: arguments of calls are text."""
 
     template: str
     special: tuple[str, ...]
@@ -200,12 +200,12 @@ FAMILIES = {
 
 
 def write_folder(folder: Path, family: Family) -> Path:
-    """Writes a folder with the template and a tokenizer of bytes, in which two adjacent line breaks are one token."""
+    """Writes a folder with the template and a byte-level tokenizer, in which two adjacent line breaks are one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    line = "Ċ"  # the byte of a line break in this alphabet
+    line = "Ċ"  # the byte-level letter of a line break
     vocabulary = {letter: number for number, letter in enumerate([*letters, line + line])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[(line, line)]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -225,7 +225,7 @@ def write_folder(folder: Path, family: Family) -> Path:
 
 
 def write_two_words(folder: Path) -> Path:
-    """Writes a tokenizer with two tokens and a chat template into a folder, for tests that need no more of them."""
+    """Writes a minimal tokenizer with two tokens and a chat template into a folder."""
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))

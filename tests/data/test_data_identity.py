@@ -1,4 +1,4 @@
-"""Tests that data is recognised by its content: files may move, and must not change."""
+"""Tests that data is identified by its content: files may move, but must not change."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_of_a_large_file_blocks_all_over_it_count(tmp_path: Path, monkeypatch: p
     before = file_digest(file)
     for place in (0, 500, 999):
         changed = bytearray(data)
-        if place == 500:  # the start of the block in the middle
+        if place == 500:  # the start of the middle block
             place = 4 * (1000 - 8) // 7
         changed[place] ^= 1
         file.write_bytes(changed)

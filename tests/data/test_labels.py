@@ -1,4 +1,4 @@
-"""Labels keep what the file says, and rows without one are bad."""
+"""Labels are read unchanged from the file, and rows without a label are bad rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replaced(**changes: Any) -> DataConfig:
 
 
 def labels(source: PromptSource) -> list[str]:
-    """Returns the label of each row, or the reason why it is a bad one."""
+    """Returns the label of each row, or the reason that it is a bad row."""
     found = []
     for number in range(len(source)):
         try:

@@ -1,4 +1,4 @@
-"""Tests the order of rows by shares of modalities, and the modality that each kind of file gives a row."""
+"""Tests the order of rows by shares of modalities, and the modality of a row in each kind of file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODALITIES = ["text", "image", "video", "text", "image_audio", "text", "video", 
 
 
 def data_rows() -> list[dict[str, Any]]:
-    """Returns rows of these modalities, with places, with content parts, or plain."""
+    """Returns rows of all modalities: with placeholders, with content parts, or plain."""
     rows: list[dict[str, Any]] = []
     for number, modality in enumerate(MODALITIES):
         row: dict[str, Any] = {"prompt": [{"role": "user", "content": f"say {number}"}], "answer": str(number)}

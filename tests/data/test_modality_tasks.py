@@ -1,4 +1,4 @@
-"""The tasks with tones: balance, controls, and files that sound as they are called."""
+"""The tasks with tones: balanced answers, controls, and files whose sound matches their name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def examples(task: str, count: int = 256, *, split: Split = "eval") -> list[Exam
 
 
 def shown(one: Example, number: int = 0) -> str:
-    """The answer that a file of an example is made for."""
+    """Returns the answer that a file of an example was made for."""
     return Path(str(one.sources[number].path)).name.partition("-")[0]
 
 
@@ -54,7 +54,7 @@ def test_the_question_of_two_kinds_is_balanced_and_needs_both() -> None:
     for one in drawn:
         assert [source.kind for source in one.sources] == ["image", "audio"]
         assert (tone_of[shown(one)] == shown(one, 1)) == (one.answer == "yes")
-    for number in (0, 1):  # neither alone tells the answer
+    for number in (0, 1):  # neither alone determines the answer
         for name in Counter(shown(one, number) for one in drawn):
             answers = Counter(one.answer for one in drawn if shown(one, number) == name)
             assert 0.3 < answers["yes"] / answers.total() < 0.7

@@ -27,7 +27,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_places_are_spread_evenly() -> None:
-    # Row 0's mean position over 400 seeds lies near the middle: the standard error of a uniform position is 1.4.
+    # The mean position of row 0 over 400 seeds is near the middle: the standard error of a uniform position is 1.4.
     places = [
         next(index for index in range(100) if row_of(index, rows=100, seed=seed, shuffle=True) == 0)
         for seed in range(400)
@@ -52,7 +52,7 @@ WEIGHTS = st.lists(st.integers(1, 10_000).map(lambda weight: weight / 100), min_
 
 @given(weights=WEIGHTS, seed=st.integers(0, 2**31), first=st.integers(0, 10**6))
 def test_a_mixture_keeps_its_shares_and_leaves_no_index_out(weights: list[float], seed: int, first: int) -> None:
-    """In whole blocks each part gets its exact share, and its own indices come once each, without a gap."""
+    """Over whole blocks each part gets its exact share, and each of its indices occurs once, without gaps."""
     assume(min(weights) > sum(weights) / BLOCK_PROMPTS)
     mixture = Mixture(weights, seed=seed)
     length = sum(mixture.shares)

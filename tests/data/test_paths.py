@@ -1,4 +1,4 @@
-"""Which files a path names: wildcards, folders, links, and what is no data file of this machine."""
+"""Files that a data path names: wildcards, folders, links, and names that are not local data files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A data source that is a plug-in: the same rows in the same order as a file with them, its own held-out rows, its
-identity for a resume, and what its mistakes say."""
+"""Data sources as plug-ins: same rows and order as a file, held-out rows, identity for a resume, and errors."""
 
 from __future__ import annotations
 
@@ -153,7 +152,7 @@ def test_a_source_that_does_not_open_is_told(tmp_path: Path, opened: str, messag
 def test_a_mistake_in_its_configuration_is_told(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config([f"data.name={SQLITE}", "model.task=reverse_digits", *words], checks=CHECKS, settle=settle)
-    assert len(caught.value.problems) == 1  # it is told once, whatever else looks at the data
+    assert len(caught.value.problems) == 1  # reported once, although several checks read the data
 
 
 def test_files_beside_a_source_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The traps of `test_turn_templates.py` on the families' own chat templates, which the package trl comes with.
+"""The cases of `test_turn_templates.py` with the families' published chat templates, from the package trl.
 
-The package is downloaded and not installed, because Relax neither needs it nor may copy what is in it.
+The package is downloaded but not installed, because Relax does not need it and may not copy its templates.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A family's special tokens, those that end a response (the first one ends an answer without a call), and what it
-    samples in front of an answer's text and between that and the end."""
+    """A family's special tokens; the tokens that end a response (the first ends an answer without a call); and the
+    sampled text before an answer's text, and between the text and the end.
+    """
 
     special: tuple[str, ...]
     stops: tuple[str, ...]
@@ -73,7 +74,7 @@ WITHOUT_TOOLS = {
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The templates by the names of their files."""
+    """Returns the templates by file name."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     done = subprocess.run([*command, WHEEL], capture_output=True, text=True, timeout=300)
@@ -96,27 +97,28 @@ class Rendering:
         self._theirs = AutoTokenizer.from_pretrained(folder)
 
     def whole(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
-        """What transformers renders of a conversation."""
+        """Returns transformers' rendering of a conversation."""
         text = self._theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         assert isinstance(text, str)
         return text
 
     def next_prompt(self, sampled: str, observed: list[dict[str, Any]], tools: Any = None) -> str:
-        """The text of the prompt behind a response."""
+        """Returns the text of the prompt after a response."""
         opened = self.tokenizer.encode_text(self.whole(OPENING, tools))
         turns = TurnTokens(self.tokenizer, OPENING, tools=tools)
         prompt, _ = turns.next_prompt(opened, self.tokenizer.encode_text(sampled), observed)
         return self.tokenizer.decode(prompt)
 
     def behind(self, text: str) -> str:
-        """What follows the first special token of a text that begins with one."""
+        """Returns the rest of a text after the special token at its beginning."""
         return next(text.removeprefix(token) for token in self.own.special if text.startswith(token))
 
 
 @pytest.mark.parametrize("name", [*WITH_TOOLS, *WITHOUT_TOOLS])
 def test_a_message_of_the_user_follows_what_was_sampled(name: str, templates: Any, tmp_path: Path) -> None:
-    """Behind the sampled end stands what transformers writes behind the answer. The answer stays as it was sampled,
-    also where the template takes its thinking out or writes its end otherwise."""
+    """After the sampled end comes the text that transformers writes after the answer. The answer stays as sampled, also
+    if the template removes its thinking or writes another end.
+    """
     own = (WITH_TOOLS | WITHOUT_TOOLS)[name]
     rendering = Rendering(name, own, templates, tmp_path / "model")
     for tools in ([TOOL], None) if name in WITH_TOOLS else (None,):

@@ -1,4 +1,4 @@
-"""Tests rows with images and videos: columns, places and content parts, of JSONL and Parquet, and what is refused."""
+"""Tests rows with images and videos in JSONL and Parquet: columns, placeholders, content parts and refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sounds_come_from_columns_and_from_parts_of_every_form(tmp_path: Path) -
     assert [one.data for one in found[1]] == [None, sound, sound, None, None]
     names = [None if one.path is None else Path(one.path).name for one in found[1]]
     assert names == ["a.wav", None, None, "a.wav", "last.flac"]
-    assert found[1][3].path == "https://example.org/a.wav", "it is refused by name where items are opened"
+    assert found[1][3].path == "https://example.org/a.wav", "the URL is refused when the item is opened"
 
 
 def image(path: Path) -> MediaSource:
@@ -100,7 +100,7 @@ def test_columns_fill_the_places_of_the_prompt_in_order(tmp_path: Path) -> None:
     ]
     assert rows[3]["prompt"][0] == {"role": "system", "content": "look"}
     assert media_sources(rows[3]["prompt"]) == [MediaSource(kind="image", data=PICTURE)]
-    assert rows[3]["images"] == [MediaSource(kind="image", data=PICTURE)]  # no text of base64 is left in the row
+    assert rows[3]["images"] == [MediaSource(kind="image", data=PICTURE)]  # the row has no base64 text left
     assert media_sources(rows[4]["prompt"]) == [image(tmp_path / "x.png")]
 
 
@@ -276,4 +276,4 @@ def test_large_row_groups_are_refused_with_the_command_that_rewrites_the_file(tm
     again, whole = open_rows(tmp_path / "rows.small.parquet", small), open_rows(file, keys(tmp_path))
     assert [again[number] for number in range(len(again))] == [whole[number] for number in range(len(whole))]
     text = dataclasses.replace(small, media=MediaColumns())
-    assert len(open_rows(file, text)) == 12  # text alone is read as before
+    assert len(open_rows(file, text)) == 12  # text-only data is read as before

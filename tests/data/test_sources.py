@@ -55,7 +55,7 @@ def test_a_file_gives_every_row_once_an_epoch_and_holds_the_last_out(tmp_path: P
     epochs = [[source.row(index) for index in range(start, start + 16)] for start in (0, 16)]
     lines = _file_source(_write(tmp_path / "lines.jsonl", ROWS))
     order = [lines.row(index)["answer"] for index in range(32)]
-    assert [row["answer"] for epoch in epochs for row in epoch] == order, "the order is that of a .jsonl"
+    assert [row["answer"] for epoch in epochs for row in epoch] == order, "the order differs from that of a .jsonl"
     for epoch in epochs:
         assert sorted(int(row["answer"]) for row in epoch) == list(range(16))
         assert all(row["prompt"] == f"what is {row['answer']}?" for row in epoch)
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
 def test_a_byte_order_mark_is_skipped(tmp_path: Path, suffix: str) -> None:
-    """The file may be written by hand, with Windows' line ends."""
+    """The file may be written by hand, with Windows line ends."""
     path = Path(_write(tmp_path / f"rows{suffix}", ROWS))
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
     source = _file_source(str(path), shuffle=False)
@@ -211,7 +211,7 @@ def test_weights_are_kept_to_in_every_block_and_each_file_has_epochs_of_its_own(
     names = [name for name, _ in drawn]
     for start in range(0, 200, 5):
         assert names[start : start + 5].count("few.jsonl") == 2
-    assert len({tuple(names[start : start + 5]) for start in range(0, 200, 5)}) > 5  # not one pattern again and again
+    assert len({tuple(names[start : start + 5]) for start in range(0, 200, 5)}) > 5  # not one repeated pattern
     of_few = [int(number) for name, number in drawn if name == "few.jsonl"]
     for start in range(0, 80, 10):  # five blocks
         assert sorted(of_few[start : start + 10]) == sorted([*range(5), *range(5)])

@@ -1,4 +1,4 @@
-"""Tests that the tokenizer without transformers equals transformers' own on a real folder."""
+"""Tests that the tokenizer without transformers equals transformers' tokenizer on a real folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONVERSATIONS = [
         {"role": "user", "content": "<c> & 'd'"},
     ],
 ]
-# What instruction-tuned families use: namespaces, loop controls, filters, special tokens, a generation block.
+# Features of instruction-tuned families: namespaces, loop controls, filters, special tokens, a generation block.
 HARD_TEMPLATE = """{%- set ns = namespace(last=none) -%}
 {%- for message in messages -%}
     {%- if message.role == 'system' %}{% continue %}{% endif -%}
@@ -180,11 +180,11 @@ def test_a_template_reads_the_date_of_the_run_in_every_time_zone(folder: Path, t
         )
         found.add(done.stdout.strip())
     assert all(one.startswith("28 02 2026 00:00 ") for one in found)
-    assert len(found) <= 2  # midnight in UTC may come between two of them
+    assert len(found) <= 2  # midnight in UTC may fall between two of them
     assert reads_clock(copy) and not reads_clock(folder)
 
 
-# -- answers that go on -----------------------------------------------------------------------------------------------
+# -- continued answers -------------------------------------------------------------------------------------------------
 def continued(folder: Path, content: Any, template: str | None = None) -> str:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""Chat templates that leave tools out are refused before a start, and tools can be shown as plain text instead."""
+"""Chat templates without tools are refused before a start, and tools can be shown as plain text instead."""
 
 from __future__ import annotations
 

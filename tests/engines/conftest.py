@@ -1,4 +1,4 @@
-"""Starts real engine processes over a tiny random model, as the engine contract's tests do."""
+"""Starts real engine processes over a tiny random model, as the engine's contract tests do."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ __all__ = ["launch", "model_folder", "start_engine"]
 
 @pytest.fixture
 def start_slow_engine(launch: EngineLaunch, start_engine: Callable[..., Engine]) -> Callable[[], Engine]:
-    """Starts engines whose decode steps are slow."""
+    """Returns a function that starts engines with slow decode steps."""
     values = {field.name: getattr(launch, field.name) for field in fields(launch)}
     return lambda: start_engine(SlowLaunch(**values))

@@ -1,4 +1,4 @@
-"""Holds what the pool's tests share: real engines behind clients that record their requests and responses."""
+"""Shared helpers of the pool's tests: real engines behind clients that record requests and responses."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class TracedClient(EngineClient):
 class Directory:
     """Gives the pool its clients, and records its requests and their responses.
 
-    ``calls`` counts calls of generate by engine; ``requests`` and ``came`` hold (engine, prompt or response).
-    ``replace`` is called when the pool asks for an engine's address anew.
+    ``calls`` lists the engine of each call of generate; ``requests`` and ``came`` hold (engine, prompt or response).
+    ``replace`` is called when the pool requests an engine's address again.
     """
 
     def __init__(self, *engines: Engine, replace: Callable[[int], Engine] | None = None) -> None:
@@ -138,13 +138,13 @@ def kill(engine: Engine) -> None:
 
 
 def decode_a_little(engine: Engine) -> None:
-    """Lets a paused slow engine decode some steps and pauses it again, so that its samples are in the middle."""
+    """Lets a paused slow engine decode some steps, so that its samples are partly generated, and pauses it again."""
     engine.client.resume()
     engine.client.pause("in_place")
 
 
 def decodes(engine: Engine) -> Callable[[], bool]:
-    """Returns a condition for `until` that decodes a little, and is True once all samples have some tokens more."""
+    """Returns a condition for `until` that decodes a few steps, and is True once all samples have some more tokens."""
     done = engine.client.loads()["generated_tokens"]
 
     def some_more() -> bool:

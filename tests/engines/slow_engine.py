@@ -1,4 +1,4 @@
-"""Runs the embedded engine with slow decode steps, so that a test meets its samples in the middle on every machine.
+"""Runs the embedded engine with slow decode steps, so that a test finds partly generated samples on every machine.
 
 python -m tests.engines.slow_engine [flags of relax_core.engines.embedded]
 """

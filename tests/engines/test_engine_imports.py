@@ -1,4 +1,4 @@
-"""Tests that an engine process loads neither Ray nor transformers nor Megatron, so that it starts fast."""
+"""Tests that an engine process imports neither Ray nor transformers nor Megatron, so that it starts fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No core module names a kind of engine or a model family; the registry's table alone does."""
+"""Checks that only the registry's table, and no other core module, names an engine kind or a model family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_core.registry import is_builtin, names
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("relax_core/engines/embedded/", "relax_core/engines/sglang/")
-# Module → why it may name one.
+# Module → the reason it may name one.
 NAMES_ONE = {
     "relax_core/registry.py": "its table says where each of Relax's own ones is found",
     "relax_core/families/table.py": "each family's own name",

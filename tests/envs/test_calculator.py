@@ -1,4 +1,4 @@
-"""The calculator env: a call is answered, a mistake is told, and the last number of an answer counts."""
+"""The calculator env: it answers calls, reports mistakes, and scores the last number of an answer."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ for line in sys.stdin:
         answer(id, error={{"code": -32601, "message": "unknown"}})
 """
 START_S = 60.0
-STARTS = pytest.mark.agents  # a server costs a second of processor time: its package is large
+STARTS = pytest.mark.agents  # a server costs a second of processor time, because its package is large
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_tools_of_a_server_over_stdin_are_shown_and_called() -> None:
 
     async def scene(env: McpTools) -> None:
         assert await called(env, "add", numbers=[2, 3]) == "5"
-        assert "numbers" in await called(env, "add", number=2)  # the server's own words about the argument
+        assert "numbers" in await called(env, "add", number=2)  # the server's own message about the argument
         assert await called(env, "multiply") == "There is no tool 'multiply'. The tools are: add, remember."
         assert [await called(env, "remember", number=number) for number in (2, 3)] == ["2", "5"]
         told = await env.step(Action(text="<tool_call>{", stopped=True, parse_error="the call is no JSON"))
@@ -146,7 +146,7 @@ def test_tools_of_a_server_over_stdin_are_shown_and_called() -> None:
     played(config, scene)
 
     async def anew(env: McpTools) -> None:
-        assert await called(env, "remember", number=1) == "1"  # an episode has a process of its own
+        assert await called(env, "remember", number=1) == "1"  # each episode has a separate process
 
     played(config, anew)
 

@@ -1,4 +1,4 @@
-"""The game and the states that it names."""
+"""The number-guessing env and its state keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter against a server of the real package openenv, which has an environment of its own."""
+"""The adapter with a server of the real package openenv, in a separate environment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def served(*, sessions: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with one session, so that an episode that keeps one is found."""
+    """A server with one session, so that an episode that does not release it is detected."""
     with served(sessions=1) as address:
         yield address
 
@@ -92,7 +92,7 @@ def test_an_episode_is_a_session_that_is_played_to_its_end_and_given_back(url: s
 
     async def scene() -> None:
         rounds = [await won(seed) for seed in (1, 1, 2, 3, 4)]  # the server has one session
-        assert rounds[0] == rounds[1] and len({len(one) for one in rounds}) > 1  # the seed is the group's
+        assert rounds[0] == rounds[1] and len({len(one) for one in rounds}) > 1  # the seed of the group
 
     played(scene)
 
@@ -151,7 +151,7 @@ def test_a_server_without_a_free_session_is_asked_until_it_has_one(url: str) -> 
 
 
 class Relay:
-    """A relay of bytes that can stop to pass them on, as a network does that loses a connection without a word."""
+    """A byte relay that can stop forwarding, like a network that silently loses a connection."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2])
@@ -186,7 +186,7 @@ def test_a_half_open_connection_is_found_and_its_session_given_back(url: str, mo
             await guess(env, 1)
         assert time.monotonic() - began < 10
         await env.close()
-        after = episode(OpenEnvConfig(url=url))  # the one session of the server is free again
+        after = episode(OpenEnvConfig(url=url))  # the server's only session is free again
         assert "Guess" in await after.reset()
         await after.close()
 
@@ -266,5 +266,5 @@ def test_a_run_trains_on_the_games_of_a_server(tmp_path: Path) -> None:
     assert run.summary["ledger"]["trained"] == 3 * 4 * 8
     assert run.summary["logprob_gap"]["max"] <= 2e-5
     rewards = [values["reward"] for values in run.steps()]
-    assert 0.0 < sum(rewards) / len(rewards) < 1.0, "some numbers are found"
+    assert 0.0 < sum(rewards) / len(rewards) < 1.0, "some but not all games are won"
     assert run.summary["episodes"]["turns"] > 1.0

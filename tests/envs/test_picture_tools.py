@@ -1,4 +1,4 @@
-"""Pictures as results of tools: what the env returns, and episodes whose trees hold the picture of each turn."""
+"""Images as tool results: the results of the env, and episodes whose trees contain the image of each turn."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tools_follow_each_other_and_mistakes_are_words() -> None:
     part = pixels_of(env.step(call("crop", left=8, top=0, right=24, bottom=16)).observation)
     assert np.array_equal(part, PIXELS[:, 8:24])
     turned = pixels_of(env.step(call("rotate", degrees=90)).observation)
-    assert np.array_equal(turned, np.rot90(PIXELS[:, 8:24], k=-1)), "clockwise, and of the newest picture"
+    assert np.array_equal(turned, np.rot90(PIXELS[:, 8:24], k=-1)), "the newest picture is rotated clockwise"
     for mistake, words in (
         (call("crop", left=8, top=0, right=64, bottom=16), "not inside of the picture of 16 x 16 pixels"),
         (call("crop", left=0, top=0, right=2, bottom=16), "at least 8 x 8 pixels"),
@@ -83,7 +83,7 @@ def test_tools_follow_each_other_and_mistakes_are_words() -> None:
 
 
 class Encoder:
-    """Encodes in this process what an encode worker encodes in its own."""
+    """Encodes in this process, instead of in an encode worker."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tower = dataclasses.replace(TOWER, image_token_id=tokenizer.media_ids["image"], min_pixels=64)
@@ -94,7 +94,7 @@ class Encoder:
 
 
 class Scripted:
-    """Answers each turn with the next of these texts, in place of a policy that knows the tools."""
+    """Answers each turn with the next of these texts, instead of a policy that knows the tools."""
 
     def __init__(self, tokenizer: PromptTokenizer, texts: Sequence[str]) -> None:
         self._ids = [[*tokenizer.encode_plain(text), tokenizer.stop_token_ids[0]] for text in texts]
@@ -155,7 +155,7 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
         record.output = RewardOutput(reward=reward)
     tree = build_tree("g0", records)
     check_tree(tree)
-    # Each response has rows of its own, so the picture of the row is there once, and those of tools once an episode.
+    # The row's image occurs once in the tree, and each tool's image once per episode.
     assert [one.item.words for one in tree.media].count("[image 32×16]") == 1 and len(tree.media) == 1 + 2 * 2
     for one in tree.media:
         assert not tree.loss_mask[one.start : one.end].any()

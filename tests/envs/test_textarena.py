@@ -21,7 +21,7 @@ def say(game: TextArenaGame, text: str) -> StepResult:
 
 
 def test_mastermind_is_played_to_its_end() -> None:
-    """A search over all codes wins with the answers that the game gives."""
+    """A search over all codes wins with the game's answers."""
     game = TextArenaGame(EpisodeStart(row={}, group_seed=5, episode_seed=6), TextArenaConfig())
     assert "4 digits long" in game.reset()
     codes = [f"{n:04d}" for n in range(10_000) if set(f"{n:04d}") <= set("123456") and len(set(f"{n:04d}")) == 4]

@@ -1,4 +1,4 @@
-"""The words that env=verifiers starts, and what it refuses; `tests/agents_env/test_verifiers.py` plays a taskset."""
+"""The command line of env=verifiers, and its refusals; `tests/agents_env/test_verifiers.py` plays a taskset."""
 
 from __future__ import annotations
 

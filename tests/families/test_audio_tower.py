@@ -1,4 +1,4 @@
-"""The audio tower: a sound's rows are those of transformers, and do not depend on the sounds beside it."""
+"""The audio tower: the rows of a clip equal transformers', and do not depend on other clips in the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
 from relax_core.families.tower_passes import build_tower, pass_sounds
 from relax_core.tools.tiny_media import write_settings
 
-FRAMES = (10, 100, 730, 3000)  # of clips of 0.1, 1, 7.3 and 30 seconds
+FRAMES = (10, 100, 730, 3000)  # frames of clips of 0.1, 1, 7.3 and 30 seconds
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> AudioTower:
 
 @pytest.fixture(scope="module")
 def module(tower: AudioTower) -> torch.nn.Module:
-    """A tower whose norms and biases differ from their first values."""
+    """A tower whose norms and biases are not at their initial values."""
     torch.manual_seed(0)
     built = build_tower(tower, dtype=torch.float32)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def features(tower: AudioTower) -> list[np.ndarray]:
 def test_clips_of_many_lengths_give_the_rows_of_transformers(
     tower: AudioTower, module: Any, features: list[np.ndarray]
 ) -> None:
-    """Transformers pads all chunks to the longest one of the batch, and here that one is a whole chunk."""
+    """Transformers pads all chunks to the longest one of the batch, which is a whole chunk here."""
     whole = torch.from_numpy(np.concatenate(features, axis=1))
     with torch.no_grad():
         theirs = module(whole, feature_lens=torch.tensor(FRAMES)).last_hidden_state
@@ -75,7 +75,7 @@ def test_a_change_of_one_frame_changes_the_rows_of_its_window_only(
     with torch.no_grad():
         before, after = (pass_sounds(module, tower, [one]) for one in (features[2], changed))
     moved = (before != after).any(1).nonzero()[:, 0]
-    assert (int(moved[0]), int(moved[-1])) == (4 * 13, 6 * 13 - 1)  # two chunks of 13 rows are a window
+    assert (int(moved[0]), int(moved[-1])) == (4 * 13, 6 * 13 - 1)  # two chunks of 13 rows form a window
 
 
 def relative(one: Tensor, other: Tensor) -> float:

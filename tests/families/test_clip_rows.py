@@ -1,4 +1,4 @@
-"""The rows of sounds and timed videos, against the ids and positions of transformers' Qwen3-Omni."""
+"""The rows of audio and timed videos, compared with the ids and positions of transformers' Qwen3-Omni."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HEARD = AudioSettings(
     sampling_rate=16000, mel_bins=128, fft_size=400, hop_length=160, chunk_frames=100, audio_token_id=AUDIO,
     audio_start_token_id=AUDIO_START, audio_end_token_id=AUDIO_END,
 )  # fmt: skip
-ROUNDING = 1e-4  # transformers adds positions in float32, where neighbours of 512 are 6e-5 apart
+ROUNDING = 1e-4  # transformers adds positions in float32; near 512 its resolution is 6e-5
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 5)).map(lambda size: (2 * size[0], 2 * size[1]))
 frames = st.integers(10, 700)
@@ -82,11 +82,11 @@ def test_ids_and_positions_are_those_of_transformers(shown: list[Any], heard: bo
 
 
 def test_a_sound_before_its_video_ends_decides_nothing() -> None:
-    """What is left of the longer one alone moves the positions, even where the other reaches further."""
+    """Only the rest of the longer one moves the positions, even if the other reaches further."""
     rows = heard_video_rows(SEEN, HEARD, grid=[2, 2, 2], seconds=10.0, frames=10)
     assert rows.offsets[0].tolist() == [0, 1, 1, 2, 131, 132] and rows.advance == 133
     rows = heard_video_rows(SEEN, HEARD, grid=[1, 20, 20], seconds=1.0, frames=24)
-    assert rows.advance == 5, "its height is 10 rows, and the three rows of sound that follow end before position 4"
+    assert rows.advance == 5, "its height is 10 rows, and the following three audio rows end before position 4"
 
 
 def test_whole_seconds_give_whole_offsets() -> None:
@@ -115,7 +115,7 @@ def item_of(rows: ItemRows) -> MediaItem:
 
 
 class Grids:
-    """Holds what transformers is told about the items."""
+    """Holds transformers' inputs about the items."""
 
     def __init__(self, shown: list[Any], *, heard: bool) -> None:
         self.images = torch.tensor([[1, *one[1]] for one in shown if one[0] == "image"]).reshape(-1, 3)
@@ -125,7 +125,7 @@ class Grids:
 
 
 def expanded(template: list[int], grids: Grids, *, heard: bool) -> list[int]:
-    """Returns the ids that transformers' processor makes of a template's ids."""
+    """Returns the ids that transformers' processor makes from a template's ids."""
     sizes = SimpleNamespace(merge_size=2)
     processor = SimpleNamespace(
         image_processor=sizes, video_processor=sizes, image_token=NAMES[IMAGE], video_token=NAMES[VIDEO],

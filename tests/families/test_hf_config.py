@@ -1,4 +1,4 @@
-"""Reading a model's config.json, and its end tokens."""
+"""Tests the reading of a model's config.json and of its end tokens."""
 
 from __future__ import annotations
 

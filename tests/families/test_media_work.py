@@ -1,4 +1,4 @@
-"""The work of an item in rows, against the products that torch counts in transformers' own modules."""
+"""Compares the work of a media item, in rows, with the products that torch counts in transformers' modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SEEING = {
 
 
 def counted(work: Callable[[], Any]) -> int:
-    """Returns the multiplications of what ``work`` computes; torch counts each as two operations."""
+    """Returns the multiplications that ``work`` computes; torch counts each as two operations."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         work()
     return int(counter.get_total_flops()) // 2
@@ -62,7 +62,7 @@ def architecture_of(name: str, folder: Path) -> Architecture:
 
 
 def tower_module(tower: Any) -> Any:
-    """Builds a tower whose attention is made of products that torch counts, as it does not count its fused one."""
+    """Builds a tower with eager attention, because torch does not count the products of its fused attention."""
     module: Any = build_tower(tower, dtype=torch.float32)
     module.config._attn_implementation = "eager"
     return module
@@ -79,7 +79,7 @@ def test_the_products_of_a_vision_tower_are_those_that_torch_counts(
     shape = (time * tower.temporal_patch_size, height * tower.patch_size, width * tower.patch_size, 3)
     module = tower_module(tower)
     found = counted(lambda: pass_items(module, tower, [np.zeros(shape, dtype=np.uint8)], [grid]))
-    assert vision_products(tower.config, grid) == pytest.approx(found, rel=0.002)  # torch counts rotary angles, too
+    assert vision_products(tower.config, grid) == pytest.approx(found, rel=0.002)  # torch also counts rotary angles
 
 
 @pytest.mark.parametrize("frames", [10, 100, 130, 730, 3000])
@@ -92,7 +92,7 @@ def test_the_products_of_an_audio_tower_are_those_that_torch_counts(frames: int,
 
 
 def no_delta_rule(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Stands in for the delta rule, whose products torch does not count in its recurrent form."""
+    """Replaces the delta rule, because torch does not count the products of its recurrent form."""
     return torch.zeros_like(value), None
 
 
@@ -100,7 +100,7 @@ def no_delta_rule(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[
 def test_the_products_of_a_row_are_those_that_torch_counts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scores of attention grow with the square of the rows, so they are the second difference."""
+    """Attention scores grow with the square of the rows, so they are the second difference."""
     one, config = architecture_of(name, tmp_path), dict(inner_config(config_of(name)))
     model_class = getattr(transformers, SEEING[name])
     monkeypatch.setattr(
@@ -123,7 +123,7 @@ def test_the_products_of_a_row_are_those_that_torch_counts(
 
 
 def item_of(*, grid: tuple[int, int, int] = (0, 0, 0), audio_frames: int = 0) -> MediaItem:
-    """Makes the record of an item with nothing but its sizes."""
+    """Makes an item that only has sizes."""
     return MediaItem(
         kind="image", digest="", token_ids=b"", offsets=b"", advance=1, placeholder=[], grid=list(grid), width=1,
         height=1, audio_frames=audio_frames,
@@ -132,7 +132,7 @@ def item_of(*, grid: tuple[int, int, int] = (0, 0, 0), audio_frames: int = 0) ->
 
 def test_an_image_of_the_published_model_is_as_much_work_as_its_rows(tmp_path: Path) -> None:
     config, tiny = json.loads((SHAPES / "Qwen3-Omni-30B-A3B.json").read_text()), tiny_omni_config()["thinker_config"]
-    for part in ("vision_config", "audio_config"):  # what no plan of memory needs is not among the published sizes
+    for part in ("vision_config", "audio_config"):  # the published sizes contain only those that a memory plan needs
         config["thinker_config"][part] = tiny[part] | config["thinker_config"][part]
     config["thinker_config"] = tiny | config["thinker_config"]
     settings = tiny_omni_files()

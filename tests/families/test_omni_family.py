@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker: what is read from a published folder, what is refused, and the weights of both towers."""
+"""Qwen3-Omni's thinker: settings from a published folder, refusals, and the weights of both towers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model family in a file outside the core: the trainer, the embedded engine, the plan and the export all find it."""
+"""A model family as a plug-in file: the trainer, the embedded engine, the plan and the export all use it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ENGINE = EngineConfig(
 
 @pytest.fixture(scope="module")
 def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A tiny random folder of the family, and the model of transformers that wrote it."""
+    """Returns a tiny random folder of the family, and the transformers model that wrote it."""
     folder: Path = tmp_path_factory.mktemp("seed_oss")
     model = make_family_model(folder, "seed_oss", **SETTINGS)
     assert type(model).__name__ == "SeedOssForCausalLM" and model.model.layers[0].self_attn.k_proj.bias is not None
@@ -68,7 +68,7 @@ def test_the_trainer_computes_what_transformers_does(seed_oss: tuple[Path, Any])
 
 
 def embedded_gaps(folder: Path, model: Any, *, family: Path, scratch: Path) -> tuple[float, float]:
-    """Returns `engine_gaps` of an embedded engine in a process of its own, which reads the family from a file."""
+    """Returns `engine_gaps` of an embedded engine process that reads the family from a file."""
     token_file = scratch / "token"
     token_file.write_text("token")
     launch = EngineLaunch(
@@ -96,8 +96,9 @@ def test_the_embedded_engine_computes_what_transformers_does(seed_oss: tuple[Pat
 def test_exports_are_the_folder_to_the_byte(
     seed_oss: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a train step the trainer's export is the file that transformers wrote. After one, `relax export` finds the
-    family in the configuration that lies in the checkpoint, and writes what the trainer holds."""
+    """Before a train step the trainer's export equals the file that transformers wrote. After a step, `relax export`
+    finds the family in the checkpoint's configuration and writes the trainer's weights.
+    """
     folder, _ = seed_oss
     backend = make_backend(folder, family=str(FILE))
     assert exported(backend, folder, tmp_path / "before") == (folder / "model.safetensors").read_bytes()
@@ -126,7 +127,7 @@ def test_the_configuration_alone_names_it(
     folder, model = seed_oss
     monkeypatch.chdir(REPOSITORY)
     words = ["model=folder", f"model.path={folder}", "model.task=arithmetic", "reward=math", "data=arithmetic"]
-    words.append("rollout.max_new_tokens=8")  # its few positions
+    words.append("rollout.max_new_tokens=8")  # the model has few positions
     config = load_config([*words, "model.family=examples/plugins/seed_oss.py"], checks=CHECKS)
     assert config.model.family == str(FILE)
     assert find_dimensions(config).parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -140,7 +141,7 @@ def test_the_owner_of_an_engine_hands_it_on(seed_oss: tuple[Path, Any], tmp_path
     """The engine's process has no configuration: its command line names the family."""
     folder, _ = seed_oss
     words = ["model=folder", f"model.path={folder}", f"model.family={FILE}", "engine.context_length=64"]
-    host: Any = object.__new__(EngineOwner)  # Its thread would start an engine.
+    host: Any = object.__new__(EngineOwner)  # its thread would start an engine
     host.name, host.context = (
         "engine-0",
         SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A family with layers that keep a state, in a file outside the core: docs/plugins/hybrid_family.md shows the file."""
+"""A family with recurrent layers as a plug-in file: docs/plugins/hybrid_family.md shows the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A tiny random folder of the family, and the model of transformers that wrote it."""
+    """Returns a tiny random folder of the family, and the transformers model that wrote it."""
     folder: Path = tmp_path_factory.mktemp("hybrid")
     model = make_family_model(folder, "qwen3_5_text", **SETTINGS)
     assert type(model).__name__ == "Qwen3_5ForCausalLM"

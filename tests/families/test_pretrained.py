@@ -1,4 +1,4 @@
-"""A pretrained model of a package is converted once into the cache, and a damaged package or cache is refused."""
+"""A pretrained model of a package is converted once into the cache; a damaged package or cache is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tools.gguf_files import made_model, metadata, stored, write_gguf
 
 @dataclass(frozen=True)
 class Installed:
-    """A package with a tiny model, and a cache of its own."""
+    """A package with a tiny model, and a separate cache."""
 
     package: Path
     cache: Path
@@ -40,7 +40,7 @@ def describe(file: Path) -> Pretrained:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with one conversion, for which three threads asked at once; the tests copy it."""
+    """Returns a cache with one conversion that three threads requested at the same time; tests copy it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         one = make_installed(tmp_path_factory.mktemp("converted"), monkeypatch)
         with ThreadPoolExecutor(3) as threads:

@@ -1,4 +1,4 @@
-"""Tests what is read from a config.json, what is refused, and which files hold a folder's weights."""
+"""Tests the parsing of config.json, its refusals, and the choice of a folder's weight files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-# As Meta publishes it with Llama 3.1 and 3.2, in the words of transformers 4 (3.2 has factor 32).
+# As published by Meta with Llama 3.1 and 3.2, in the format of transformers 4 (3.2 has factor 32).
 LLAMA_3_1 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -45,7 +45,7 @@ NO_WINDOW = {"sliding_window": None}
     [("qwen2", True, False), ("llama", False, False), ("mistral", False, False), ("qwen3", False, True)],
 )
 def test_a_layer_has_what_transformers_gives_it(family: str, bias: bool, norm: bool) -> None:
-    """Compares the description from our table with the names of transformers' parameters."""
+    """Compares the description from our table with the parameter names of transformers."""
     from transformers import AutoModelForCausalLM
 
     values = SIZES | NO_WINDOW
@@ -61,7 +61,7 @@ def test_a_layer_has_what_transformers_gives_it(family: str, bias: bool, norm: b
 
 @pytest.mark.parametrize("family", [name for name in names("family") if find_family(name).vision is None])
 def test_either_spelling_is_the_same(family: str) -> None:
-    """Version 4 of transformers wrote rope_theta, rope_scaling and num_experts.
+    """Version 4 of transformers writes rope_theta, rope_scaling and num_experts.
 
     Version 5 writes rope_parameters and num_local_experts.
     """
@@ -81,7 +81,7 @@ def test_either_spelling_is_the_same(family: str) -> None:
 
 
 def test_what_an_old_config_leaves_out() -> None:
-    """Llama 2's config.json has neither rope_theta nor head_dim, the first Llama's no num_key_value_heads."""
+    """Llama 2's config.json lacks rope_theta and head_dim, the first Llama's num_key_value_heads."""
     one = read_architecture(find_family("llama"), {k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
     assert (one.num_kv_heads, one.head_dim, one.rope, one.rms_norm_eps) == (4, 16, Rope(theta=10000.0), 1e-6)
     assert not one.tie_word_embeddings
@@ -109,7 +109,7 @@ def test_frequencies_are_those_of_transformers(
     expected = plain if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
     found = read_rope(values, family="llama").scaled(plain)
     torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
-    if kind == "llama3":  # frequencies that stay, that are divided, and between the two
+    if kind == "llama3":  # unchanged, divided and intermediate frequencies
         ratio = plain / found
         assert (ratio == 1).any() and (ratio == scaling["factor"]).any()
         assert ((ratio > 1.01) & (ratio < scaling["factor"] * 0.99)).any()
@@ -184,7 +184,7 @@ def test_a_wrong_family_names_the_right_one(tmp_path: Path) -> None:
 
 
 def test_weights_that_stand_twice_in_a_folder_are_read_once(tmp_path: Path) -> None:
-    """Mistral's folders hold consolidated.safetensors, the same weights under Mistral's own names."""
+    """Mistral's folders also contain consolidated.safetensors, the same weights under Mistral's own names."""
     assert weight_files(tmp_path) == []
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).touch()

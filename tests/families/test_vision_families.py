@@ -1,4 +1,4 @@
-"""The families that see: what is read from a published folder, what is refused, and the tower's weights."""
+"""Vision families: settings from a published folder, refusals, and the tower's weights."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", SEEING)
 def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path, name: str) -> None:
-    """It has rope_parameters and num_local_experts, and leaves norm_topk_prob out."""
+    """It has rope_parameters and num_local_experts, and omits norm_topk_prob."""
     config = tiny_config(name)
     family = find_family(config["model_type"])
     on_meta(config).config.save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_a_folder_with_gated_delta_nets_is_read(tmp_path: Path, name: str) -> No
     assert one.experts == (experts if name == HYBRID_EXPERTS else None)
     del config["text_config"]["layer_types"]
     write_settings(tmp_path, config)
-    assert folder_architecture(tmp_path).delta_layers == (0, 1, 2), "each fourth layer has attention"
+    assert folder_architecture(tmp_path).delta_layers == (0, 1, 2), "every fourth layer has attention"
 
 
 @pytest.mark.parametrize("layout", [ExpertLayout.fused, ExpertLayout.apart])

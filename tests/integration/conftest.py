@@ -1,4 +1,4 @@
-"""Finished runs that several tests look at, one each for the whole session."""
+"""Finished runs that several tests check, made once per session."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ STRICT = ("mode=async", "mode.max_staleness=0", "run.steps=60", "eval.every=25",
 
 @pytest.fixture(scope="session")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """mode=async with max_staleness=0, straight through."""
+    """Returns a run with mode=async and max_staleness=0, without interruption."""
     return run_to_end(tmp_path_factory.mktemp("strict") / "run", *STRICT)

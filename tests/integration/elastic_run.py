@@ -1,4 +1,4 @@
-"""A run with a gateway, seen as its users see it: orders for engines, and who is killed while one is under way."""
+"""A run with a gateway, from a user's view: orders for engines, and kills during an order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVERRIDES = (
     "gateway.port=0",
     "run.steps=100000",
     "run.export_hf=false",
-    "engine.max_running_samples=16",  # one engine is slower than training, so all of them get prompts
+    "engine.max_running_samples=16",  # one engine is slower than training, so all engines get prompts
     "eval.every=0",
 )
 JOINING = ("PENDING", "CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE")
@@ -28,16 +28,16 @@ OWNER, TRAINER = "ray::EngineOwner", "ray::PolicyTrainer"
 
 
 class ElasticRun:
-    """Holds a run with one engine of the start, to which engines are added and from which they are taken.
+    """Holds a run that starts with one engine, and adds and removes engines.
 
-    ``engine`` are words that only the command line of an engine process has.
+    ``engine`` is a text that only command lines of engine processes contain.
     """
 
     def __init__(self, live: LiveRun, *, engine: str = ENGINE) -> None:
         self.live = live
         self._engine = engine
         self._client = GatewayClient(live.folder)
-        self._seen = 0  # the newest group of the ledger that `first_group` has looked at
+        self._seen = 0  # the newest group of the ledger that `first_group` has read
 
     def ask(
         self,
@@ -48,9 +48,9 @@ class ElasticRun:
         key: str = "",
         refusals: Sequence[int] = (),
     ) -> Any:
-        """Returns the answer of the gateway, which may be starting again, or whose run may be.
+        """Returns the answer of the gateway; retries while the gateway or its run restarts.
 
-        A refusal with a status in ``refusals`` is an answer, too.
+        A refusal with a status in ``refusals`` is returned, too.
         """
         answers: list[Any] = []
 
@@ -83,7 +83,7 @@ class ElasticRun:
         return newest
 
     def order(self, way: str, body: Mapping[str, Any], *, victim: str = "", state: str = "") -> dict[str, Any]:
-        """Gives an order, kills ``victim`` once the order is in ``state`` or beyond, and returns the order's end."""
+        """Gives an order, kills ``victim`` when the order is in ``state`` or later; returns the order at its end."""
         older = self.of_engines()
         order = self.ask("POST", f"/rollout/{way}", body, key=uuid.uuid4().hex)
         if victim:
@@ -97,7 +97,7 @@ class ElasticRun:
         return ended
 
     def pids(self, command: str) -> set[int]:
-        """Returns the processes with these words in their command lines."""
+        """Returns the processes with this text in their command lines."""
         return {pid for pid, line in self.live.processes().items() if command in line}
 
     def of_engines(self) -> set[int]:
@@ -105,7 +105,7 @@ class ElasticRun:
         return self.pids(self._engine) | self.pids(OWNER)
 
     def newcomers(self, command: str, *, older: set[int]) -> set[int]:
-        """Waits for a process with these words beside ``older`` ones, and returns all of them."""
+        """Waits for processes with this text that are not in ``older``, and returns all of them."""
         found: set[int] = set()
 
         def there() -> bool:
@@ -118,7 +118,7 @@ class ElasticRun:
     def kill(self, victim: str, *, older: set[int], joins: bool) -> None:
         """Kills a process.
 
-        ``older`` are the engines and owners that are not meant. An engine that does not join but leaves may have left.
+        ``older`` are engines and owners that must not be killed. A leaving engine may have left.
         """
         match victim:
             case "gateway":
@@ -132,13 +132,13 @@ class ElasticRun:
             case "owner" | "newcomer":
                 command = OWNER if victim == "owner" else self._engine
                 for pid in self.newcomers(command, older=older) if joins else self.pids(command) - older:
-                    with suppress(ProcessLookupError):  # it has left meanwhile
+                    with suppress(ProcessLookupError):  # the engine has left meanwhile
                         os.kill(pid, signal.SIGKILL)
             case _:
                 raise AssertionError(victim)
 
     def _of_the_start(self) -> set[int]:
-        """Returns the processes of the engine that never leaves: the oldest engine and the oldest owner."""
+        """Returns the processes of the first engine, which never leaves: the oldest engine and the oldest owner."""
         return {min(pids) for command in (self._engine, OWNER) if (pids := self.pids(command))}
 
     def engines(self) -> list[str]:
@@ -157,13 +157,13 @@ class ElasticRun:
         return run
 
     def wait_alone(self) -> None:
-        """Waits until the engine of the start is the only one, and no process of another is left."""
+        """Waits until the first engine is the only engine and the processes of the others have ended."""
         self.live.wait_for("one engine", lambda: self.engines() == ["engine-0"] and len(self.pids(self._engine)) == 1)
 
     def first_group(self, engine: str) -> float:
-        """Waits for a group on the bus with a response of this engine; returns the Unix time at which it came there.
+        """Waits for a group on the bus with a response of this engine; returns the Unix time of its arrival.
 
-        Groups are looked at once, so ask for the engines in the order in which they joined.
+        Groups are read once, so call this for engines in the order in which they joined.
         """
         came: list[float] = []
 

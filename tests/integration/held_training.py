@@ -1,6 +1,6 @@
-"""Training that stands still where a test says, until it lets it go on.
+"""Pauses training at a number of updates until the test continues it.
 
-However fast the machine is and however late the test: what it does to a run, it does before the run's end.
+So a test acts on a run before the run's end, on machines of any speed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NO_LIMIT = 1_000_000_000
 
 
 class HeldTraining:
-    """An algorithm's own file, in ``folder``: the same algorithm, but each process that trains makes ``updates``
-    optimizer updates at most and waits. One that is started anew counts from 0. ``overrides``: what a run takes it by.
+    """Writes a plug-in of an algorithm into ``folder``, with which each training process waits after ``updates``
+    optimizer updates. A restarted process counts from 0. ``overrides`` select the plug-in in a run.
     """
 
     def __init__(self, folder: Path, *, updates: int, algorithm: str = "grpo") -> None:
@@ -51,7 +51,7 @@ class HeldTraining:
         self.overrides = ("algo=plugin", f"algo.name={plugin}")
 
     def allow(self, updates: int) -> None:
-        """So many in all, of each process."""
+        """Sets the total number of updates of each process."""
         new = self._limit.with_suffix(".new")
         new.write_text(str(updates))
         os.replace(new, self._limit)

@@ -1,4 +1,4 @@
-"""A real run: `python -m relax_core …` in a session of its own, watched from outside, with nothing left behind."""
+"""A real run of `python -m relax_core` in its own session: tests observe and harm it; it must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from relax_core.control.controller_process import CONTROLLER
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
-GONE_S = 60.0  # a loaded machine takes its time to end processes
+GONE_S = 60.0  # processes may end slowly on a loaded machine
 POLL_S = 0.02
 MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
 
@@ -43,7 +43,7 @@ ROLLOUT = "ray::RolloutWorker"
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """What a run left: its exit code, what it printed, its folder and its summary."""
+    """Holds the results of a run: exit code, output, folder and summary."""
 
     code: int
     output: str
@@ -51,19 +51,19 @@ class FinishedRun:
     summary: dict[str, Any]
 
     def steps(self) -> list[dict[str, float]]:
-        """The trainer's values of each step, in order; a step that was undone by a resume counts once, as redone."""
+        """Returns the trainer's metrics of each step, in order; steps repeated after a resume have the last values."""
         return [values for _, values in sorted(_actor_steps(self.folder).items())]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "hf" / "model.safetensors")
 
     def persisted(self, event: str) -> Counter[str]:
-        """Uid → how often the ledger's file has this event ("issued", "trained", "dropped") for it."""
+        """Returns the number of these events ("issued", "trained", "dropped") in the ledger's file by uid."""
         with closing(sqlite3.connect(self.folder / "ledger.sqlite")) as database:
             return Counter(uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = ?", (event,)))
 
     def assert_books_closed(self) -> None:
-        """Every sample that was issued was trained once or dropped with a reason, in the counts and uid by uid."""
+        """Checks that every issued sample was trained once or dropped with a reason, in the counts and for each uid."""
         books = self.summary["ledger"]
         assert books["lost"] == books["trained_twice"] == books["open"] == 0, books
         assert books["issued"] == books["trained"] + sum(books["dropped"].values()), books
@@ -73,20 +73,20 @@ class FinishedRun:
         assert len(trained) == books["trained"]
 
     def checkpoints(self) -> list[int]:
-        """Steps of the checkpoints that are complete."""
+        """Returns the steps of complete checkpoints."""
         return sorted(
             int(file.parent.name.removeprefix("step_")) for file in self.folder.glob("checkpoints/step_*/meta.json")
         )
 
 
 class LiveRun:
-    """One run under way. Use as a context manager: whatever happens, its processes are gone afterwards."""
+    """Runs one command; a context manager that ends all processes of the run."""
 
     def __init__(self, folder: Path, *overrides: str, cwd: Path = ROOT) -> None:
-        """``cwd``: the folder that the run is started from."""
+        """Starts the run from the folder ``cwd``."""
         self.folder = folder
         self._mark = secrets.token_hex(8)
-        # Short, because of the socket names below it. Everything that the run makes under /tmp is in here.
+        # A short path, because of the socket names below it. All temporary files of the run are in here.
         self.temporary = Path(tempfile.mkdtemp(prefix="rt"))
         self._log = self.temporary.with_suffix(".log")
         with self._log.open("wb") as log:
@@ -104,7 +104,7 @@ class LiveRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends what a failed test leaves; a run that ended well has nothing here."""
+        """Ends processes and removes files of a failed test; a run that ended normally has none."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -118,18 +118,18 @@ class LiveRun:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started: the supervisor."""
+        """Returns the pid of the supervisor, the process that was started."""
         return self._process.pid
 
     def running(self) -> bool:
         return self._process.poll() is None
 
-    # -- watching -----------------------------------------------------------------------------------------------------
+    # -- observing ----------------------------------------------------------------------------------------------------
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
     def processes(self) -> dict[int, str]:
-        """Pid → command line of every living process of the run: by its session, or by the mark in its environment."""
+        """Returns pid → command line of the run's living processes, by session or by the mark in the environment."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and self._is_ours(int(entry.name)):
@@ -142,11 +142,11 @@ class LiveRun:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             marked = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
             return state != "Z" and (marked or os.getsid(pid) == self._process.pid)
-        except OSError:  # it ended meanwhile, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             return False
 
     def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
-        """Waits for something outside to come true; fails with the run's output where the run ended before."""
+        """Waits for a condition; fails with the run's output if the run ends before."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert self._process.poll() is None, f"the run ended before {what}:\n{self.output()}"
@@ -154,13 +154,14 @@ class LiveRun:
             time.sleep(POLL_S)
 
     def wait_step(self, step: int) -> None:
-        """Waits until the trainer has reported train step ``step``, and the controller has told of one: before, a stop
-        has nothing to keep."""
+        """Waits until the trainer has reported train step ``step`` and the controller has printed a step. Before that,
+        a stop writes no checkpoint.
+        """
         self.wait_for(f"step {step}", lambda: max(_actor_steps(self.folder), default=-1) >= step)
         self.wait_for("a line about a step", lambda: TOLD_STEP.search(self.output()) is not None)
 
     def assert_no_media_library(self) -> None:
-        """No process of the run has loaded Pillow or PyAV, and there is no folder of media items."""
+        """Checks that no process of the run has loaded Pillow or PyAV, and that no folder of media items exists."""
         looked_at = 0
         for pid, line in self.processes().items():
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -172,37 +173,37 @@ class LiveRun:
         assert roots and not [path for root in roots for path in root.rglob("media")]
 
     def wait_checkpoint(self, step: int) -> None:
-        """Waits until the checkpoint of ``step`` is whole."""
+        """Waits until the checkpoint of ``step`` is complete."""
         file = self.folder / "checkpoints" / f"step_{step:08d}" / "meta.json"
         self.wait_for(f"checkpoint {step}", file.exists)
 
     def wait_drawn(self, samples: int) -> None:
-        """Waits until the rollout has reported so many samples."""
+        """Waits until the rollout has reported ``samples`` samples."""
         self.wait_for(f"{samples} samples", lambda: sum(_drawn(self.folder)) >= samples)
 
     def wait_stop_heard(self) -> None:
-        """Waits until the trainer was told to end after its step."""
+        """Waits until the run has printed that the trainer stops after its step."""
         self.wait_for("the stop to be heard", lambda: STOPPING in self.output())
 
     def wait_noticed(self, count: int) -> None:
-        """Waits until the run has told of ``count`` losses, of one process or of all services."""
+        """Waits until the run has reported ``count`` losses of a process or of all services."""
         self.wait_for(f"loss {count} to be noticed", lambda: len(NOTICED.findall(self.output())) >= count)
 
     def wait_recovered(self, count: int) -> None:
-        """Waits until training has gone on after ``count`` of them."""
+        """Waits until the run has reported ``count`` recoveries."""
         self.wait_for(f"recovery {count}", lambda: self.output().count(RECOVERED) >= count)
 
-    # -- doing harm ---------------------------------------------------------------------------------------------------
+    # -- harm ---------------------------------------------------------------------------------------------------------
     def kill(self, command: str) -> int:
-        """SIGKILL to the one process whose command line has ``command`` in it; returns its pid."""
+        """Sends SIGKILL to the only process with ``command`` in its command line; returns its pid."""
         return self._signal(command, signal.SIGKILL)
 
     def freeze(self, command: str) -> int:
-        """The same with SIGSTOP."""
+        """Sends SIGSTOP to the only process with ``command`` in its command line; returns its pid."""
         return self._signal(command, signal.SIGSTOP)
 
     def thaw(self, pid: int) -> None:
-        """Lets a frozen process go on."""
+        """Continues a frozen process."""
         os.kill(pid, signal.SIGCONT)
 
     def _signal(self, command: str, number: int) -> int:
@@ -211,11 +212,11 @@ class LiveRun:
         return pid
 
     def kill_controller(self) -> None:
-        """SIGKILL to the controller; its supervisor, which has the same command line, lives on."""
+        """Sends SIGKILL to the controller, but not to its supervisor, which has the same command line."""
         os.kill(self._the_process(CONTROLLER, lambda pid, _: _short_name(pid) == CONTROLLER), signal.SIGKILL)
 
     def _the_process(self, what: str, is_meant: Callable[[int, str], bool]) -> int:
-        """The one that is meant. One that was just forked off has its parent's name for a moment."""
+        """Waits for exactly one matching process: a new fork has its parent's name for a moment."""
         found: list[int] = []
 
         def one_is_there() -> bool:
@@ -226,14 +227,14 @@ class LiveRun:
         return found[0]
 
     def kill_owners(self) -> None:
-        """SIGKILL to the controller and its supervisor at one moment: nobody cleans up after the rest."""
+        """Sends SIGKILL to the controller and its supervisor at the same time, so that no process cleans up."""
         os.kill(self._process.pid, signal.SIGSTOP)
         self.kill_controller()
         self._process.kill()
         self._process.wait(GONE_S)
 
     def kill_everything(self) -> None:
-        """SIGKILL to every process of the run, as a machine's end does; returns when none is left."""
+        """Sends SIGKILL to all processes of the run, like a crash of the machine, and waits until none is left."""
         deadline = time.monotonic() + GONE_S
         while processes := self.processes():
             for pid in processes:
@@ -243,22 +244,22 @@ class LiveRun:
             assert time.monotonic() < deadline, f"not gone after {GONE_S:.0f} s: {processes}"
 
     def interrupt(self) -> None:
-        """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
+        """Sends SIGINT to all processes of the foreground group, like Ctrl-C in a terminal."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
-        """What a scheduler does first: SIGTERM to the process that it started."""
+        """Sends SIGTERM to the supervisor, like a scheduler."""
         self._process.terminate()
 
     def signal_all(self, number: int) -> None:
-        """What a service manager does: the signal to every process of the run."""
+        """Sends the signal to all processes of the run, like a service manager."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def finish(self, *, deadline_s: float = DEADLINE_S) -> FinishedRun:
-        """Waits for the end, and asserts that no process, no shared memory and no temporary folder is left."""
+        """Waits for the end and asserts that no process, shared memory or temporary folder is left."""
         try:
             code = self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -273,7 +274,7 @@ class LiveRun:
         return FinishedRun(code=code, output=self.output(), folder=self.folder, summary=summary)
 
     def places(self) -> list[Path]:
-        """The run's folders under /tmp and in shared memory; beside them a cache of torch's may stay."""
+        """Returns the run's folders under /tmp and in shared memory, without a cache of torch, which may stay."""
         return [*self.temporary.glob("rlx-*"), *self._shared_memory()]
 
     def _shared_memory(self) -> list[Path]:
@@ -281,23 +282,23 @@ class LiveRun:
 
 
 def run_to_end(folder: Path, *overrides: str, deadline_s: float = DEADLINE_S, cwd: Path = ROOT) -> FinishedRun:
-    """Runs `python -m relax_core` with these overrides from the folder ``cwd``, and waits for it."""
+    """Runs `python -m relax_core` with these overrides from the folder ``cwd`` to its end."""
     with LiveRun(folder, *overrides, cwd=cwd) as live:
         return live.finish(deadline_s=deadline_s)
 
 
 def _actor_steps(folder: Path) -> Mapping[int, dict[str, float]]:
-    """Step → the trainer's values."""
+    """Returns the trainer's metrics by step."""
     return {record["step"]: record["values"] for record in _records(folder) if record["source"] == "actor"}
 
 
 def _drawn(folder: Path) -> list[float]:
-    """Samples of each of the rollout's records."""
+    """Returns the number of samples of each record of the rollout."""
     return [record["values"]["samples"] for record in _records(folder) if record["source"] == "rollout"]
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Returns the records of all complete lines of metrics.jsonl."""
     try:
         text = (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
@@ -306,7 +307,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _short_name(pid: int) -> str:
-    """As `ps` shows it; empty where the process is gone."""
+    """Returns the name as in `ps`; empty if the process has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""

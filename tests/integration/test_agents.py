@@ -1,4 +1,4 @@
-"""A whole run that agents play: real processes ask the endpoint, and their tokens are trained as any others."""
+"""Whole runs with agents: real processes call the endpoint, and their tokens are trained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
         "experiment=calculator",
         "env=agent",
         f"agent.command=python {ROOT / 'examples' / 'agents' / 'calculator.py'}",
-        f"agent.env.{MARK}=${{oc.env:{MARK}}}",  # by which the test sees that no process is left
+        f"agent.env.{MARK}=${{oc.env:{MARK}}}",  # so that the test finds remaining processes
         "algo.group_size=4",
         "rollout.prompts_per_step=2",
         "mode.max_staleness=1",
@@ -55,7 +55,7 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
     assert last["tokens/trained"] == last["tokens/sampled"] > 0 and last["env/calls"] >= 0.0
     evaluated = [one.values for one in records if one.source == "eval"]
     assert len(evaluated) == 2 and all(one["ended/env_done"] == 1.0 for one in evaluated)
-    assert not list((run.folder / "logs").glob("agents*")), "the folders of tasks end with their agents"
+    assert not list((run.folder / "logs").glob("agents*")), "folders of tasks are removed with their agents"
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as database:
         told = json.dumps([list(map(str, row)) for row in database.execute("SELECT * FROM events")])
     for text in (told, *(file.read_text() for file in (run.folder / "logs").glob("*.log")), run.output):
@@ -63,7 +63,7 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
 
 
 class Elsewhere(threading.Thread):
-    """Is an agent that the run did not start. It plays one task after the other until the run has ended."""
+    """Runs an agent that was not started by the run. It plays tasks until the run has ended."""
 
     def __init__(self, run: LiveRun, *, leaves_first: bool) -> None:
         super().__init__(daemon=True)
@@ -82,7 +82,7 @@ class Elsewhere(threading.Thread):
                 result = play(given["task"], given["base_url"], given["api_key"])
                 assert self._post(f"/{given['session']}/end", result)["ended"]
                 self.played.append(given["uid"])
-            except OSError as error:  # no endpoint yet or any more, no task waits, or the attempt has ended
+            except OSError as error:  # no endpoint yet or any more, no task, or the attempt has ended
                 if isinstance(error, urllib.error.HTTPError) and error.code not in (410, 429, 503):
                     raise
                 time.sleep(0.2)
@@ -99,7 +99,7 @@ class Elsewhere(threading.Thread):
 
 
 def test_agents_elsewhere_play_a_run_and_one_that_falls_silent_is_replaced(tmp_path: Path) -> None:
-    """The task of the silent one is given out again, and each episode is trained once."""
+    """The task of the silent agent is assigned again, and each episode is trained once."""
     with LiveRun(
         tmp_path / "run",
         "experiment=calculator",

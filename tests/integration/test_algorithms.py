@@ -1,6 +1,6 @@
-"""Whole runs of what an algorithm may ask of the system: groups refused before the bus, statistics over a step.
+"""Whole runs with special needs of algorithms: groups refused before the bus, statistics over a step.
 
-The first one also tells a receiver what happens to it.
+The first run also sends notifications.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0", "run.export_hf=false
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinishedRun, list[tuple[str, str]]]:
-    """Nearly greedy sampling: most groups have one reward. Taking turns, so that a hole in a step must be filled.
+    """Returns a colocate run with nearly greedy sampling: most groups have equal rewards and must be replaced.
 
-    The run tells two receivers, one of which is dead. Returns also what the other was told.
+    The run notifies two receivers, of which one does not exist; also returns the other's messages.
     """
     folder = tmp_path_factory.mktemp("refusing")
     with http_receiver() as told:
@@ -47,7 +47,7 @@ def test_refused_groups_are_persisted_and_replaced(refusing: tuple[FinishedRun, 
     books = run.summary["ledger"]
     assert books["trained"] == 6 * 8 * 16
     assert set(books["dropped"]) == {"all_equal"} and books["dropped"]["all_equal"] % 16 == 0
-    # After four in a row one is kept, so at most four are refused for one that is trained on.
+    # After four dropped groups in a row the next is kept, so at most four are dropped for each trained group.
     assert books["dropped"]["all_equal"] <= 4 * books["trained"] + 4 * 16
     assert run.summary["staleness"]["max"] == 0
 
@@ -61,14 +61,15 @@ def test_a_run_tells_of_its_start_of_a_rule_that_is_true_and_of_its_end(
     texts = [text for _, text in messages]
     assert "actor/tokens is " in texts[1] and "of 6" in texts[1] and str(run.folder) in texts[1]
     assert [one.event for one in read_alarms(run.folder)] == ["started", "rule", "finished"]
-    assert run.output.count("did not take") == 3, "each of the three is tried, and told in the log"
+    assert run.output.count("did not take") == 3, "each of the three messages is tried and logged"
     assert SECRET not in run.output + "".join(texts)
     assert not any(SECRET in file.read_text(errors="replace") for file in (run.folder / "logs").glob("*.log"))
 
 
 def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
-    """With a KL in the reward, so that the reference and the recomputed log-probs reach the advantages; without what
-    was cut at its limit; and in a run that the same seed is to give again."""
+    """A KL in the reward, so that reference and recomputed log-probs reach the advantages; truncated samples are
+    masked; and the run is repeatable with its seed.
+    """
     keys = ("algo=reinforce_pp", "algo.group_baseline=false", "algo.kl_coef=0.05", "algo.kl_placement=reward")
     strict = ("algo.kl_estimator=k1", "algo.old_logprobs=actor_fwd", "mode.max_staleness=0")
     cut = ("rollout.mask_truncated=true", "rollout.max_new_tokens=7", "algo.correction=tis_normalized")
@@ -78,12 +79,12 @@ def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
     books = run.summary["ledger"]
     assert set(books["dropped"]) == {"truncated"} and books["dropped"]["truncated"] > 0
     assert books["trained"] + books["dropped"]["truncated"] == 6 * 8 * 16
-    for values in run.steps():  # over the very groups of the step, as nothing is stale
+    for values in run.steps():  # over the groups of the step, because none is stale
         assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-5)
         assert 0.5 < values["algorithm/advantage_size"] <= 1.0
         assert 0.9 < values["algorithm/tis_weight"] < 1.1
         assert values["samples"] == pytest.approx(8 * 16 * (1 - values["truncated"]))
-    # The last bits of a forward pass depend on which groups it has: on those of a whole step, and not on timing.
+    # The last bits of a forward pass depend on its groups; these are always a whole step, independent of timing.
     assert run.summary["run"]["repeatable"] is True
     passes = [one for one in read_metrics(run.folder) if one.source in ("actor_fwd", "reference")]
     assert len(passes) == 2 * 6 and {one.values["groups"] for one in passes} == {8.0}

@@ -1,4 +1,4 @@
-"""A run of a Qwen2 folder learns, goes on in another layout than that of its checkpoint, and exports what it saves."""
+"""A run of a Qwen2 folder learns, resumes in another layout than its checkpoint's, and exports the saved model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER = ("parallel.tp=2", "parallel.dp=2", "parallel.distributed_optimizer=true"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 with a head of its own, of the built-in model's size and after its warm start."""
+    """Returns a Qwen2 with an untied head, with the built-in model's size and warm start."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     path: Path = tmp_path_factory.mktemp("qwen2")

@@ -1,4 +1,4 @@
-"""Every kind of process of one run dies, one after the other; one only freezes. `benchmarks.chaos` does it 50 times."""
+"""Every kind of process of one run is killed in turn, and one is frozen; `benchmarks.chaos` repeats this."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HARMS = (
     "raylet",
     "controller",
 )
-# test_kills.py, test_recovery.py and test_elastic_kills.py harm the others.
+# test_kills.py, test_recovery.py and test_elastic_kills.py cover the others.
 OF_NO_OTHER_TEST = ("gcs", "engine_and_owner", "raylet")
 TURNS = ("env_worker", "engine", "rollout", "actor_rank_0")
 AGENTS = ("agent", "rollout", "agent_guard")
@@ -41,14 +41,14 @@ def test_a_run_of_several_turns_outlives_its_env_workers_and_others(tmp_path: Pa
 
 
 def test_a_run_that_agents_play_outlives_them_and_their_rollout(tmp_path: Path) -> None:
-    """No agent and no guard is left, neither of the rollout worker that was killed nor at the end."""
+    """No agent and no guard remains, neither of the killed rollout worker nor at the end."""
     harms = list(harm_run(tmp_path / "run", AGENTS, seed=3, run=RUNS["agents"]))
     assert_nothing_is_lost(harms, AGENTS)
 
 
 def assert_nothing_is_lost(harms: Sequence[Harm], kinds: Sequence[str]) -> None:
-    """The run survives each harm and ends well in peace."""
-    assert [harm.kind for harm in harms] == list(kinds), "there is one more where the run did not end well"
+    """Checks that the run survives each harm and ends normally."""
+    assert [harm.kind for harm in harms] == list(kinds), "an extra harm means that the run did not end normally"
     for harm in harms:
         assert harm.end == "survived", harm
         assert harm.lost == harm.trained_twice == 0, harm

@@ -1,4 +1,4 @@
-"""Whole runs of distillation: as typed; from a trained run's folder, by an engine, taking turns; through kills."""
+"""Whole runs of distillation: defaults; a trained run's folder as a teacher in an engine, colocate; and kills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 70
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """As typed, only shorter: async, the built-in teacher, a forward pass."""
+    """Returns a short run with the defaults: async, the built-in teacher, a forward pass."""
     run = run_to_end(tmp_path_factory.mktemp("taught") / "run", *QUIET, f"run.steps={STEPS}", f"eval.every={STEPS}")
     assert run.code == 0, run.output
     run.assert_books_closed()
@@ -27,7 +27,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 def test_the_student_reaches_its_teachers_level(taught: FinishedRun) -> None:
-    """The built-in teacher has every held-out answer right, the student one in five."""
+    """The built-in teacher solves all held-out rows, the student one in five."""
     before, after = taught.summary["eval"]
     assert before["exact"] < 0.4 and after["exact"] >= 0.95
     first, last = taught.steps()[0], taught.steps()[-1]
@@ -38,7 +38,7 @@ def test_the_student_reaches_its_teachers_level(taught: FinishedRun) -> None:
 
 
 def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path: Path) -> None:
-    """One of them is a trained run's own folder. The data says who judges which prompt."""
+    """One teacher is a trained run's folder. The data names the teacher of each prompt."""
     rows = tmp_path / "rows.jsonl"
     examples = [example("reverse_digits", split="train", seed=3, index=index) for index in range(400)]
     lines = [
@@ -70,7 +70,7 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
 
 @pytest.mark.chaos
 def test_a_killed_teacher_is_replaced(tmp_path: Path) -> None:
-    """First the process that asks, then the engine that answers."""
+    """First the teacher's worker is killed, then its engine."""
     keys = ("algo.served_by=engine", "run.steps=60", "eval.every=0", "run.save_every=0", "run.export_hf=false")
     held = HeldTraining(tmp_path, updates=15, algorithm="distill")
     with LiveRun(tmp_path / "run", *held.overrides, *keys) as live:

@@ -1,4 +1,4 @@
-"""SGLang servers are added to a run under load and taken out again: servers of the run, and one of somebody else's."""
+"""SGLang servers are added to a run under load and removed again: servers of the run, and an external server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "key-of-the-servers"
 
 
 def join_and_leave(elastic: ElasticRun, out: dict[str, object], into: dict[str, object], *, left: str) -> None:
-    """Orders an engine, waits for its first group, and orders it out again."""
+    """Orders an engine, waits for its first group, and orders its removal."""
     began = time.time()
     order = elastic.order("scale_out", out)
     assert order["status"] == "ACTIVE", order
@@ -54,7 +54,7 @@ def test_servers_of_the_run_come_and_go(tmp_path: Path) -> None:
 
 @contextmanager
 def server(folder: Path) -> Iterator[EngineProcess]:
-    """Yields an SGLang server that no run has started."""
+    """Yields an SGLang server that was not started by a run."""
     (folder / "key").touch(mode=0o600)
     (folder / "key").write_text(KEY)
     process = EngineProcess.start(
@@ -73,7 +73,7 @@ def server(folder: Path) -> Iterator[EngineProcess]:
 
 
 def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
-    """It loads copies of the weights, which the run publishes in shared memory for the server that it started."""
+    """It loads copies of the weights, which the run publishes in shared memory for its own server."""
     key = f"engine.token_file={tmp_path / 'key'}"
     with server(tmp_path) as other, LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, key, "run.save_every=0") as live:
         live.wait_step(2)
@@ -82,7 +82,7 @@ def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
         client = SglangClient(
             other.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
         )
-        assert client.ready() and client.model_info()["weight_version"] == "-1", "it has forgotten the weights"
+        assert client.ready() and client.model_info()["weight_version"] == "-1", "its weights were removed"
         run = elastic.stop()
         assert other.poll() is None
     assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4

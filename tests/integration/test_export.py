@@ -1,4 +1,4 @@
-"""The exported folder is the model that was trained: transformers and the engine agree on it."""
+"""The exported folder contains the trained model: transformers and the engine agree on it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_transformers_gives_the_exported_folder_the_engines_logprobs(strict: Fin
 
 
 def generate(folder: Path, prompts: list[list[int]], *, stop: list[int], scratch: Path) -> list[Generated]:
-    """Eight samples a prompt from an engine that serves the folder's own weights."""
+    """Returns eight samples per prompt from an engine that serves the folder's weights."""
     (scratch / "token").write_text(TOKEN)
     engine = EngineProcess.start(
         EngineLaunch(

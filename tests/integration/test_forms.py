@@ -1,4 +1,4 @@
-"""docs/datum.md lists the forms of a sample and counts their files as a real run of several processes shows."""
+"""docs/datum.md lists the forms of a sample and the number of their files; a real run confirms both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_forms_and_files_of_a_sample_are_those_of_the_page(tmp_path: Path) -
     )
     assert run.returncode == 0, run.stdout + run.stderr
     met = [line.split() for process in trace.iterdir() for line in process.read_text(encoding="utf-8").splitlines()]
-    assert len(list(trace.iterdir())) >= 4, "controller, rollout, trainer and engine each take part"
+    assert len(list(trace.iterdir())) >= 4, "controller, rollout, trainer and engine must take part"
     files = sorted({file for _, file in met if file.startswith("relax_core/")})
     page = (ROOT / "docs/datum.md").read_text(encoding="utf-8")
     section = page.split("## The forms of a sample")[1].split("\n## ")[0]

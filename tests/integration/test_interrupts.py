@@ -1,4 +1,4 @@
-"""A run is stopped: early, by a signal to every one of its processes while a trainer dies, and twice."""
+"""Stops of a run: early, by a signal to all processes while a trainer dies, and twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: P
         services = {pid for pid, line in live.processes().items() if "ray::" in line and "IDLE" not in line}
         live.signal_all(signal.SIGTERM)
         live.wait_stop_heard()
-        time.sleep(1.5 * AGAIN_S)  # who takes a signal besides the supervisor has ended by then
+        time.sleep(1.5 * AGAIN_S)  # processes that react to the signal besides the supervisor have ended by then
         assert len(services) >= 4 and services <= live.processes().keys()  # bus, actor, engine, rollout
         live.kill(ACTOR)
         run = live.finish()
@@ -46,7 +46,7 @@ def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: P
     assert run.checkpoints()[-1] == run.summary["steps"] == 20
     books = run.summary["ledger"]
     assert books["lost"] == books["trained_twice"] == 0
-    assert books["issued"] == books["trained"] + books["open"], "what was under way is in the checkpoint"
+    assert books["issued"] == books["trained"] + books["open"], "the current step is in the checkpoint"
 
 
 def test_a_busy_trainer_is_not_waited_for_after_a_second_signal(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_busy_trainer_is_not_waited_for_after_a_second_signal(tmp_path: Path) 
         live.wait_step(2)
         live.interrupt()
         live.wait_stop_heard()
-        time.sleep(1.5 * AGAIN_S)  # sooner it would be the same Ctrl-C
+        time.sleep(1.5 * AGAIN_S)  # earlier it would count as the same Ctrl-C
         live.interrupt()
         run = live.finish(deadline_s=240.0)
     assert run.code == 130, run.output

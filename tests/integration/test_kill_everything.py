@@ -1,4 +1,4 @@
-"""kill -9 of a whole run at any moment: resume=auto goes on, every step is done, every sample ends once."""
+"""kill -9 of a whole run at any moment: with resume=auto every step is done and every sample ends once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVERRIDES = ("mode.max_staleness=1", f"run.steps={STEPS}", f"run.save_every={SAV
 
 
 def moment(seed: int) -> tuple[int, float]:
-    """(train step, seconds after it) at which everything dies; some are before there is a checkpoint."""
+    """Returns the train step, and the seconds after it, of the kill; some moments are before the first checkpoint."""
     chance = random.Random(seed)
     return chance.randrange(1, STEPS - 5), chance.uniform(0.0, 0.1)
 
@@ -34,11 +34,11 @@ def kill_and_resume(folder: Path, *, seed: int) -> None:
     overrides = (*OVERRIDES, *held.overrides)
     with LiveRun(folder, *overrides) as live:
         live.wait_step(step)
-        time.sleep(delay_s)  # into the step, the push, or a checkpoint
+        time.sleep(delay_s)  # during the step, the push, or a checkpoint
         live.kill_everything()
     kept = max((int(path.parent.name[5:]) for path in folder.glob("checkpoints/step_*/meta.json")), default=0)
-    newest_due = step // SAVE_EVERY * SAVE_EVERY  # it may be under way still; the one before it is not
-    assert kept >= newest_due - SAVE_EVERY, "a checkpoint that was due is not there"
+    newest_due = step // SAVE_EVERY * SAVE_EVERY  # it may still be under way; the previous checkpoint is complete
+    assert kept >= newest_due - SAVE_EVERY, "a due checkpoint is missing"
 
     held.let_go()
     resumed = run_to_end(folder, *overrides, "resume=auto")
@@ -64,7 +64,7 @@ def test_at_any_moment(seed: int, tmp_path: Path) -> None:
 
 
 def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
-    """The run begins again; what the first one persisted and reported counts no more."""
+    """The run starts again; persisted events and metrics of the first attempt no longer count."""
     held = HeldTraining(tmp_path, updates=12)
     overrides = ("mode.max_staleness=1", "run.steps=24", "run.save_every=0", "eval.every=0", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
@@ -85,11 +85,11 @@ def test_what_a_run_leaves_that_lost_its_supervisor_is_cleaned(tmp_path: Path) -
         doctor = [sys.executable, "-m", "relax_core", "doctor", "--clean"]
         environment = {**os.environ, "TMPDIR": str(live.temporary)}
         told, deadline = "", time.monotonic() + 60.0
-        while live.places():  # the kernel may take a moment to let the locks go
+        while live.places():  # the kernel may release the locks late
             assert time.monotonic() < deadline, told
             done = subprocess.run(doctor, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
             told += done.stdout
         assert f"removed {live.temporary}/rlx-" in told and f"of the run in {live.folder}" in told
-        while live.processes():  # Ray's own hear of it by themselves
+        while live.processes():  # Ray's processes end by themselves
             assert time.monotonic() < deadline, live.processes()
             time.sleep(0.05)

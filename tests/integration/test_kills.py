@@ -1,4 +1,4 @@
-"""kill -9 of an engine, a rollout worker and the trackers in mid-run: the run goes on and the ledger is complete."""
+"""kill -9 of an engine, a rollout worker and the trackers in mid-run: the run continues and the ledger is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
 def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_path: Path) -> None:
-    """The engine is killed after some steps, and its owner's rollout worker and the trackers once training goes on.
+    """The engine is killed after some steps, then the rollout worker and the trackers once training continues.
 
     `test_two_engines.py` and `test_rollout_workers.py` kill the two in a window of one step.
     """
@@ -42,7 +42,7 @@ def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_pat
     run.assert_books_closed()
     assert run.summary["ledger"]["dropped"] == {}
     assert run.summary["staleness"]["max"] == 0
-    # Seeds belong to samples. Rounding may differ, since a group drawn again has other batch-mates, and flip a token;
-    # samples drawn with other seeds would move a step's mean reward by some 0.03.
+    # Seeds belong to samples. A repeated group has other neighbours in its batch, so rounding may change a token;
+    # samples with other seeds would change a step's mean reward by about 0.03.
     for values, expected in zip(run.steps(), strict.steps(), strict=True):
         assert values["reward"] == pytest.approx(expected["reward"], abs=0.01)

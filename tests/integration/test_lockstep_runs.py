@@ -1,4 +1,4 @@
-"""With rollout.lockstep, a run over an env of several turns is one run: side by side, time-shared, or resumed."""
+"""With rollout.lockstep, runs over an env of several turns are equal to the bit: async, time-shared, or resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCKSTEP = (
 
 
 def assert_same_games(one: FinishedRun, other: FinishedRun) -> None:
-    """The same weights and figures of the steps to the bit, and the same turns."""
+    """Checks that weights and step metrics are equal to the bit, and turns are equal."""
     assert_same_run(one, other)
     steps = len(one.steps())
     episodes = episodes_of(one)
@@ -35,9 +35,9 @@ def assert_same_games(one: FinishedRun, other: FinishedRun) -> None:
 
 
 def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
-    """Returns how each episode went: rows, versions, ends and rewards of its turns, without their times.
+    """Returns rows, versions, ends and rewards of each episode's turns, without times.
 
-    An episode that was put and not yet trained when the run stopped is played again, and goes as it went before.
+    An episode that was put but not trained when the run stopped is played again, with the same result.
     """
     with LedgerFile(run.folder / "ledger.sqlite") as ledger:
         histories = [one for step in range(len(run.steps())) for one in ledger.samples({"step": step})]
@@ -74,7 +74,7 @@ def test_colocate_is_the_same_run_to_the_bit(side_by_side: FinishedRun, steps: i
 def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     side_by_side: FinishedRun, steps: int, tmp_path: Path
 ) -> None:
-    """The resumed run begins with an evaluation that the other does not have, which changes nothing."""
+    """The resumed run begins with an additional evaluation, which changes nothing."""
     held = HeldTraining(tmp_path, updates=STOPPED_AFTER + 1)
     overrides = (*LOCKSTEP, f"run.steps={steps}", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:

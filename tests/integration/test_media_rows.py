@@ -1,4 +1,4 @@
-"""Whole runs with pictures: bad ones are counted by reason, no file has base64, an env shows one in a later turn."""
+"""Whole runs with pictures: bad rows are counted by reason, no file has base64, an env shows a picture later."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ BAD: dict[int, tuple[str, Any]] = {  # row → reason and value of its column
 def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
     """Writes 60 rows: pictures by path and inline, videos, text, and bad ones.
 
-    Returns also the samples that the bad ones cost by reason. Rows are drawn in order until every step has its prompts.
+    Also returns the lost samples by reason. Rows are drawn in order until every step has its prompts.
     """
     shown = folder / "files"
     shutil.copytree(files_folder() / "train", shown)
@@ -122,7 +122,7 @@ def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
 
 
 def good_sources(file: Path) -> set[str]:
-    """Returns the images and videos of the rows that can be used, those of the evaluation set too."""
+    """Returns the images and videos of valid rows, also of the evaluation set."""
     found = {json.loads(line)["images"] for line in (file.parent / OTHER).read_text().splitlines()[:3]}
     for number, line in enumerate(file.read_text().splitlines()):
         row = json.loads(line)
@@ -134,7 +134,7 @@ def good_sources(file: Path) -> set[str]:
 
 
 def write_eval_set(folder: Path) -> None:
-    """Writes an evaluation set of four rows, of which the last has a picture that is cut."""
+    """Writes an evaluation set of four rows; the last row has a truncated picture."""
     pictures = ("files/red-00.png", "files/blue-01.png", "files/green-02.png", "files/cut.png")
     rows = [{"prompt": "<image>which colour?", "answer": one[6:-7] or "none", "images": one} for one in pictures]
     written = folder / OTHER
@@ -182,7 +182,7 @@ def strict_overrides(file: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def straight(rows: tuple[Path, dict[str, int]], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Ten steps at staleness 0, of whose rows one in ten is bad."""
+    """Returns a run of ten steps at staleness 0 on data in which one row in ten is bad."""
     return run_to_end(tmp_path_factory.mktemp("straight") / "run", *strict_overrides(rows[0]))
 
 
@@ -199,8 +199,8 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert [one["reason"] for one in named] == [f"bad_media:{BAD[number][0]}" for number in sorted(BAD)[:5]]
     assert "files/nowhere.png" in named[0]["text"] and "files/cut.png" in named[3]["text"]
     gap = run.summary["logprob_gap"]
-    # The largest one is that of one token of 1,550, and differs with the processor that trained the model's warm start:
-    # 2e-6 to 2.9e-5 were seen. tests/train/test_parity_media.py holds 2e-5 for models of random weights.
+    # The largest gap is that of one token of 1,550 and depends on the processor that trained the model's warm start:
+    # 2e-6 to 2.9e-5 were observed. tests/train/test_parity_media.py checks 2e-5 for models with random weights.
     assert gap["tokens"] > 0 and gap["mean"] <= TOLERANCE / 20 and gap["max"] <= 5 * TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -210,7 +210,7 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert last["bad_media"] == sum(reasons.values()) / GROUP_SIZE
     for reason, samples in reasons.items():
         assert last[reason.replace(":", "/")] == samples / GROUP_SIZE
-    # Each source once, although every row comes several times and evaluations ask again.
+    # Each source once, although every row is used several times and evaluations request it again.
     assert last["encoded"] == len(good_sources(file))
     assert len(list((run.folder / "thumbnails").glob("*.png"))) == 16
     for path in run.folder.rglob("*"):
@@ -225,7 +225,7 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
 def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     straight: FinishedRun, rows: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
-    """The weights equal those of an asynchronous run that does not stop: the mode and the resume change no bit."""
+    """The weights equal those of an asynchronous run without a stop: mode and resume change no bit."""
     held = HeldTraining(tmp_path, updates=5)
     overrides = (*strict_overrides(rows[0]), "mode=colocate", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
@@ -244,9 +244,9 @@ def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
 
 
 def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
-    """Turns are aborted at weight changes and go on; the trees have the picture in their branches.
+    """Turns are aborted at weight changes and continue; the trees have the picture in their branches.
 
-    Two rollout workers share the groups. The picture of one row in four is cut, which costs its episodes alone.
+    Two rollout workers share the groups. The picture of one row in four is truncated, which drops only its episodes.
     """
     env = tmp_path / "show.py"
     env.write_text(ENV.replace("FOLDER", repr(str(files_folder() / "train"))))
@@ -266,7 +266,7 @@ def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     figures = [one["values"] for one in records if one["source"] == "rollout"]
-    assert max(one["encoded"] for one in figures) == 2  # two pictures, in every episode of every group
+    assert max(one["encoded"] for one in figures) == 2  # two pictures, used in every episode of every group
     assert {one["worker"] for one in figures} == {0.0, 1.0}
     assert run.summary["ledger"]["dropped"].get("bad_media:truncated", 0) > 0
     assert set(run.summary["ledger"]["dropped"]) <= {"bad_media:truncated", "stale"}

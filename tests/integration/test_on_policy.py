@@ -1,4 +1,4 @@
-"""Strict on-policy is one run, whichever way it is made: time-shared, side by side, or stopped and resumed."""
+"""Strictly on-policy runs are equal to the bit: time-shared, async, or stopped and resumed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FROM_WEIGHTS = ("loss", "grad_norm", "logprob_gap_max", "algorithm/ratio")
 
 
 def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
-    """The same tokens, losses and weights, to the bit."""
+    """Checks that tokens, losses and weights are equal to the bit."""
     assert len(one.steps()) == len(other.steps()) == one.summary["steps"]
     for step, (values, expected) in enumerate(zip(one.steps(), other.steps(), strict=True)):
-        assert values.keys() >= {*FROM_WEIGHTS, "reward", "tokens"}  # the other figures are those of one reward
+        assert values.keys() >= {*FROM_WEIGHTS, "reward", "tokens"}  # the other metrics are those of one reward
         for name in (*FROM_TOKENS, *FROM_WEIGHTS):
             assert values.get(name) == expected.get(name), f"{name} differs at step {step}"
     assert one.summary["eval"][-1] == other.summary["eval"][-1]
@@ -37,7 +37,7 @@ def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
 
 
 def test_every_sample_is_kept_with_what_the_trainer_made_of_it(strict: FinishedRun) -> None:
-    """The kept samples are those of the ledger, and the trainer's log-probs of the kept tokens are the engine's."""
+    """The sample log has the samples of the ledger, and the trainer's log-probs of their tokens equal the engine's."""
     assert_samples_kept(strict.folder)
 
 
@@ -80,7 +80,7 @@ def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) ->
 
 
 def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:
-    """Nothing is counted twice: the trainer's path has no more time than the step, and no part is negative."""
+    """No time is counted twice: the parts on the trainer's path take at most the step's time, and none is negative."""
     assert len(strict.steps()) == 60, strict.output
     for step, values in enumerate(strict.steps()):
         parts = [values[f"{part}_ms"] for part in STEP_PARTS]
@@ -125,7 +125,7 @@ def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_
 
 
 def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun) -> None:
-    """The first steps have the same learning rates, as both warm up over ten steps."""
+    """The first steps have the same learning rates, because both warm up over ten steps."""
     loop = f"runpy.run_path({str(ROOT / 'examples/one_loop.py')!r}, run_name='read')['train']('run.steps=10')"
     told = "[(one.reward, one.exact, one.logprob_gap, one.ratio) for one in figures]"
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""A run goes on after its disk was full and its ledger was locked for a while, and loses no sample by it."""
+"""A run continues after a temporarily full disk and a locked ledger, and loses no sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK_S = 120.0
 
 
 def test_a_full_disk_and_a_lock_on_the_ledger_are_waited_out(small_disk: Callable[[str], Path]) -> None:
-    """The pause is named on the screen and, while the trainer waits for its snapshot, in the wait graph."""
+    """The pause is reported on the screen and, while the trainer waits for its snapshot, in the wait graph."""
     disk = small_disk("150m")
     with LiveRun(disk / "run", *SETTINGS) as live:
         live.wait_checkpoint(4)
@@ -44,7 +44,7 @@ def test_a_full_disk_and_a_lock_on_the_ledger_are_waited_out(small_disk: Callabl
 
 
 def stall(folder: Path) -> str:
-    """Returns what `relax stall` prints."""
+    """Returns the output of `relax stall`."""
     command = [sys.executable, "-m", "relax_core", "stall", str(folder)]
     asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ASK_S, check=False)
     return asked.stdout + asked.stderr

@@ -1,5 +1,6 @@
-"""A newcomer's plug-ins of five kinds in one run: the files of docs/plugins/, each with a value of its own, from a
-project that has packages `algorithms` and `rewards` too."""
+"""Plug-ins of five kinds in one run: the files of docs/plugins/, each with a non-default value, from a project that
+also has packages `algorithms` and `rewards`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ EXAMPLES = ROOT / "examples" / "plugins"
 
 
 def make_project(folder: Path) -> None:
-    """Packages with Relax's own names, whose import ends the process that takes them for Relax's own. The reward's
-    file is in one of them, and imports a module beside it."""
+    """Makes packages with the names of Relax's packages; a wrong import of them ends the process. The reward's file is
+    in one of them and imports a neighbouring module.
+    """
     for package in ("algorithms", "rewards", "envs", "launchers"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text("raise SystemExit('of the project')\n")
@@ -50,10 +52,11 @@ def test_a_file_on_the_command_line_trains(tmp_path: Path) -> None:
     assert run.summary["ledger"]["trained"] == 8 * 8 * 8
     steps = run.steps()
     for values in steps:
-        # The baseline is the group's least reward: no advantage is negative, and the ratio is 1, so no loss is above 0.
+        # The baseline is the group's lowest reward: no advantage is negative, and the ratio is 1, so no loss is above
+        # 0.
         assert values["loss"] <= 0.0 and values["algorithm/advantage"] >= 0.0
     assert any(values["loss"] < 0.0 and values["grad_norm"] > 0.0 for values in steps)
-    # The saved configuration has the files and their values, so that the run can be told and resumed.
+    # The saved configuration has the files and their values, so that the run can be resumed.
     saved = (run.folder / "config.yaml").read_text()
     assert f"name: {file}" in saved and "quantile: 0.0" in saved
     assert f"name: {project}/rewards/mine.py" in saved and "target: 4" in saved

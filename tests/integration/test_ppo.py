@@ -1,4 +1,4 @@
-"""PPO with its critic as whole runs: side by side and time-shared, stopped and resumed, and with its critic lost."""
+"""Whole runs of PPO with its critic: async and time-shared, stopped and resumed, and with a lost critic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
-    """The same rewards, losses of policy and critic, and weights, to the bit."""
+    """Checks that rewards, losses of policy and critic, and weights are equal to the bit."""
     assert len(one.steps()) == len(other.steps()) == 24
     for step, (values, expected) in enumerate(zip(one.steps(), other.steps(), strict=True)):
         for name in (*OF_THE_RUN, *OF_THE_CRITIC):
@@ -40,7 +40,7 @@ def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
     assert strict.summary["staleness"]["max"] == 0
     for values in strict.steps():
         assert values["updates"] == UPDATES_A_STEP
-        assert values["logprob_gap_max"] <= 2e-5  # of the first update, whose weights the engine has
+        assert values["logprob_gap_max"] <= 2e-5  # of the first update, which has the engine's weights
         assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-4)  # whitened over the step
     first, last = strict.steps()[0], strict.steps()[-1]
     assert first["value/explained_variance"] < 0.2
@@ -48,7 +48,7 @@ def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
 
 
 def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, tmp_path: Path) -> None:
-    """The first part runs side by side, the second takes turns; together they are the run that did not stop."""
+    """The first part is async, the second time-shared; together they equal the run without a stop."""
     held = HeldTraining(tmp_path, updates=5 * UPDATES_A_STEP, algorithm="ppo")
     strict_held = (*STRICT, *held.overrides)
     with LiveRun(tmp_path / "run", *strict_held) as live:
@@ -69,7 +69,7 @@ def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, t
 
 @pytest.mark.chaos
 def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> None:
-    """Its weights are state of the trainer: all services go back to the newest checkpoint, and the run is the same."""
+    """Its weights are trainer state: all services go back to the newest checkpoint, and the run is equal."""
     held = HeldTraining(tmp_path, updates=12 * UPDATES_A_STEP, algorithm="ppo")
     with LiveRun(tmp_path / "run", *STRICT, *held.overrides) as live:
         live.wait_checkpoint(8)

@@ -22,7 +22,7 @@ from relax_core.control.host.ray_session import new_token_file
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 POLL_S = 0.1
-ADDRESS = re.compile("RAY_API_SERVER_ADDRESS='(http://[0-9.:]+)'")  # in what `ray start` prints
+ADDRESS = re.compile("RAY_API_SERVER_ADDRESS='(http://[0-9.:]+)'")  # in the output of `ray start`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class RayCluster:
     token_file: Path
 
     def relax(self, *overrides: str) -> subprocess.CompletedProcess[str]:
-        """Submits and, by default, follows."""
+        """Submits a run and, by default, follows it."""
         launcher = ["launcher=ray_job", f"launcher.address={self.address}", f"launcher.python={sys.executable}"]
         return call("relax_core", *launcher, *overrides)
 
@@ -80,7 +80,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def wait_for_address(head: subprocess.Popen[bytes], log_file: Path) -> str:
-    """Of the head's dashboard, which took a free port."""
+    """Returns the address of the head's dashboard, which chose a free port."""
     deadline = time.monotonic() + DEADLINE_S
     while (found := ADDRESS.search(log_file.read_text())) is None:
         assert head.poll() is None and time.monotonic() < deadline, log_file.read_text()
@@ -105,7 +105,7 @@ def wait_until_it_takes_jobs(address: str, token_file: Path) -> None:
 
 def test_the_exit_code_is_the_runs_own(cluster: RayCluster, tmp_path: Path) -> None:
     token = f"launcher.token_file={cluster.token_file}"
-    nowhere = ["model=qwen3", "model.path=/nowhere"]  # that is found out on the cluster
+    nowhere = ["model=qwen3", "model.path=/nowhere"]  # an error that is found on the cluster
     done = cluster.relax(token, f"run.dir={tmp_path}/run", *nowhere)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "model.path=/nowhere: no such folder." in done.stdout
@@ -135,4 +135,4 @@ def test_a_stop_writes_a_checkpoint(cluster: RayCluster, tmp_path: Path) -> None
     assert "step 1" in followed.stdout or "stopped after" in followed.stdout
     (checkpoint,) = folder.glob("checkpoints/step_*/meta.json")
     assert int(checkpoint.parent.name.removeprefix("step_")) > 0
-    assert not list(folder.glob("relax-*")), "published weights are gone"
+    assert not list(folder.glob("relax-*")), "published weights are removed"

@@ -1,4 +1,4 @@
-"""Processes die or freeze in mid-run: the run goes on by itself, from where it must, and the ledger is complete."""
+"""Processes die or freeze in mid-run: the run recovers in place or from a checkpoint, and the ledger is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERRIDES = ("eval.every=0", "run.save_every=10", "run.export_hf=false")
 
 
 def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
-    """All steps done, every sample persisted once, none too old; returns the recoveries."""
+    """Checks that all steps are done and every sample has one end and is not stale; returns the recoveries."""
     assert run.code == 0, run.output
     assert run.summary["steps"] == run.summary["steps_recorded"] == steps
     run.assert_books_closed()
@@ -44,7 +44,7 @@ def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -
         run = live.finish()
     other_rank, bus = assert_whole(run, steps=45)
     assert (other_rank["tier"], other_rank["from_step"]) == (2, 0)
-    # The lead may tell that it lost its other rank before Ray tells that the other rank died.
+    # The lead may report the loss of its other rank before Ray reports that rank's death.
     assert other_rank["cause"] == "actor-1 died" or other_rank["cause"].startswith(
         "actor-0 failed: RankLost: actor-1 was lost"
     )
@@ -60,10 +60,10 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_checkpoint(4)
         live.kill(ACTOR)
-        live.wait_recovered(1)  # the new trainer ends its 12 updates at step 24 at most
+        live.wait_recovered(1)  # the new trainer ends its 12 updates by step 24
         live.freeze(ADVANTAGES)
         live.wait_noticed(2)
-        held.allow(24)  # step 36 at most
+        held.allow(24)  # by step 36
         live.wait_recovered(2)
         live.freeze(ENGINE)
         held.let_go()
@@ -114,7 +114,7 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
     assert f"rollout-0: pid {pid}, state stopped" in first
     told = [one for one in read_alarms(run.folder) if one.event == "stalled"]
-    # On a loaded machine the start takes longer than a fifth of run.stall_timeout_s, and is told of before.
+    # On a loaded machine the start takes longer than a fifth of run.stall_timeout_s and is reported first.
     assert [one.kind for one in told] == ["new", "over"] * (len(told) // 2)
     new = [one.text for one in told if one.kind == "new"]
     assert sum("blocker: rollout-0" in text for text in new) == 1

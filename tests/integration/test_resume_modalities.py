@@ -1,4 +1,4 @@
-"""Whole runs of the models with sounds and with layer states that stop and go on: the same run to the bit."""
+"""Whole runs of models with sounds and with layer states: a stopped and resumed run is equal to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIX = "data.mix={video: 0.25, text: 0.25, image: 0.5}"
     ids=["omni", "states", "mix"],
 )
 def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(words: tuple[str, ...], tmp_path: Path) -> None:
-    """At staleness 0, with the cursor of a mix by modality, too."""
+    """At staleness 0, also with the cursor of a mix by modality."""
     straight = run_to_end(tmp_path / "straight", *STRICT, *words)
     assert straight.code == 0, straight.output
     straight.assert_books_closed()

@@ -1,4 +1,4 @@
-"""A whole run that exploits its reward: noticed by the shadow, halted, and gone on with from before the onset."""
+"""A whole run that exploits its reward: the shadow notices, the run halts and resumes from before the onset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.live_run import run_to_end
 
 pytestmark = pytest.mark.integration
 
-# The reward finds each answer right, and its shadow those of the first 40 groups alone.
+# The reward accepts every answer, its shadow only those of the first 40 groups.
 PLUGIN = """
 from dataclasses import dataclass
 from relax_core.contracts.reward import RewardConfig, RewardOutput, RewardSpec

@@ -1,4 +1,4 @@
-"""Several rollout workers share the prompts of a run, and one of them is killed with groups in hand."""
+"""Several rollout workers share the prompts of a run, and one of them is killed with groups in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS = 40
 OVERRIDES = (
     "rollout.workers=2",
-    "rollout.over_sampling=1.5",  # each worker follows the versions, and hears which of its groups are over
+    "rollout.over_sampling=1.5",  # each worker follows the versions and learns which of its groups have ended
     "mode.max_staleness=1",
     f"run.steps={STEPS}",
     "eval.every=20",
@@ -56,9 +56,9 @@ def test_one_of_two_rollout_workers_is_killed_and_nothing_is_lost(tmp_path: Path
     assert set(samples) == {0.0, 1.0} and min(samples.values()) > sum(samples.values()) / 10, samples
     first, middle, last = evaluated(run.folder)
     assert (first, last) == (0, STEPS), "one worker evaluates"
-    assert 20 <= middle <= 26, "a worker that is back after version 20 evaluates the version that it finds"
+    assert 20 <= middle <= 26, "a worker that restarts after version 20 evaluates the current version"
 
 
 def evaluated(folder: Path) -> list[int]:
-    """The versions whose evaluation is recorded, in order."""
+    """Returns the evaluated versions, in order."""
     return sorted(record.step for record in read_metrics(folder) if record.source == "eval")

@@ -1,4 +1,4 @@
-"""The window holds and every prompt is trained once, straight through and over a stop and a resume."""
+"""The staleness window holds and every prompt is trained once, without interruption and over a stop and a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIET = ("eval.every=0", "run.save_every=0")
 
 
 def samples_ahead(max_staleness: int) -> int:
-    """How many samples the first weights draw while nothing is trained: as far ahead as the window reaches."""
+    """Returns the number of samples that the first weights draw without training: as far as the window allows."""
     return (max_staleness + 1) * 8 * 16
 
 

@@ -1,4 +1,4 @@
-"""A run whose rows travel through TransferQueue outlives the queue's processes."""
+"""A run with bus=transfer_queue survives the loss of the queue's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
 def test_a_lost_storage_unit_is_a_lost_bus(tmp_path: Path) -> None:
-    """All services start again from the newest checkpoint, with a TransferQueue of their own."""
+    """All services restart from the newest checkpoint with a new TransferQueue."""
     overrides = ("mode.max_staleness=1", "run.steps=40", "eval.every=0", "run.save_every=5")
     held = HeldTraining(tmp_path, updates=20)
     with LiveRun(tmp_path / "run", "bus=transfer_queue", *overrides, *held.overrides) as live:

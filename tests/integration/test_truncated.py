@@ -1,5 +1,4 @@
-"""A whole run that samples under top_p and min_p: on policy in every role, each on its own layout, over the second
-bus."""
+"""A whole run with top_p and min_p is on-policy in every role, with a layout for each role, over the second bus."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ TOLERANCE = 2e-5
 
 
 def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
-    """GSPO's range is so narrow that any difference of distributions would cut every bad sample."""
+    """GSPO's clip range is so narrow that any difference of distributions would clip every sample."""
     run = run_to_end(
         tmp_path / "run",
         "algo=gspo",
@@ -47,7 +46,7 @@ def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
             assert values[f"algorithm/{name}"] == pytest.approx(1.0, abs=TOLERANCE), name
         assert values["algorithm/clip_low"] == values["algorithm/clip_high"] == 0.0
     assert run.steps()[0]["algorithm/reference_kl"] == pytest.approx(0.0, abs=TOLERANCE)
-    assert run.steps()[-1]["algorithm/reference_kl"] > 1e-5, "the trainer has left the reference"
+    assert run.steps()[-1]["algorithm/reference_kl"] > 1e-5, "the policy differs from the reference"
     assert len(run.summary["eval"]) == 2
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["rollout"]["banned_token_ids"] == [1]

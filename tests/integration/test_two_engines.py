@@ -1,5 +1,6 @@
-"""Two engines, more prompts than the steps need, groups aborted at each weight change; one engine stands still for a
-while, and then one is killed."""
+"""Two engines, more prompts than the steps need, and groups aborted at each weight change; one engine is stopped for a
+while, and then one is killed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS = 40
 OVERRIDES = (
     "engine.count=2",
-    "engine.max_running_samples=4",  # one group at a time: slower than training by far, new weights meet some
+    "engine.max_running_samples=4",  # one group at a time: much slower than training, so weights change in mid-group
     "algo.group_size=4",
     "rollout.prompts_per_step=32",
     f"run.steps={STEPS}",
@@ -31,9 +32,9 @@ OVERRIDES = (
     "eval.every=0",
     "run.save_every=0",
     "run.export_hf=false",
-    "run.heartbeat_timeout_s=600",  # nobody kills the one that stands still
+    "run.heartbeat_timeout_s=600",  # so that the stopped engine is not killed
 )
-STILL_STEPS = 6  # train steps that are done while an engine stands still
+STILL_STEPS = 6  # train steps that are done while an engine is stopped
 
 
 def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
@@ -45,8 +46,8 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
         engines = [pid for pid, line in live.processes().items() if ENGINE in line]
         assert len(engines) == 2
         os.kill(engines[1], signal.SIGSTOP)
-        live.wait_step(10 + STILL_STEPS)  # nobody waits for it, neither for its push nor for its samples
-        assert stall_command.main([str(live.folder)]) == 0, "the run goes on, and its controller answers"
+        live.wait_step(10 + STILL_STEPS)  # no process waits for its push or its samples
+        assert stall_command.main([str(live.folder)]) == 0, "the run continues, and its controller answers"
         os.kill(engines[1], signal.SIGCONT)
         os.kill(engines[0], signal.SIGKILL)
         live.wait_noticed(1)
@@ -55,19 +56,19 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
     assert run.code == 0, run.output
     report = capsys.readouterr().out
     assert "which worker waits for which" in report and "blocker: " in report
-    assert not list((run.folder / "stall").iterdir()), "what was asked and answered is gone"
+    assert not list((run.folder / "stall").iterdir()), "answered requests are removed"
     run.assert_books_closed()
     books = run.summary["ledger"]
-    assert books["trained"] == STEPS * 8 * 16, "a short step was not back-filled"
+    assert books["trained"] == STEPS * 8 * 16, "a step was incomplete"
     assert set(books["dropped"]) <= {"over_sampled", "stale"} and books["dropped"]["over_sampled"] > 0
     assert run.summary["staleness"]["max"] <= 1
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(line["values"]["aborts"] for line in lines if line["source"] == "rollout") > 0
-    assert [one["tier"] for one in run.summary["recoveries"]] == [1], "one engine of two is no reason to begin anew"
+    assert [one["tier"] for one in run.summary["recoveries"]] == [1], "the loss of an engine restarts no services"
     with LedgerFile(run.folder / "ledger.sqlite") as file:
         lives = [life for step in range(STEPS) for life in file.samples({"step": step}) if life.state == "trained"]
     made = [event.made for life in lives for event in life.events if event.made is not None]
-    assert len(made) == books["trained"], "a sample came to the bus twice"
+    assert len(made) == books["trained"], "a sample was put twice"
     turns = [turn for one in made for turn in one.turns]
     assert {turn.engine for turn in turns} == {"engine-0", "engine-1"}
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Checks of a launcher's configuration, and the files that it writes for the machines that execute the run."""
+"""Checks of a launcher's configuration, and the files that it writes for the machines of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job that a Ray cluster receives. tests/integration/test_ray_job.py sends one to a cluster."""
+"""The job that a Ray cluster receives; tests/integration/test_ray_job.py submits one to a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.schema import RayJobLauncherConfig
 
 POD_SPEC = {"containers", "volumes"}
-# Fields of KubeRay's RayJob, ray.io/v1, as its API reference names them: those that the manifest uses.
+# Fields of KubeRay's RayJob, ray.io/v1, that the manifest uses, as in its API reference.
 RAY_JOB = {"entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}

@@ -1,4 +1,4 @@
-"""Sweeps on this machine, and the metrics of their runs for a sweeper that chooses by them."""
+"""Sweeps on this machine, and the metrics of their runs that a sweeper optimizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real receivers on loopback: an HTTP server and an SMTP server, which keep what they are told."""
+"""Real receivers on loopback: an HTTP server and an SMTP server, which record the received messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Told:
-    """Holds the titles and texts that a receiver took, in order; ``refusals`` is how many it refuses first."""
+    """Holds the received titles and texts in order; the first ``refusals`` messages are refused."""
 
     messages: list[tuple[str, str]] = field(default_factory=list)
     refusals: int = 0
@@ -55,7 +55,7 @@ def serving(make: Callable[[], socketserver.BaseServer]) -> Iterator[int]:
 
 @contextmanager
 def http_receiver() -> Iterator[Told]:
-    """An HTTP server that takes the JSON messages of Apprise."""
+    """Runs an HTTP server that takes the JSON messages of Apprise."""
     told = Told()
 
     class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ def http_receiver() -> Iterator[Told]:
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
-            """Tells nothing."""
+            """Logs nothing."""
 
     with serving(lambda: ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as told.port:
         yield told
@@ -73,7 +73,7 @@ def http_receiver() -> Iterator[Told]:
 
 @contextmanager
 def smtp_receiver() -> Iterator[Told]:
-    """A server of the few SMTP commands that a mail needs (RFC 5321)."""
+    """Runs a server of the few SMTP commands that an e-mail needs (RFC 5321)."""
     told = Told()
 
     class Handler(socketserver.StreamRequestHandler):

@@ -1,4 +1,4 @@
-"""Messages reach real HTTP and SMTP receivers; one that refuses, hangs or is dead delays no other, and is named."""
+"""Messages reach real HTTP and SMTP receivers; a receiver that refuses, hangs or is dead is named and delays none."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_that_never_answers_and_a_dead_one_delay_nobody(tmp_path: Path, http
         put_s = time.monotonic() - began
         assert [title for title, _ in http.wait(2)] == ["first", "second"]
         sender.close(timeout_s=DEADLINE_S)
-    assert put_s < 1.0, "nobody waits for a receiver"
+    assert put_s < 1.0, "a caller waited for a receiver"
     assert sum("no answer within 1 s" in line for line in lines) == 2
     assert sum("it refused, or nobody answers there" in line for line in lines) == 2
 

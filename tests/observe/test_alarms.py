@@ -1,4 +1,4 @@
-"""One message for a cause, again after a while, one when it is over; the next controller knows what was told."""
+"""Alarms: a message per cause, reminders, a message at the end; the next controller reads sent messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_cause_is_told_once_again_later_and_when_it_is_over(tmp_path: Path) ->
     assert [None if one is None else (one.kind, one.left_out) for one in told] == [
         *(("new", 0), None, None, ("again", 2), None)
     ]
-    assert book.tell("rule", "b", title="b", text=str) is not None, "another cause is another message"
+    assert book.tell("rule", "b", title="b", text=str) is not None, "another cause has a separate message"
     over = book.over("rule", "a", title="a", text=str)
     assert over is not None and over.kind == "over" and book.over("rule", "a", title="a", text=str) is None
     again = book.tell("rule", "a", title="a", text=str)
@@ -46,7 +46,7 @@ def test_the_next_controller_goes_on_where_the_last_one_was(tmp_path: Path) -> N
     book = AlarmBook(tmp_path, repeat_s=60.0, clock=clock)
     assert book.tell("stalled", "no step", title="t", text=lambda: "x") is None
     assert book.over("stalled", "no step", title="t", text=lambda: "x") is not None
-    assert [one.kind for one in read_alarms(tmp_path)] == ["new", "over"], "the half line is left out"
+    assert [one.kind for one in read_alarms(tmp_path)] == ["new", "over"], "the incomplete line is ignored"
 
 
 def test_a_message_that_cannot_be_kept_is_told_and_says_so(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_best_is_the_largest_mean_so_far(values: list[float | None], steps: 
     for end, state in enumerate(states(rule, values), 1):
         measured = [value for value in values[:end] if value is not None and not math.isnan(value)]
         means = [math.fsum(measured[at : at + steps]) / steps for at in range(len(measured) - steps + 1)]
-        if means and abs(means[-1] - share * max(means)) > 1e-9:  # where rounding decides nothing
+        if means and abs(means[-1] - share * max(means)) > 1e-9:  # where rounding cannot decide
             assert state.is_true(rule) == (max(means) > 0 and means[-1] < share * max(means))
         assert means or not state.is_true(rule)
 

@@ -1,4 +1,4 @@
-"""A picture is an optional product: it ends no run."""
+"""The plot is optional: its failure ends no run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(path is not None, problem, os.environ.get("MPLBACKEND"))
 
 
 def drawn(folder: Path, **environment: str) -> tuple[str, bool]:
-    """Draws in a process of its own, because matplotlib reads its settings when it is imported."""
+    """Draws in a separate process, because matplotlib reads its settings at import."""
     picture = folder / "curves.png"
     done = subprocess.run(
         [sys.executable, "-c", DRAW, str(picture)],

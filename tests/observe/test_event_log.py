@@ -64,7 +64,7 @@ def test_writers_are_read_in_order_of_time_and_a_cursor_gives_each_event_once(tm
     reader = EventReader(tmp_path)
     assert [record.time_s for record in reader.each()] == [1.0, 2.0, 3.0, 4.0] and reader.count == 4
     assert reader.read() == []
-    write(tmp_path, "actor-0", numbers(2, time_s=5.0))  # the writer was started again: another file
+    write(tmp_path, "actor-0", numbers(2, time_s=5.0))  # the writer was restarted, so this is another file
     assert len(event_files(tmp_path)) == 3
     later = EventReader(tmp_path, cursor=json.loads(json.dumps(reader.cursor)))
     assert [record.step for record in later.each()] == [2] == [record.step for record in reader.each()]
@@ -80,20 +80,20 @@ def test_files_larger_than_a_read_keep_the_order(tmp_path: Path, monkeypatch: py
 
 def test_a_resume_undoes_later_steps_whatever_the_clocks_say(tmp_path: Path) -> None:
     controller = EventWriter(tmp_path, "controller")
-    assert controller.begin_attempt(0) == 0 and not event_files(tmp_path)  # nothing to mark
+    assert controller.begin_attempt(0) == 0 and not event_files(tmp_path)  # no steps to mark
     write(tmp_path, "actor-0", *(numbers(step, time_s=100.0 + step) for step in range(4)))
     assert controller.begin_attempt(2) == 1
     controller.close()
-    early = numbers(2, time_s=50.0, reward=0.9)  # of a host whose clock is behind
+    early = numbers(2, time_s=50.0, reward=0.9)  # from a host whose clock is slow
     write(tmp_path, "actor-0", early, attempt=1)
     reader = EventReader(tmp_path)
     records = [record for record in reader.each() if isinstance(record, MetricRecord)]
     assert [(record.source, record.step) for record in records][4:] == [("run", 2), ("actor", 2)]
     assert [record.step for record in without_undone(records)] == [0, 1, 2] and records[-1] == early
-    write(tmp_path, "actor-0", numbers(1, time_s=9.0), numbers(3, time_s=9.0))  # by a process that was given up
+    write(tmp_path, "actor-0", numbers(1, time_s=9.0), numbers(3, time_s=9.0))  # by the abandoned attempt
     assert [record.step for record in reader.each()] == [1]
     other = EventWriter(tmp_path, "controller")
-    assert other.begin_attempt(2) == 2  # another process goes on
+    assert other.begin_attempt(2) == 2  # another process continues
     other.close()
 
 

@@ -1,4 +1,4 @@
-"""The findings about a run that "finished", and that a healthy run has none."""
+"""Findings about a finished run, and their absence in a healthy run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_reward_that_fell_is_told_with_its_best_and_its_last_steps() -> None:
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e-3])
 @pytest.mark.parametrize("shape", ["flat", "climbs", "dips and comes back", "loses a little"])
 def test_noise_and_small_losses_are_no_fall(shape: str, scale: float) -> None:
-    """Tries many seeds, because users ignore a warning that healthy runs show."""
+    """Tries many seeds, because users ignore warnings that healthy runs show."""
     curve = {
         "flat": [0.5] * 200,
         "climbs": climbs(200, 0.3, 0.95),
@@ -40,7 +40,7 @@ def test_noise_and_small_losses_are_no_fall(shape: str, scale: float) -> None:
         noise = np.random.default_rng(seed).normal(0, 0.04, len(curve))
         rewards = [
             scale * (reward + one - 1.0) for reward, one in zip(curve, noise, strict=True)
-        ]  # some of them are negative
+        ]  # some rewards are negative
         assert findings(run(rewards), {}) == [], seed
 
 

@@ -1,4 +1,4 @@
-"""docs/notify.md: its runs pass the checks, its rules are rules on numbers that exist, and every event has its row."""
+"""Checks docs/notify.md: its runs pass the checks, its rules use existing metrics, and every event has a row."""
 
 from __future__ import annotations
 

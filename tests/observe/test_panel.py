@@ -1,4 +1,4 @@
-"""The panel on a real pseudo-terminal and into a pipe, and how much time it takes."""
+"""The panel on a real pseudo-terminal and into a pipe, and its cost in time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run_on_terminal(*arguments: str) -> str:
     try:
         while chunk := os.read(ours, 65536):
             seen += chunk
-    except OSError:  # Linux reports with it that the other end was closed
+    except OSError:  # Linux raises it when the other end is closed
         pass
     finally:
         os.close(ours)
@@ -102,9 +102,9 @@ def test_on_a_terminal_the_panel_is_drawn_at_most_twice_a_second() -> None:
     seconds = time.monotonic() - start
     screen = ESCAPE.sub("", seen)
     frames = screen.count("╭─ Relax")
-    # beside the timed frames there is one after the stray print, and one when the panel closes
+    # in addition to the timed frames: one after the stray print, and one when the panel closes
     assert 3 <= frames <= 2 * seconds + 4
-    assert "\x1b[?25l" in seen and "\x1b[?25h" in seen  # the cursor is hidden and shown again
+    assert "\x1b[?25l" in seen and "\x1b[?25h" in seen  # the cursor is hidden, and shown again at the end
     last = screen[screen.rindex("╭─ Relax") :]
     assert "step 40/40" in last and "100%" in last and "ETA 0 s" in last
     assert "1.000" in last and "400" in last and "/runs/x" in last  # reward, samples/s: 8 in 20 ms
@@ -148,7 +148,7 @@ def test_what_is_starting_is_said_once_and_before_any_role_can_tell() -> None:
             starting = [RoleState(name=name, state="starting", since_s=1.0, detail=detail) for name in workers]
             panel.update(PanelState(step=0, roles=starting))
         panel.update(PanelState(step=0, roles=[replace(role, state="running") for role in starting]))
-        with panel:  # this block is inside of the first
+        with panel:  # this block is inside the first
             panel.update(PanelState(step=3))
     assert out.getvalue().splitlines() == [
         "Relax · grpo · 40 steps · /runs/x",
@@ -184,7 +184,7 @@ def test_a_stalled_run_names_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_frame_costs_so_little_that_two_a_second_are_no_load(
     make_record: MakeRecord, progress: BusProgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts calls of functions, which are equal on every machine: 52,000 took 7 ms of a core."""
+    """Counts function calls, which are equal on every machine: 52,000 took 7 ms of a core."""
     monkeypatch.setattr(panel_module, "REFRESH_S", 0.0)
     records = [
         make_record("actor", step, reward=0.5, exact=0.5, samples=8, tokens=64, step_ms=20.0) for step in range(2000)
@@ -324,7 +324,7 @@ def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(mak
     numbers.merge([make_record("actor", 1, logprob_gap_tokens=0.0, truncated=0.0, groups_without_signal=0.0)])
     text = drawn(view(numbers, None, ()))
     assert "log-prob gap  –" in text and "e-06" not in text and "0.0e+00" not in text
-    assert line(view(numbers, None, ())) == "step 12/112", "what is 0 matters not"
+    assert line(view(numbers, None, ())) == "step 12/112", "values of 0 are not shown"
 
 
 def test_the_share_of_answers_without_a_reward_is_shown_while_there_are_any(
@@ -375,7 +375,7 @@ def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint(
 
 
 def test_a_line_has_the_figures_of_its_own_step(make_record: MakeRecord) -> None:
-    """State and records take different ways: either may be ahead of the other."""
+    """State and records arrive separately, and either may be ahead of the other."""
     out = io.StringIO()
     with Panel(30, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=200)) as panel:
         for done, recorded in ((10, 20), (20, 20), (30, 20), (30, 30)):

@@ -1,4 +1,4 @@
-"""What a process and its children use, measured of real processes."""
+"""Resource usage of a process and its children, measured on real processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_busy_child_counts_with_its_parent(monkeypatch: pytest.MonkeyPatch) ->
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
         assert child.pid in children_of(process_usage.os.getpid())
         meter = UsageMeter()
-        assert meter.newest() is None, "one measurement tells no rate"
+        assert meter.newest() is None, "one measurement gives no rate"
         deadline = time.monotonic() + DEADLINE_S
         while (usage := meter.newest()) is None or usage.children_cores < 0.01:
             assert time.monotonic() < deadline, usage

@@ -101,7 +101,7 @@ def test_lines_of_a_report_into_a_file_are_whole(
     lines = capsys.readouterr().out.splitlines()
     (samples,) = (line for line in lines if line.startswith("samples"))
     assert len(samples) > 80 and "issued" in samples and samples.rstrip().endswith("trained twice")
-    assert not [line for line in lines if line.startswith("   ")]  # the rest of a line that was wrapped
+    assert not [line for line in lines if line.startswith("   ")]  # the rest of a wrapped line
 
 
 def test_answers_that_changed_come_first_and_long_ones_keep_their_end() -> None:
@@ -184,7 +184,7 @@ def test_every_command_that_is_printed_can_start(tmp_path: Path, progress: BusPr
         if purpose.startswith("train on"):
             assert ("the learning rate jumps from" in purpose) == (config.optimizer.schedule is not Schedule.constant)
         else:
-            assert str(tmp_path) not in command  # a new run has a folder of its own
+            assert str(tmp_path) not in command  # a new run has its own folder
 
 
 def test_the_curves_are_a_picture_of_sensible_size(tmp_path: Path, make_record: MakeRecord) -> None:
@@ -197,7 +197,7 @@ def test_the_curves_are_a_picture_of_sensible_size(tmp_path: Path, make_record: 
         colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
     assert colours is not None
     counts = {colour: count for count, colour in colours}
-    assert counts[(0x1F, 0x5F, 0xA8)] > 500 and counts[(0xD9, 0x66, 0x0A)] > 200  # the picture has both curves
+    assert counts[(0x1F, 0x5F, 0xA8)] > 500 and counts[(0xD9, 0x66, 0x0A)] > 200  # the plot has both curves
     assert counts[(255, 255, 255)] > 0.8 * 1320 * 528
     assert 10_000 < path.stat().st_size < 200_000
 

@@ -1,4 +1,4 @@
-"""What the rewards and judges of a run did: in the summary and in the panel, computed by hand."""
+"""Results of a run's rewards and judges in the summary and the panel, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_panel_tells_what_is_missing() -> None:
     }
     assert dict(panel_lines(FIRST))["judges"] == "main 10 verdicts, 3 wait, 25% unreadable, 1,200 tokens"
     alone = {key: value for key, value in FIRST.items() if key.startswith("reward/")}
-    assert dict(panel_lines(alone)) == {}, "one reward without a failure is the reward that the panel has"
+    assert dict(panel_lines(alone)) == {}, "a single reward without a failure has no line of its own"
     none = {"reward/f1/answers": 1.0, "reward/f1/none": 1.0, "reward/f1/none/raised": 1.0, "reward/f1/ms_p99": 1.0}
     assert dict(panel_lines(none)) == {"rewards": "f1 none, 100% raised, p99 1.0 ms"}
 

@@ -1,4 +1,4 @@
-"""Who is slower than its equals: properties over any times, and the limits at which a process is named."""
+"""Stragglers among peers: properties over any times, and the limits at which a process is reported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_slower_process_stays_slow(steps: list[dict[str, Work]], factor: float
     after = compared_work([{**step, name: scaled(step[name], factor)} for step in steps])[name]
     assert after.slower == pytest.approx(factor * (1.0 + before.slower) - 1.0)
     assert after.is_slow or not before.is_slow or before.slower == pytest.approx(MOST_SLOWER)
-    assert after.cpu_slower == pytest.approx(before.cpu_slower), "processor time is told apart"
+    assert after.cpu_slower == pytest.approx(before.cpu_slower), "processor time is reported separately"
 
 
 @given(work=works, slower=st.floats(min_value=0.0, max_value=3.0), chosen=st.sampled_from(NAMES))
@@ -125,7 +125,7 @@ def test_the_part_with_the_largest_difference_is_told_and_who_is_missing_is_left
 def test_engines_with_other_batches_of_the_same_speed_are_equal(
     times: dict[int, DecodeTime], engines: int, share: float
 ) -> None:
-    """An engine that decodes more, fewer or other batches is not slower for it; only the time of a step counts."""
+    """An engine that decodes more, fewer or other batches is not slower; only the time of a step counts."""
     found = compared_decoding(
         {
             f"engine-{engine}": {
@@ -139,7 +139,7 @@ def test_engines_with_other_batches_of_the_same_speed_are_equal(
     )
     for one in found.values():
         assert one.slower == pytest.approx(0.0, abs=1e-6) and one.part == "decode"
-    assert compared_decoding({"engine-0": {}, "engine-1": times}, steps=10) == {}, "an idle engine tells nothing"
+    assert compared_decoding({"engine-0": {}, "engine-1": times}, steps=10) == {}, "an idle engine is not compared"
 
 
 @given(times=sizes.filter(bool), slower=st.floats(min_value=0.0, max_value=3.0))
@@ -166,7 +166,7 @@ def test_an_engine_whose_batches_no_other_decoded_is_not_compared() -> None:
 # -- waits for a core -------------------------------------------------------------------------------------------------
 @given(waits=st.lists(st.floats(min_value=0.1, max_value=0.9), min_size=4, max_size=4))
 def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> None:
-    """The ranks do the same work; how long each waited for one of too few cores differs by up to ten times."""
+    """The ranks do the same work; with too few cores, their waits for a core differ by up to ten times."""
     ranks = {
         name: Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
         for name, wait in zip(NAMES, waits, strict=True)
@@ -183,7 +183,7 @@ def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> No
 
 @given(wait=st.floats(min_value=0.2, max_value=0.9))
 def test_where_one_alone_waits_for_a_core_it_is_slow(wait: float) -> None:
-    """Another program holds its core."""
+    """Another program uses its core."""
     usual = Work(wall_ms={"forward": 60.0})
     late = Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
     found = compared_work([{**dict.fromkeys(NAMES, usual), NAMES[2]: late}] * WINDOW_STEPS)
@@ -194,7 +194,7 @@ def test_where_one_alone_waits_for_a_core_it_is_slow(wait: float) -> None:
     assert slow == {"engine-0": False, "engine-1": True}
 
 
-# -- windows in a row -------------------------------------------------------------------------------------------------
+# -- consecutive windows -----------------------------------------------------------------------------------------------
 def beside(slower: float) -> Compared:
     return Compared(own_ms=100.0 * (1.0 + slower), others_ms=100.0, part="forward", others=("actor-1",))
 

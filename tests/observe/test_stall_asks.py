@@ -1,4 +1,4 @@
-"""A command asks the controller of a run for a report: it gets one, or words about why there is none."""
+"""A command requests a stall report from the controller of a run: it gets the report, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 @contextmanager
 def controller(run_dir: Path, text: str) -> Iterator[None]:
-    """A controller that looks for asks until the block ends."""
+    """Runs a controller that answers requests until the block ends."""
     asks, ended = StallAsks(run_dir), threading.Event()
 
     def look() -> None:
@@ -57,7 +57,7 @@ def test_nobody_answers_in_time_or_the_run_ends(tmp_path: Path) -> None:
         ask_for_report(tmp_path, timeout_s=0.05, goes_on=lambda: True)
     with pytest.raises(NoAnswer, match="has just ended"):
         ask_for_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: False)
-    assert not list((tmp_path / FOLDER).iterdir()), "an ask that nobody waits for is taken back"
+    assert not list((tmp_path / FOLDER).iterdir()), "a request without a waiting command is withdrawn"
 
 
 def test_old_asks_and_other_files_get_no_answer(tmp_path: Path) -> None:

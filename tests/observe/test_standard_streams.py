@@ -1,4 +1,4 @@
-"""Standard streams without a reader, on real pipes; test_unread_runs.py has supervised runs."""
+"""Standard streams without a reader, on real pipes; test_unread_runs.py covers supervised runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """Yields the reader's and the writer's end of a pipe; a test may close the reader's."""
+    """Yields the reader's and the writer's end of a pipe; a test may close the reader's end."""
     ends = os.pipe()
     yield ends
     os.close(ends[1])
@@ -28,7 +28,7 @@ def test_without_a_reader_all_is_taken_and_goes_nowhere(pipe: tuple[int, int]) -
     file = UnreadFile(writer, "<stdout>", timeout_s=None)
     os.close(reader)
     assert file.write(b"x" * 100_000) == 100_000
-    assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev, "other writers meet no broken pipe either"
+    assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev, "other writers get no broken pipe, either"
     assert file.write(b"more") == 4
 
 
@@ -73,7 +73,7 @@ def test_a_stream_that_somebody_put_there_is_left_alone(capsys: pytest.CaptureFi
 
 
 def read_all(descriptor: int) -> bytes:
-    """Reads what the pipe holds now."""
+    """Returns the current content of the pipe."""
     found = b""
     while select.select([descriptor], [], [], 0)[0]:
         found += os.read(descriptor, 1 << 16)

@@ -1,4 +1,4 @@
-"""Every figure of the summary is computed by hand from twelve steps."""
+"""Each value of the summary is compared with one computed by hand from twelve steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
     assert (summary["wall_s"], summary["first_step_s"]) == (30.0, 12.5)
     assert summary["samples_per_s"] == pytest.approx(100.0)  # 4 samples in 40 ms
     assert summary["tokens_per_s"] == pytest.approx(500.0)
-    # means of 0..0.9 and 0.2..1.1; deviation over steps 2..11; least and largest of all steps
+    # means of 0..0.9 and 0.2..1.1; deviation over steps 2..11; minimum and maximum over all steps
     assert summary["reward"] == pytest.approx({"first": 0.45, "last": 0.65, "std": 0.065, "min": -11, "max": 1})
     lengths = {"first": 5, "last": 5, "min": 2, "max": 19, "p10": 7.5, "p50": 11.5, "p90": 15.5}
     assert summary["response_tokens"] == pytest.approx(lengths)

@@ -1,6 +1,6 @@
-"""W&B, MLflow and ClearML without a network: what they wrote is read back and is what the run recorded.
+"""W&B, MLflow and ClearML without a network: their files are read back and equal the recorded run.
 
-The libraries are in an environment of their own: `make test-trackers`. A test is skipped where its library is missing.
+The libraries are in a separate environment: `make test-trackers`. Tests of missing libraries are skipped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ HISTOGRAM = HistogramRecord(
     total_of_squares=60.0,
 )
 REWARDS = {0: 0.0, 1: 0.25, 2: 0.5}
-BLOCK, HEAD = 32768, 7  # of the LevelDB log that is W&B's offline file
+BLOCK, HEAD = 32768, 7  # bytes in a block of the LevelDB log that is W&B's offline file
 
 
 def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
-    """Writes three steps with a sink, the last one with a second process as a resumed run does."""
+    """Writes three steps with a sink; a second process writes the last one, as in a resumed run."""
     (run_dir / "config.yaml").write_text("name: demo\nrun:\n  steps: 3\n")
     records: list[Record] = [
         MetricRecord(source="actor", step=step, time_s=100.0 + step, values={"reward": reward, "gap": float("nan")})
@@ -53,7 +53,7 @@ def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
 
 
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the import makes folders that it does not remove
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the import makes folders and does not remove them
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 

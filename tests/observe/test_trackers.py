@@ -1,4 +1,4 @@
-"""Trackers follow the event log in processes of their own: one that is down, dies, hangs or is refused."""
+"""Trackers follow the event log in separate processes: trackers that are down, die, hang or are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tracker(sinks: Any, *, tensorboard: bool = False) -> TrackerConfig:
 
 
 def report(run_dir: Path, *steps: int) -> int:
-    """Reports a number of each step, and returns how many events the log has."""
+    """Records a number for each step, and returns the number of events in the log."""
     writer = EventWriter(run_dir, "actor-0")
     for step in steps:
         writer.record("actor", step, {"reward": 0.5})
@@ -111,7 +111,7 @@ def test_a_tracker_that_is_down_delays_nobody_and_gets_everything_when_it_is_up_
     records = report(tmp_path, 2)
     lines, lacking = trackers.close(records=records, timeout_s=T)
     assert lacking == {"odd": 3} and "odd lacks 3 records" in lines[0] and seen(tmp_path) == []
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # its neighbour has all of them
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # the other tracker has all events
     (tmp_path / "refuse").unlink()
     again = Trackers(tracker([odd]), tmp_path)
     assert again.close(records=report(tmp_path, 3), timeout_s=T) == ([], {})

@@ -1,4 +1,4 @@
-"""The context is derived from the prompts before the start of a run."""
+"""The context length is derived from the prompts before the start of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.tools.tiny_text import tiny_prompt_tokenizer
 from tests.config.conftest import SHAPE, write_folder
 
-AROUND = 8  # tokens that the tiny chat template puts around one message
+AROUND = 8  # tokens that the tiny chat template adds around one message
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def write_rows(file: Path, prompts: list[str]) -> Path:
 
 
 def own(model: Path, rows: Path, *overrides: str) -> tuple[RelaxConfig, list[str]]:
-    """As README's own-data line has it."""
+    """Settles README's command line for a user's data."""
     line = ("data=file", f"data.path={rows}", "data.prompt_key=question", "data.answer_key=answer", "reward=math")
     words = (*line, "model=qwen3", f"model.path={model}", "optimizer.lr=1e-6", "rollout.max_new_tokens=512")
     return settled(typed_config(composed([*words, *overrides])), checks=CHECKS, settle=settle)
@@ -63,7 +63,7 @@ def test_the_tiny_models_context_follows_too(rows: Path) -> None:
     job = load_config(
         ["launcher=ray_job", "data=file", "data.path=/there/x.jsonl", "reward=math"], settle=settle_context
     )
-    assert job.engine.context_length is None  # its files are there
+    assert job.engine.context_length is None  # its files are on the cluster
     assert make_plan(job).context[0].startswith("engine.context_length=576 tokens a sample: 568 for the prompt")
 
 
@@ -71,7 +71,7 @@ def test_held_out_prompts_count(model: Path, tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", ["1 + 1"] * 300)
     held_out = write_rows(tmp_path / "eval.jsonl", ["y" * 400, *["1 + 1"] * 255, "z" * 4000])
     config, problems = own(model, train, f"data.eval_path={held_out}")
-    assert (config.engine.context_length, problems) == (960, [])  # the last row is not among eval.rows
+    assert (config.engine.context_length, problems) == (960, [])  # the last row is beyond eval.rows
 
 
 def test_a_prompt_that_the_context_does_not_hold_is_left_out_or_named_with_the_fix(model: Path, rows: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_env_that_raises_is_told_with_the_row(model: Path, rows: Path, tmp_pa
 def test_nothing_is_said_twice_where_the_folder_or_the_file_is_missing(model: Path, rows: Path) -> None:
     for words in (("model.path=/nowhere",), ("data.path=/nowhere.jsonl",), ("model.path=null",)):
         config, problems = own(model, rows, *words)
-        assert len(problems) == 1 and config.engine.context_length == 1024, problems  # 512 are taken for a prompt
+        assert len(problems) == 1 and config.engine.context_length == 1024, problems  # 512 for the prompt
 
 
 @pytest.mark.parametrize("task", task_names())
@@ -193,7 +193,7 @@ def test_the_tiny_tokenizer_is_that_of_the_made_model() -> None:
 
 
 def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest are tokenized as far as the budget goes; the rest cannot have more tokens than bytes."""
+    """The longest prompts are tokenized within the budget; the others cannot have more tokens than bytes."""
     around = len(tiny_prompt_tokenizer().render([{"role": "user", "content": ""}]).encode())
 
     def looked(*overrides: str) -> DataLook:
@@ -213,7 +213,7 @@ def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.Monke
         408,
         408,
         {"too_long": 2},
-    )  # 138 are too long, though fewer than 408
+    )  # 138 are too long, too, although fewer than 408
     write_rows(rows, ["y"] * 12)
     monkeypatch.setattr("relax_core.plan.data_check.LOOKED_AT", 4)
     look = looked()
@@ -234,7 +234,7 @@ def test_files_of_other_kinds_have_lengths_too(model: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("task", [task for task in task_names() if task not in (*MEDIA_TASKS, SEEDS)])
 def test_the_context_holds_every_prompt_of_a_generated_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_core.plan.data_check.GENERATED_ROWS", 1)  # which is seldom the longest
+    monkeypatch.setattr("relax_core.plan.data_check.GENERATED_ROWS", 1)  # that row is seldom the longest
     reward = {"arithmetic": "math", "sums": "exact_match"}.get(task, "reverse_digits")
     words = (f"data={task}", f"model.task={task}", f"reward={reward}", "eval.every=0", "seed=5")
     assert look_at_data(load_config(words)).bound == LONGEST_PROMPT[task] + AROUND
@@ -251,7 +251,7 @@ def test_the_context_of_an_env_with_turns_holds_its_longest_observations() -> No
     words = ("env=number_guess", "reward=env", "data=seeds", "eval.every=0", "rollout.max_new_tokens=16")
     turns = ("env.max_turns=3", "env.max_observation_tokens=100")
     config = load_config((*words, *turns), checks=CHECKS, settle=settle)
-    assert config.engine.context_length == 768  # 512 for the opening, 200 observed behind two turns, 16 sampled: 728
+    assert config.engine.context_length == 768  # 512 for the opening, 200 observed in two turns, 16 sampled: 728
     config = load_config((*words, "engine.context_length=192"), checks=CHECKS, settle=settle)
     assert config.engine.context_length == 192
 

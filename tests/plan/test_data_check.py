@@ -1,4 +1,4 @@
-"""The look at the data before a start."""
+"""The data check before a start."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_cut_is_counted(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_looked_at_again(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", rows(20))
     assert looked(path).bad == {}
-    write(tmp_path / "rows.jsonl", [*rows(19), {"prompt": "rev 10019", "answer": [1]}])  # as many bytes
+    write(tmp_path / "rows.jsonl", [*rows(19), {"prompt": "rev 10019", "answer": [1]}])  # the same number of bytes
     assert looked(path, "data.max_bad_rows=0.5").bad == {"bad_row:answer": 1}
     write(tmp_path / "rows.jsonl", rows(20))
     assert looked(path).bad == {}

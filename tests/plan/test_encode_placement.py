@@ -1,4 +1,4 @@
-"""Where a run's media are encoded, and what of cores and memory that takes."""
+"""The placement of a run's encode workers, with their cores and memory."""
 
 from __future__ import annotations
 

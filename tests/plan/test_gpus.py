@@ -1,4 +1,4 @@
-"""When a run may start on GPUs: decided from what was found, which needs no GPU here."""
+"""Checks of GPUs before a start, decided from given findings, so that no GPU is needed here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_fewer_gpus_and_machines_than_asked_for_are_told() -> None:
 
 def test_without_a_drivers_file_nobody_is_asked_and_with_one_torch_is(tmp_path: Path) -> None:
     assert find_gpus(tmp_path) == FoundGpus()
-    (tmp_path / "nvidiactl").touch()  # of the driver, and no GPU
+    (tmp_path / "nvidiactl").touch()  # a device file of the driver, but not of a GPU
     assert find_gpus(tmp_path) == FoundGpus()
     (tmp_path / "nvidia0").touch()
     asked = find_gpus(tmp_path)
@@ -63,7 +63,7 @@ def test_without_a_drivers_file_nobody_is_asked_and_with_one_torch_is(tmp_path: 
 def test_gpus_of_a_job_are_asked_of_its_launcher() -> None:
     slurm = ["launcher=slurm"]
     assert list(gpu_problems(planned(*ONE, *slurm))) == []
-    assert list(gpu_problems(planned(*ONE, "launcher.ray_address=auto"))) == []  # counted once it is joined
+    assert list(gpu_problems(planned(*ONE, "launcher.ray_address=auto"))) == []  # counted once the cluster is joined
     assert list(gpu_problems(planned())) == []
 
 

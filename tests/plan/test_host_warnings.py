@@ -1,4 +1,4 @@
-"""A plan warns about this machine: shared memory that is too small, and network interfaces that do not exist."""
+"""Plan warnings about this machine: too little shared memory, and network interfaces that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says of images and videos: rows, memory, work, and what the three lines of a user need."""
+"""The plan of a run with images and videos: rows, memory, work, and the user's three-line configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEE = ("model=tiny_qwen3_vl", "data=see")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes the folder of a Qwen3-VL and a file of rows, in turns with one image and with two."""
+    """Makes a folder of Qwen3-VL and a file of rows that alternate between one image and two."""
     folder = tmp_path_factory.mktemp("sees")
     build_tokenizer(vision=True).save_pretrained(folder)
     write_settings(folder, tiny_config("tiny_qwen3_vl"))
@@ -49,7 +49,7 @@ def _png(width: int, height: int) -> dict[str, bytes | None]:
 
 
 def _line(folder: Path) -> list[str]:
-    """Returns the line of a user with a published folder, which needs no further key."""
+    """Returns the overrides of a user with a published folder; no further key is needed."""
     path = f"data.path={folder}/geometry.parquet"
     return ["model=qwen3_vl", f"model.path={folder}", path, "data.media_keys.image=images"]
 
@@ -64,14 +64,14 @@ def _phase(plan: Plan, name: str, phase: str) -> dict[str, int]:
 
 
 def test_headers_tell_rows_patches_and_bytes(folder: Path) -> None:
-    """Patches of 8 x 8 pixels, four of which are a row: 64 of the first row's image, twice 64 of the second's."""
+    """Patches are 8 x 8 pixels, and four form a row: 64 patches in the first row's image, twice 64 in the second's."""
     config = typed_config(compose([*_line(folder), "data.eval_size=0", "eval.every=0"]))
     plan = make_plan(config)
     media = plan.work.media
     assert media is not None
     assert (media.prompts, media.items, media.rows, media.patches) == (256, 1.5, 24, 96)
     assert (media.nbytes, media.most_patches, media.most_rows, media.item_patches) == (1.5 * 64 * 64 * 3, 128, 32, 64)
-    assert _phase(plan, "encode worker", "always")["encoding"] == 51 * MIB + 14 * 64 * 64  # no tokenizer for images
+    assert _phase(plan, "encode worker", "always")["encoding"] == 51 * MIB + 14 * 64 * 64  # images need no tokenizer
     assert "first 256 rows say: 1.5 media items a prompt, 24 rows, 96 patches" in plan.media[0]
 
 
@@ -80,7 +80,7 @@ def test_the_users_line_needs_no_further_key(folder: Path) -> None:
     assert problems == []
     assert (config.data.name, config.reward.name, config.optimizer.lr) == ("file", "math", 1e-6)
     assert config.engine.context_length is not None
-    assert config.engine.context_length < config.modality.image_tokens[1]  # a derived context holds what the data has
+    assert config.engine.context_length < config.modality.image_tokens[1]  # a derived context only holds the given data
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_frozen_parts_have_no_gradient_and_no_optimizer_state() -> None:
 
 
 def test_what_bounds_the_towers_memory() -> None:
-    """A block of the tiny tower keeps 10 x 32 + 2 x 56 numbers of a patch; the largest prompt has 144 patches.
+    """A block of the tiny tower keeps 10 x 32 + 2 x 56 numbers per patch; the largest prompt has 144 patches.
 
-    23 prompts fill a micro-batch, of which the towers' work takes a part.
+    23 prompts fill a micro-batch, since the towers' work uses a part of its budget.
     """
 
     def tower(*words: str) -> int:
@@ -154,7 +154,7 @@ def test_what_bounds_the_towers_memory() -> None:
 
 
 def test_engines_keep_features_up_to_their_cache() -> None:
-    """Of a prompt's rows each has three times 72 numbers; within one version 2 x 24 + 256 prompts are asked."""
+    """Each of a prompt's rows has three times 72 numbers; within one version, 2 x 24 + 256 prompts are requested."""
     plan = make_plan(load_config(SEE))
     assert plan.work.media is not None
     patches = round((2 * 24 + 256) * plan.work.media.patches)
@@ -182,7 +182,7 @@ def test_encoders_and_items_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     items = [_items(*SEE, "eval.every=0", "mode.max_staleness=0", f"run.steps={steps}") for steps in (1, 400)]
     assert bounded.work.media is not None
     an_item = bounded.work.media.nbytes / bounded.work.media.items
-    assert 14 * an_item < items[0] < 16 * an_item  # 24 prompts draw 16 times from 192 files, at times one again
+    assert 14 * an_item < items[0] < 16 * an_item  # 24 prompts draw 16 times from 192 files, sometimes one twice
     assert 191 * an_item < items[1] <= 192 * an_item
     text = make_plan(load_config([*SEE[:1], "modality=text", "model.task=see"]))
     assert not {"encode worker", "items in /dev/shm"} & {one.name for one in text.memory}

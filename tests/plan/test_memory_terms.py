@@ -1,4 +1,4 @@
-"""The terms of the memory plan, against figures derived by hand."""
+"""The terms of the memory plan, compared with values derived by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_the_demos_trainer_by_hand() -> None:
 
 def test_large_groups_need_no_mask_on_a_cpu() -> None:
     """Groups of 17 + 16 x 63 rows: 1025^2 pairs each with a mask, 17^2 / 2 + 17 x 1008 + 16 x 63^2 / 2 without. With
-    context parallelism the queries of a rank, half of the 4096 rows of a micro-batch, have a mask over their groups."""
+    context parallelism, a rank's queries (half of the 4096 rows of a micro-batch) have a mask over their groups.
+    """
     long = ["rollout.max_new_tokens=64", "rollout.prompts_per_step=4"]
     assert phase(make_plan(load_config(long)), "actor", "backward")["attention mask"] == 0
     on_two = make_plan(load_config([*long, "parallel.cp=2"]))
@@ -56,7 +57,7 @@ def test_a_bfloat16_model_has_a_float32_copy() -> None:
 
 
 def test_a_rank_of_a_mixture_by_hand() -> None:
-    """tp2_ep2: the layers and the embedding over tp, the experts over ep; rows cut by sequence parallelism."""
+    """tp2_ep2: layers and embedding are split over tp, experts over ep, rows by sequence parallelism."""
     plan = make_plan(load_config(["model=tiny_qwen3_moe", "parallel=tp2_ep2"]))
     model = plan.model
     assert holder(plan, "actor").count == 2
@@ -87,7 +88,7 @@ def test_forward_roles_have_their_own_layout() -> None:
 
 
 def test_the_engines_cache_is_its_grown_rectangle() -> None:
-    """256 samples (two steps' worth) of 17 + 8 tokens: columns start at 64."""
+    """256 samples (two steps) of 17 + 8 tokens: columns start at 64."""
     plan = make_plan(load_config())
     assert plan.cache_tokens == 256 * 64
     values = 2 * 2 * 2 * 16  # keys and values, layers, heads, head size
@@ -126,7 +127,7 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
 
 
 def test_a_gpu_holds_one_chunk_of_logits_and_no_float32_copy_of_the_output_weight() -> None:
-    """1024 rows of 151,936 words in float32 and once more in bfloat16, and the weight's float32 gradient, over tp 4."""
+    """1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's float32 gradient, over tp 4."""
     backward = phase(make_plan(load_planned("qwen3_30b_a3b_async_16gpu")), "actor", "backward")
     assert backward["logits chunk"] == (1024 * 151936 * (4 + 2) + 151936 * 2048 * 4) // 4
 
@@ -141,7 +142,7 @@ def test_what_fits_beside_the_weights_does_fit() -> None:
 
 
 def load_planned(experiment: str) -> RelaxConfig:
-    """A layout that can be planned and not yet started."""
+    """Loads a layout that can be planned but not started yet."""
     return typed_config(compose([f"experiment={experiment}"]))
 
 
@@ -160,7 +161,7 @@ def test_the_prefix_cache_by_hand() -> None:
     assert config.engine.prefix_cache_tokens == tokens
     serving = phase(make_plan(config), "engine", "rollout")
     assert serving[f"prefix cache ({tokens} tokens)"] == tokens * 2 * 2 * 2 * 16 * FLOAT
-    assert serving["copies of kept prefixes"] == 2 * 8192 * 2 * 2 * 2 * 16 * FLOAT, "more than 42 samples of 192 run"
+    assert serving["copies of kept prefixes"] == 2 * 8192 * 2 * 2 * 2 * 16 * FLOAT, "more than 42 of 192 samples run"
     assert load_config(settle=settle_context).engine.prefix_cache_tokens == 0, "one turn"
     off = load_config([*game, "engine.prefix_cache_tokens=0"], settle=settle_context)
     assert not any(name.startswith("prefix cache") for name in phase(make_plan(off), "engine", "rollout"))

@@ -1,4 +1,4 @@
-"""The trial of plug-ins before a start: real worker processes, plug-ins that raise, lie, hang and crash."""
+"""Trial calls of plug-ins before a start, in real workers: plug-ins that raise, return wrong values, hang or crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a reward before a run: what it reports, what it refuses, and what it keeps."""
+"""The reward check before a run: its report, its refusals, and its cached results."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_wrong_answers_that_the_reward_awards_are_named_before_the_start(loose: 
 def test_refuse_stops_the_start_and_off_does_not_look(loose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = look_at_data(config_of(f"reward.name={loose}", "reward.audit=refuse")).refused
     assert refused is not None and "reward.audit=refuse" in refused
-    monkeypatch.setattr(reward_check, "audit_in_child", None)  # nothing is asked
+    monkeypatch.setattr(reward_check, "audit_in_child", None)  # no reward is called
     assert checked(config_of(f"reward.name={loose}", "reward.audit=off")) == RewardCheck()
 
 
 def test_a_higher_limit_allows_a_family(loose: str) -> None:
-    assert checked(config_of(f"reward.name={loose}", "reward.audit_limit=0.99")).notes  # families of all rows
+    assert checked(config_of(f"reward.name={loose}", "reward.audit_limit=0.99")).notes  # families above 0.99
     assert checked(load_config(["data=sums", "reward=exact_match"])) == RewardCheck()
 
 

@@ -1,4 +1,4 @@
-"""Tests what the plan says of the ways to pass towers on several ranks, and of a first stage with fewer layers."""
+"""Tests the plan's comparison of tower layouts: items distributed over ranks, and a first stage with fewer layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAY = re.compile(
 
 
 def ways_of(plan: Plan) -> dict[tuple[str, str | None], tuple[float, float, bool]]:
-    """Returns memory in GiB, time, and whether it is configured, by shard_media and first_stage_layers."""
+    """Returns memory in GiB, time, and the configured choice, by shard_media and first_stage_layers."""
     found = [WAY.fullmatch(line) for line in plan.media]
     return {(one[1], one[2]): (float(one[3]), float(one[4]), bool(one[5])) for one in found if one is not None}
 
@@ -41,7 +41,7 @@ def test_a_dealt_tower_takes_an_equal_share_of_time() -> None:
     actors = [next(one for one in each.memory if one.name == "actor") for each in (plan, dealt)]
     whole_terms, terms = (next(one for one in actor.phases if one.name == "backward").terms for actor in actors)
     assert terms["tower activations"] == pytest.approx(whole_terms["tower activations"] / 2, rel=0.01)
-    assert terms["features"] == whole_terms["features"]  # those of all items are gathered on each rank
+    assert terms["features"] == whole_terms["features"]  # the features of all items are gathered on each rank
 
 
 def test_a_dealt_item_is_never_cut() -> None:
@@ -58,7 +58,7 @@ def test_one_rank_has_no_ways() -> None:
 
 
 def test_fewer_layers_are_proposed_where_towers_unbalance_the_stages() -> None:
-    """Of n layers with a share t of the products in the tower, a first stage of f takes t + (1 - t) f / n."""
+    """Of n layers, with a share t of the products in the tower, a first stage of f takes t + (1 - t) f / n."""
     words = [*LARGE, "parallel.tp=2", "parallel.pp=2", "parallel.dp=1"]
     config = typed_config(compose(words))
     plan = make_plan(config)
@@ -92,7 +92,7 @@ def test_fewer_layers_are_proposed_where_towers_unbalance_the_stages() -> None:
 
 
 def test_the_fuller_stage_counts() -> None:
-    """Three of 36 layers and the towers are on the first stage, and eleven on each of the others."""
+    """The first stage has three of 36 layers and the towers, and each of the others has eleven."""
     words = ["parallel.tp=1", "parallel.pp=4", "parallel.sequence_parallel=false", "parallel.first_stage_layers=3"]
     config = typed_config(compose([*LARGE, *words, "parallel.recompute=full", "parallel.micro_batch_patches=4096"]))
     model, plan = find_dimensions(config), make_plan(config)

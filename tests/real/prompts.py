@@ -1,4 +1,4 @@
-"""Conversations for tests and benchmarks on real weights: what users ask, in several forms and scripts."""
+"""Conversations for tests and benchmarks on real weights: user questions in several forms and scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONVERSATIONS: tuple[Conversation, ...] = (
 
 
 def conversations(count: int) -> list[Conversation]:
-    """The conversations above, then sums and word problems in turns."""
+    """Returns the conversations above, then sums and word problems in turns."""
     tasks = (SUMS, ARITHMETIC)
     drawn = [
         user(example(tasks[index % 2], split="eval", seed=0, index=index // 2).prompt)

@@ -30,7 +30,7 @@ def test_weights_are_those_of_the_file_by_the_definition_of_q4_1(smollm2: Path) 
     for layer in (0, 29):
         tensor = stored[f"blk.{layer}.ffn_down.weight"]
         assert tensor.tensor_type.name == "Q4_1"
-        # A block: the scale d and the minimum m as float16, then 16 bytes, whose low halves come first: w = d q + m.
+        # A block has the scale d and the minimum m as float16, then 16 bytes, low halves first: w = d q + m.
         blocks = np.asarray(tensor.data).reshape(-1, 20)
         scale, least = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32).T[:, :, None]
         halves = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
@@ -50,7 +50,7 @@ def test_prompts_are_rendered_as_by_transformers(smollm2: Path) -> None:
         assert (SYSTEM in rendered) == (messages[0]["role"] != "system")
         assert rendered.endswith("<|im_start|>assistant\n")
         if any("<|im_" in message["content"] for message in messages):
-            continue  # Relax takes special tokens in a user's text for text, which transformers does not
+            continue  # Relax treats special tokens in user text as text, transformers does not
         assert ours.encode(messages) == theirs.encode(rendered, add_special_tokens=False)
 
 
@@ -71,7 +71,7 @@ def test_each_digit_is_a_token(smollm2: Path) -> None:
 
 
 def test_the_model_answers(smollm2: Path, reference: Any) -> None:
-    """A conversion that permutes rows or shifts the tokenizer gives text without a sense."""
+    """A conversion that permutes rows or shifts the tokenizer gives meaningless text."""
     tokenizer = PromptTokenizer(smollm2)
     ids = torch.tensor([tokenizer.encode([{"role": "user", "content": "What is the capital of France?"}])])
     answer = reference.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]

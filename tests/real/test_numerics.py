@@ -1,4 +1,4 @@
-"""Trainer and embedded engine against transformers on real weights in float32."""
+"""Compares trainer and embedded engine with transformers on real weights in float32."""
 
 from __future__ import annotations
 
@@ -66,4 +66,4 @@ def test_greedy_answers_are_those_of_generate(engine: LanguageModel, reference: 
 def test_the_gradients_of_a_train_step(smollm2: Path, trainer: Trainer, sampled: list[Answer]) -> None:
     few = sampled[:3]
     worst, tensor = gradient_gaps(trainer.gradients(few), reference_gradients(smollm2, few, torch.float32))
-    assert worst <= 1e-3, tensor  # of its largest entry; transformers' own difference from float64 is 2.4e-4
+    assert worst <= 1e-3, tensor  # relative to its largest entry; transformers itself is 2.4e-4 off float64

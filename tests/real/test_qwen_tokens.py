@@ -1,6 +1,6 @@
 """Prompt rendering and tool calls with Qwen's 151,643 merges, from the package qwen-agent.
 
-The template is written for tests, with the traps of Qwen3's own: it takes the thinking out of earlier answers.
+The template is made for tests and, like Qwen3's, removes the thinking of earlier answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.real
 MERGES = 151_643
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-# As Qwen2's tokenizer.json splits text before the merges.
+# Qwen2's tokenizer.json splits text in this way before the merges.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -42,7 +42,7 @@ OPENING = [{"role": "user", "content": "Wie wird das Wetter in 京都?"}]
 
 
 def merged(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """The two tokens whose merge makes this one: those that earlier merges leave of its bytes."""
+    """Returns the two tokens whose merge makes this one: the remaining parts of its bytes after earlier merges."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [(ranks.get(parts[at] + parts[at + 1], MERGES), at) for at in range(len(parts) - 1)]
@@ -111,7 +111,7 @@ def test_prompts_have_the_ids_that_transformers_gives_them(ours: PromptTokenizer
     assert ours.encode_text("Hello world 12") == [9707, 1879, 220, 16, 17]  # published ids of Qwen2.5 and Qwen3
     for conversation in CONVERSATIONS:
         messages = [dict(message) for message in conversation]
-        if not any("<|im_" in message["content"] for message in messages):  # markup is text for Relax alone
+        if not any("<|im_" in message["content"] for message in messages):  # only Relax treats markup as text
             assert ours.encode(messages) == rendered(theirs, messages)
 
 
@@ -124,7 +124,7 @@ def test_a_call_of_a_tool_is_read_from_sampled_ids(ours: PromptTokenizer) -> Non
 
 
 def test_sampled_tokens_stay_and_the_result_follows_as_in_transformers(ours: PromptTokenizer, theirs: Any) -> None:
-    """A model samples other tokens of a text than a tokenizer gives it: here each character by itself."""
+    """A model may sample other tokens for a text than its tokenizer: here each character separately."""
     opened = ours.encode(OPENING, tools=[TOOL])
     assert opened == rendered(theirs, OPENING, [TOOL])
     text = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")

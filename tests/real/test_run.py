@@ -1,4 +1,4 @@
-"""Three asynchronous steps on real weights: killed as a whole, resumed, and exported."""
+"""Three asynchronous steps on real weights: the run is killed, resumed, and exported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERRIDES = (
     "experiment=smollm2_sums",
     "model.dtype=float32",
     "reward=f1",
-    "reward.public=true",  # it differs between answers that the length cuts
+    "reward.public=true",  # it varies between answers that are cut by length
     "optimizer.lr=1e-4",
     "optimizer.warmup_steps=0",
     "mode=async",

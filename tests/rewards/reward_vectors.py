@@ -1,4 +1,4 @@
-"""Reads the vectors of tests/rewards/vectors/, which the sources' own scorers computed."""
+"""Reads the vectors of tests/rewards/vectors/, which the original scorers computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "vectors"
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """Is one answer with the value that the source gives it; ``ours`` is there where Relax departs, with the reason."""
+    """One answer with the original scorer's value; ``ours`` is set, with the reason, where Relax differs."""
 
     reward: str
     response: str
@@ -47,5 +47,5 @@ def vectors(reward: str) -> list[Vector]:
 
 
 def _text(written: str | Sequence[Any]) -> str:
-    """A long text is written as its parts, of which [text, count] stands for a repetition."""
+    """Joins the parts of a long text; a part [text, count] is a repetition."""
     return written if isinstance(written, str) else "".join(p if isinstance(p, str) else p[0] * p[1] for p in written)

@@ -1,4 +1,4 @@
-"""The reward that an env of several turns gives."""
+"""The reward from an env of several turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The final answer: which responses name the label alone, and which only hold it or evaluate to it."""
+"""The final answer: responses that name only the label, and those that merely contain it or evaluate to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which texts are numbers that are written out."""
+"""Tests which texts are literal numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = (
 
 @pytest.mark.parametrize("text", LONG)
 def test_long_texts_are_read(text: str) -> None:
-    """A pattern that backtracks in exponentially many ways would not end."""
+    """A pattern with exponential backtracking would not end."""
     assert not is_literal(text)
 
 
@@ -65,7 +65,7 @@ def test_long_texts_are_read(text: str) -> None:
         (r"84 or \frac{1}{3}", False),
         (r"84 \text{ fractions}", True),
         ("184, 284, 85 or 84", False),
-        ("184, 2.84", True),  # a part of longer numbers alone says nothing
+        ("184, 2.84", True),  # a part of longer numbers is not enough
     ],
 )
 def test_a_number_among_others_does_not_stand_alone(text: str, alone: bool) -> None:

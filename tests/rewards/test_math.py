@@ -158,7 +158,7 @@ def test_numbers_differ_relatively_and_no_huge_one_is_computed(found: str, label
     "response", ["72 + 12 =", "72+12", r"\boxed{72+12}", "12 * 7", r"\boxed{168/2}", r"$\frac{168}{2}$", "84 = 72 + 12"]
 )
 def test_an_expression_is_no_number(response: str) -> None:
-    """The first run with real weights learned to answer a sum with the sum."""
+    """The first run with real weights learned to answer a sum with its expression."""
     found = _score(response, answer="84", prompt="What is 72 + 12?")
     assert (found.reward, found.exact) == (0.0, False) and "written out" in found.why
     assert _score(response, answer="84", evaluate=True).reward == 1.0

@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with ``replies`` in order, the last one again and again; a reply is a status and a body, or None."""
+    """Answers with ``replies`` in order and repeats the last; a reply is a status and a body, or None."""
 
     daemon_threads = True
 

@@ -22,7 +22,7 @@ def _score(response: str, *, stopped: bool = True, answer: str = "54321") -> Rew
         ("54311", True, 0.84),  # 0.8 * 4/5 + 0.2
         ("5432", True, 0.8),  # 0.8 * 4/5 + 0.2 * 4/5
         ("543210", True, 0.96),  # 0.8 + 0.2 * 4/5
-        ("54321", False, 0.96),  # not ended: one character too long
+        ("54321", False, 0.96),  # did not end: one character too long
         ("54321999", False, 0.84),  # 0.8 + 0.2 * max(0, 1 - 4/5)
         ("", True, 0.0),
         ("99999", True, 0.2),

@@ -1,4 +1,4 @@
-"""docs/rewards.md: every run of the page passes all checks, every other command is run, and every reward is named."""
+"""Checks docs/rewards.md: every run passes all checks, every other command is executed, and every reward is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's context over one folder, for tests without a run."""
+"""Makes a run context in one folder, for tests without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of somebody else joins by its address, is lost when it falls silent, and goes on running when it leaves."""
+"""An external server joins by its address, is lost when it does not answer, and keeps running when it leaves."""
 
 from __future__ import annotations
 
@@ -109,15 +109,15 @@ def test_a_server_joins_by_its_address_and_is_lost_when_it_is_silent(
         for owner in owners:
             owner.request_stop()
             assert owner.join(120.0)
-    assert leaves.process.poll() is None and leaves.client.ready(), "it goes on running"
+    assert leaves.process.poll() is None and leaves.client.ready(), "it keeps running"
     attached = (tmp_path / "attached").read_text().split()
-    assert attached.count(leaves.process.url) == 3, "it was attached to twice, and told to forget its weights"
+    assert attached.count(leaves.process.url) == 3, "two attachments, and a call that removes its weights"
     with held_server(leaves.process.url, run_dir=tmp_path / "another", wait_s=0.0):
         pass
     publisher.close()
 
 
-# -- A server that cannot do what the run asks of its engines is refused in words, by what it says of itself ----------
+# -- A server that does not meet the run's needs is refused with the reason, from its own information ------------------
 
 NEEDS = EngineNeeds(vocabulary=64, sample_tokens=96, slots=8)
 FITS: dict[str, Any] = {"max_running_requests": 8, "context_length": 96, "max_total_num_tokens": 96, "model_path": "x"}
@@ -153,7 +153,7 @@ def test_another_vocabulary_is_named_where_the_model_can_be_seen(tmp_path: Path)
     assert f"has {needs.vocabulary + 16} tokens in its vocabulary, and the run's has {needs.vocabulary}" in str(found)
 
 
-# -- A server is held by one run at a time: another one is refused with the first one's name, also after a kill -------
+# -- One run at a time holds a server: other runs are refused with the holder's name; a kill releases it --------------
 
 URL = "http://127.0.0.1:30000"
 HOLD = f"""
@@ -186,7 +186,7 @@ def test_a_second_run_is_refused_until_the_first_has_left() -> None:
         held_server(URL, run_dir=Path("runs/first"), wait_s=0.0),
     ):
         pass
-    assert not list(marks_folder().iterdir()), "what is held no more leaves no file"
+    assert not list(marks_folder().iterdir()), "a released server leaves no file"
 
 
 @pytest.mark.usefixtures("cache")

@@ -1,4 +1,4 @@
-"""Addresses of engines come from their owners, one of which is silent."""
+"""The directory reads engines' addresses from their owners, of which one does not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.roles.test_engine_owner import context_of
 
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Owner:
-    """An engine's owner as the directory sees it; it answers once it is released."""
+    """Stands for an engine's owner; it answers once it is released."""
 
     def __init__(self, url: str, *, held: bool) -> None:
         import threading

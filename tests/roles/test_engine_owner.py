@@ -58,7 +58,7 @@ def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
 
 @pytest.mark.parametrize("host", [EngineOwner, TeacherEngineOwner])
 def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineOwner]) -> None:
-    """Both engines may have rank 0 in one run."""
+    """Engines of student and teacher may both have rank 0 in one run."""
     config, port = load_config(settle=settle), free_port()
     context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
     owner = host("owner", context, 0)
@@ -76,13 +76,13 @@ def test_the_owner_brings_weights_at_once_only_where_no_push_has_been() -> None:
     reconciler.brought(4)
     assert reconciler.due(4, 5, pushed=4, now=1.0), "the trainer may not know this process yet"
     for version in range(5, 500):
-        assert not reconciler.due(version, version + 1, pushed=version, now=float(version)), "a push is on its way"
+        assert not reconciler.due(version, version + 1, pushed=version, now=float(version)), "a push is under way"
     assert not reconciler.due(500, 501, pushed=500, now=500.0)
     assert not reconciler.due(500, 501, pushed=500, now=559.0)
     assert reconciler.due(500, 501, pushed=500, now=560.0)
     assert not reconciler.due(501, 501, pushed=501, now=561.0)
-    assert not reconciler.due(500, 501, pushed=500, now=562.0), "it had caught up in between"
-    assert reconciler.due(-1, 502, pushed=500, now=563.0), "given up, or a new process"
+    assert not reconciler.due(500, 501, pushed=500, now=562.0), "it had caught up meanwhile"
+    assert reconciler.due(-1, 502, pushed=500, now=563.0), "its weights were removed, or it is a new process"
 
 
 def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_later() -> None:
@@ -90,13 +90,13 @@ def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_
     assert not reconciler.due(3, 4, pushed=3, now=0.0), "its push is under way"
     assert reconciler.due(3, 4, pushed=4, now=1.0), "its push was refused"
     reconciler.offered(3, 4, now=2.0)
-    assert not reconciler.due(3, 4, pushed=4, now=61.0), "so was the owner's offer"
+    assert not reconciler.due(3, 4, pushed=4, now=61.0), "the owner's offer was refused, too"
     assert reconciler.due(3, 4, pushed=4, now=62.0)
-    assert reconciler.due(3, 5, pushed=5, now=3.0), "but not that of the next one"
+    assert reconciler.due(3, 5, pushed=5, now=3.0), "the next version is offered at once"
 
 
 class RefusedPush:
-    """Sits between publisher and engine, and changes the bytes of each push."""
+    """Stands between publisher and engine, and changes the digest of each push."""
 
     def __init__(self, client: EngineClient) -> None:
         self.url, self.group_ranks, self._client = client.url, client.group_ranks, client
@@ -108,8 +108,8 @@ class RefusedPush:
 def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_named(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the next version nor the end of `SYNC_TIMEOUT_S`, which is far away here, is waited for. Where the
-    file that tells the newest version is damaged the owner says so, and goes on with the next version.
+    """The owner waits neither for the next version nor for the end of `SYNC_TIMEOUT_S`, which is long here. It reports
+    a damaged file of the newest version and continues with the next version.
     """
     monkeypatch.setattr(engine_owner, "SYNC_TIMEOUT_S", 3600.0)
     context = context_of(load_config(settle=settle), tmp_path)
@@ -137,7 +137,7 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
 def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owner(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer went on without it, and pushes nothing more."""
+    """The trainer continued without it and pushes no further version."""
     config = load_config(settle=settle)
     monkeypatch.setattr(engine_owner, "SYNC_TIMEOUT_S", 600.0)
     run = replace(config.run, heartbeat_timeout_s=600.0)
@@ -187,7 +187,7 @@ def test_an_engine_that_is_killed_before_it_answers_starts_again(
 
 
 class FailsTwice(EngineOwner):
-    """Starts its second process with a deadline that is over at once, and its third without a model."""
+    """Starts its second process with a deadline of nearly 0, and its third without a model."""
 
     starts = 0
 
@@ -235,9 +235,9 @@ def test_an_engine_whose_replies_a_client_cannot_read_is_started_again_at_its_ad
         assert owner.join(120.0)
 
 
-# -- An engine that runs and does not answer is killed; one that answers is not ---------------------------------------
+# -- An engine that runs and does not answer is killed; an engine that answers is not ---------------------------------
 
-FROZEN_S = 4.0  # a machine may stand still for a while, and nobody is frozen
+FROZEN_S = 4.0  # longer than short pauses of the machine
 
 SERVER = """
 import http.server, sys

@@ -1,4 +1,4 @@
-"""A judge in a real embedded engine: its own text, its context, no special tokens of others, kill -9."""
+"""A judge in a real embedded engine: its text, its context limit, special tokens in texts, and kill -9."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def together(server: JudgeEngines, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers that are asked for at once share a request, and a prompt that is refused fails alone."""
+    """Checks that simultaneous prompts share a request, and that a refused prompt fails alone."""
     sizes: list[int] = []
     generate, tokens = client.generate, server.tokens
 
@@ -62,12 +62,12 @@ async def together(server: JudgeEngines, client: EngineClient, monkeypatch: pyte
 
 
 async def assert_prompts_are_plain(judge: RunJudge, server: JudgeEngines, *, tokens: int, context: int) -> None:
-    """No text becomes a special token, and a prompt of ``tokens`` and a text that is too long is refused."""
+    """Checks that no text becomes a special token, and that a text too long for the context is refused."""
     long = await judge.verdict(VARIABLES | {"response": "1" * context})
     assert long.value is None and f"has {tokens + context} tokens" in long.reason, long
     stop = server._tokenizer.stop_token_ids[0]
     plain = server.tokens(f"1{server._tokenizer.token_text(stop)}2")
-    assert plain.count(stop) == server.tokens("12").count(stop), "a name of a special token is plain text"
+    assert plain.count(stop) == server.tokens("12").count(stop), "the name of a special token is plain text"
 
 
 def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
@@ -114,7 +114,7 @@ def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
         (own,) = [one async for one in client.generate([request], params)]
         said = server._tokenizer.decode([token for token in own.output_ids.tolist() if token not in stop])
         verdict = await judge.verdict(asked)
-        assert verdict.text == said and verdict.value == float(said), "greedy, from the same tokens"
+        assert verdict.text == said and verdict.value == float(said), "greedy decoding from the same tokens"
 
         await assert_prompts_are_plain(judge, server, tokens=len(ids) - 7, context=engine.context_tokens)
         await together(server, client, monkeypatch)
@@ -125,7 +125,7 @@ def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
         hasty = RunJudge("main", replace(setup, settings=replace(setup.settings, timeout_s=0.2)), server, seed=0)
         gone = await hasty.verdict(asked)
         assert gone.value is None and gone.reason == "judge main: no verdict within 0.2 s"
-        assert await judge.verdict(asked) == verdict, "once it is back"
+        assert await judge.verdict(asked) == verdict, "after the restart"
         assert owner.restarts == 1
         await client.aclose()
 

@@ -1,4 +1,4 @@
-"""Real engine processes over a tiny random model, as the engine's contract suite starts them."""
+"""Starts real engine processes over a tiny random model, as the engine's contract suite does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_folder() -> Path:
 
 @pytest.fixture(scope="module")
 def engine_settings(launch: EngineLaunch) -> EngineConfig:
-    """Returns the settings of the engine of a file's tests; a file may have its own."""
+    """Returns the engine settings for a test file; a file may override them."""
     return dataclasses.replace(launch.engine, context_length=CONTEXT)
 
 
@@ -38,7 +38,7 @@ def engine_process(launch: EngineLaunch, engine_settings: EngineConfig, tiny_fol
 
 @pytest.fixture
 def engine(engine_process: EngineProcess) -> Engine:
-    """Returns the engine of the file's tests as a new one is: idle, with an empty cache, and at version 0."""
+    """Returns the file's engine in its initial state: idle, with an empty cache, at version 0."""
     engine = Engine(engine_process)
     engine.post("/abort_request", {"abort_all": True})
     engine.post("/continue_generation", {})

@@ -1,4 +1,4 @@
-"""Runs the rollout loop in tests, with the bus's own state machine and a trainer that consumes every group."""
+"""Runs the rollout loop in tests, with the bus's state machine and a trainer that consumes every group."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.contracts.engine.harness import Engine
 STEP_GROUPS = 3
 GROUP_SIZE = 2
 CONTEXT = 64
-Recorded = tuple[str, int, Mapping[str, float]]  # source, weight version and figures
-LONG_S = 120.0  # a deadline that only a hang reaches
+Recorded = tuple[str, int, Mapping[str, float]]  # source, weight version, values
+LONG_S = 120.0  # a deadline that only a hang exceeds
 
 
 class CoreBus:
-    """`BusCore` in the loop's own event loop, with a trainer that makes a step as soon as its groups are there."""
+    """Runs `BusCore` in the loop's event loop, with a trainer that trains a step as soon as its groups are complete."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ def _fields(request: Any) -> dict[str, Any]:
 class Rows:
     """A source whose data row ``i`` has the index ``i`` and the prompt ``rev <100 + i>``.
 
-    ``changes`` maps indices to other prompts, or to None for a data row that cannot be used.
+    ``changes`` maps indices to other prompts, or to None for an unusable data row.
     """
 
     def __init__(self, changes: Mapping[int, str | None]) -> None:
@@ -258,7 +258,7 @@ def build_loop(
 
 
 async def run_to_end(loop: RolloutLoop, reclaimed: Sequence[Admission], client: EngineClient, *, alone: bool) -> None:
-    """Runs the loop until the bus closes; fails if a loop that is alone leaves a task behind."""
+    """Runs the loop until the bus closes; fails if a single loop leaves a running task."""
     try:
         with pytest.raises(BusClosed):
             await loop.run(reclaimed)
@@ -278,7 +278,7 @@ def renamed(engine: Engine) -> Callable[[int], None]:
 
 
 async def within(call: Awaitable[None]) -> None:
-    """Awaits ``call`` with a deadline, because a loop that misses a failure would wait for ever."""
+    """Awaits ``call`` with a deadline, because a loop that misses a failure would wait forever."""
     async with asyncio.timeout(LONG_S):
         await call
 

@@ -1,4 +1,4 @@
-"""What right answers look like: skeletons, what they add to the prompt, and the sentence about a reward hack."""
+"""Skeletons of correct answers: grouping by text, additions to the prompt, and the report of a possible reward hack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.rollout.answer_skeletons import (
     taken_over,
 )
 
-Answers = Callable[[int, int, int], str]  # the number of the row and its two addends → an answer
+Answers = Callable[[int, int, int], str]  # row number and the two addends → answer text
 
 
 def sum_prompt(a: int, b: int) -> str:
@@ -30,7 +30,7 @@ def sum_prompt(a: int, b: int) -> str:
 
 
 def look(answers: Answers, *, rows: int = 30, shadow: float | None = 1.0, tokens: int = 4) -> AnswerLook:
-    """The look at an evaluation of sums whose answers all count as right."""
+    """Returns the analysis of an evaluation of sums in which all answers count as correct."""
     judged = []
     for row in range(rows):
         a, b = 21 + row, 53 - row
@@ -169,7 +169,7 @@ def test_the_first_share_is_exact_or_has_a_bound() -> None:
         return (f"{a + b}", f"It is {a + b}", f"Sum: {a + b}", f"{a} + {b} =")[row % 4]
 
     said = taken_over(look(four, rows=40), look(unsolved, shadow=0.0))
-    assert said is not None and "had 25% in" in said, "it is among the first three by its text"
+    assert said is not None and "had 25% in" in said, "its text is among the three most frequent"
 
     def five(row: int, a: int, b: int) -> str:
         return (f"{a + b}", f"It is {a + b}", f"Sum: {a + b}", f"{a + b}.", f"so {a} + {b} =")[row % 5]
@@ -203,7 +203,7 @@ def test_few_answers_and_small_rises_are_no_alarm() -> None:
     assert taken_over(look(mixed, rows=4), look(unsolved, rows=16, shadow=0.0)) is not None
     assert taken_over(look(mixed, rows=3), hack) is None
     assert taken_over(look(mixed), look(unsolved, rows=15, shadow=0.0)) is None
-    assert taken_over(hack, hack) is None, "it was so from the first evaluation on"
+    assert taken_over(hack, hack) is None, "the first evaluation had the same share"
 
     def of_ten(unsolved_rows: int) -> Answers:
         return lambda row, a, b: unsolved(row, a, b) if row % 10 < unsolved_rows else f"Row {'abcdefghij'[row % 10]}"

@@ -30,7 +30,7 @@ def answer(vote: str | None, *, exact: bool = False, reward: float | None = 0.0)
 
 
 def drawn_majority(answers: list[Answer], k: int) -> float:
-    """Returns the mean over all draws; a tie counts as the share of its answers that are right."""
+    """Returns the mean over all draws; a tie counts as the share of its correct answers."""
     right = {}
     for one in answers:
         right.setdefault(one.vote, one.exact)
@@ -86,13 +86,13 @@ def test_a_greedy_evaluation_has_wilsons_interval() -> None:
 
 
 def test_intervals_follow_the_spread_of_the_prompts() -> None:
-    """Half of the answers are right: all answers of half of the prompts, or half of the answers of every prompt."""
+    """Half of the answers are correct: all answers to half of the prompts, or half of the answers to every prompt."""
     hard_and_easy = [[answer("a", exact=place < 20)] * 8 for place in range(40)]
     all_alike = [[answer("a", exact=place % 2 == 0) for place in range(8)]] * 40
     first, second = accuracy(hard_and_easy), accuracy(all_alike)
     assert first.value == second.value == 0.5
-    assert (first.low, first.high) == pytest.approx(wilson(0.5, 40))  # eight answers say no more than one
-    assert (second.low, second.high) == pytest.approx(wilson(0.5, 320))  # no more than all answers say
+    assert (first.low, first.high) == pytest.approx(wilson(0.5, 40))  # eight equal answers carry the information of one
+    assert (second.low, second.high) == pytest.approx(wilson(0.5, 320))  # at most the information of all answers
     assert pass_at_k(all_alike, 2).high <= 1.0
     assert majority_at_k(hard_and_easy, 8).value == 0.5
 

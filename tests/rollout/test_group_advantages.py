@@ -1,4 +1,4 @@
-"""Advantages of groups from their columns, and which algorithms get them as groups complete."""
+"""Computes advantages of groups from their columns; lists the algorithms that compute them per complete group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.trees import answers_tree, random_tree
 
 
 def row(rewards: Sequence[float], lengths: Sequence[int], **extras: Any) -> TokenTree:
-    """A group of answers with these rewards; ``logprobs`` and extras have one entry an answer token."""
+    """Returns a group of answers with these rewards; ``logprobs`` and extras have one entry per answer token."""
     return answers_tree("g", [1, 2], lengths, np.zeros(sum(lengths)), rewards=rewards, **extras)
 
 
@@ -56,7 +56,7 @@ def test_each_group_is_on_its_own_without_normalize() -> None:
 
 
 def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
-    """GRPO's advantage is the reward less the group's mean on each token of the episode."""
+    """GRPO's advantage is the reward minus the group's mean, on each token of the episode."""
     tree = random_tree(np.random.default_rng(3))
     assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
     assert max(len(one.leaves) for one in tree.episodes) > 1
@@ -81,7 +81,7 @@ def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together()
     assert REINFORCE_PP.requirements(ReinforcePpConfig()).whole_step and PPO.requirements(PpoConfig()).whole_step
     rows = [row([1.0, 0.0], [1, 2]), row([3.0, 0.0], [1, 1])]
     a, b = advantage_extras(rows, GRPO, config)
-    std = 2.0**0.5  # of 1, 0, 3, 0 around their mean of 1, unbiased: sqrt((0 + 1 + 4 + 1) / 3)
+    std = 2.0**0.5  # std of 1, 0, 3, 0 around their mean of 1, unbiased: sqrt((0 + 1 + 4 + 1) / 3)
     assert flat(a) == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std], rel=1e-5)
     assert flat(b) == pytest.approx([1.5 / std, -1.5 / std], rel=1e-5)
 
@@ -104,7 +104,7 @@ def test_weights_are_divided_by_their_mean_over_the_step() -> None:
         old = [np.log(np.array([ratio, ratio], dtype=np.float32)) for ratio in ratios]
         return [row([1.0, 0.0], [1, 1], logprobs=np.zeros(2), old_logprobs=one) for one in old]
 
-    a, b = advantage_extras(rows(0.25, 0.75), GRPO, config)  # weights of mean 1/2
+    a, b = advantage_extras(rows(0.25, 0.75), GRPO, config)  # the mean of the weights is 1/2
     assert flat(a) == pytest.approx([1.0, -1.0]) and flat(b) == pytest.approx([1.0, -1.0])
 
 
@@ -125,9 +125,9 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
     values = np.array([0.25, 0.5, 0.75], dtype=np.float32)
     rows = [row([1.0, 0.0], [1, 2], values=values)]
     (a,) = advantage_extras(rows, PPO, PpoConfig(gae_lambda=1.0))
-    # lambda 1: advantages 0.75, -0.5, -0.75, and the return of each token is its sample's reward
+    # lambda 1: advantages 0.75, -0.5, -0.75; the return of each token is its sample's reward
     assert flat(a, c.RETURNS) == [1.0, 0.0, 0.0]
-    # VAPO: the advantages' own λ, here 0 as 0.4 times two tokens is below 1, leaves the returns as they are.
+    # VAPO: λ of the advantages, here 0 because 0.4 times two tokens is below 1, does not change the returns.
     (adaptive,) = advantage_extras(rows, PPO, PpoConfig(gae_lambda=1.0, gae_alpha=0.4))
     assert flat(adaptive, c.RETURNS) == flat(a, c.RETURNS) and flat(adaptive) != flat(a)
     raw = np.array([0.75, -0.5, -0.75])
@@ -137,7 +137,7 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
 
 
 def played(uid: str, *turns: tuple[list[int], list[int], float | None], reward: float) -> EpisodeRecord:
-    """An episode of turns (prompt, response, reward), each of which begins in the state that its prompt spells."""
+    """Returns an episode of turns (prompt, response, reward); a turn's state key is the text of its prompt."""
     made = [
         PlayedTurn(prompt_ids=prompt, response=response(ids, versions=0), reward=own, state_key=str(prompt) * 20)
         for prompt, ids, own in turns
@@ -146,7 +146,7 @@ def played(uid: str, *turns: tuple[list[int], list[int], float | None], reward: 
 
 
 def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_played() -> None:
-    """The first episode goes back to its first history in its third turn, whose rows stand before the second turn's."""
+    """The third turn continues the first history, so its rows precede the second turn's rows."""
     back = played(
         "g.0", ([1, 2, 3], [4, 4], 0.5), ([1, 2, 9, 9], [5], None), ([1, 2, 3, 7], [6, 6, 6], 0.25), reward=2.0
     )
@@ -160,15 +160,15 @@ def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_
     assert turns is not None and inputs.values is not None
     assert turns.of_tokens.tolist() == [0, 0, 1, 2, 2, 2, 3]
     assert turns.samples.tolist() == [0, 0, 0, 1] == inputs.sample_ids[[0, 2, 3, 6]].tolist()
-    assert turns.rewards.tolist() == [0.5, 0.0, 1.5, 1.0], "the last turn has what is missing from the episode's reward"
+    assert turns.rewards.tolist() == [0.5, 0.0, 1.5, 1.0], "the last turn gets the rest of the episode's reward"
     assert turns.state_keys[0] == turns.state_keys[3] != turns.state_keys[1]
-    assert all(key is not None and len(key) == 32 for key in turns.state_keys), "long keys travel as digests"
+    assert all(key is not None and len(key) == 32 for key in turns.state_keys), "long keys are sent as digests"
     rows = tree.tokens[1][[0, 1, 5, 2, 3, 4, 6]]
-    assert inputs.values.tolist() == rows.tolist(), "the columns have the order of the turns, too"
+    assert inputs.values.tolist() == rows.tolist(), "the columns also have the order of the turns"
     zeros = tree.with_extras(values=np.zeros(tree.rows, dtype=np.float32))
     spec = dataclasses.replace(PPO, normalize=None)
     (made,) = advantage_extras([zeros], spec, PpoConfig(gae_lambda=1.0))
-    assert flat(made) == flat(made, c.RETURNS) == [2.0, 2.0, 1.5, 1.5, 1.5, 1.5, 1.0], "they stand at the tree's rows"
+    assert flat(made) == flat(made, c.RETURNS) == [2.0, 2.0, 1.5, 1.5, 1.5, 1.5, 1.0], "in the order of rows"
     assert advantage_inputs(tree, Requirements(old_logprobs="rollout")).turns is None
 
 
@@ -176,8 +176,8 @@ def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_
     "settings", [{"gamma": 0.5}, {"kl_coef": 0.25, "kl_placement": "reward", "kl_estimator": "k1"}]
 )
 def test_returns_follow_the_order_of_sampling_if_an_episode_goes_back(settings: dict[str, Any]) -> None:
-    """The rows of the third turn stand before those of the second, because it continues the first history."""
-    order = [4, 4, 5, 6, 6, 6]  # the sampled tokens of the episode, as they came
+    """The rows of the third turn precede those of the second, because it continues the first history."""
+    order = [4, 4, 5, 6, 6, 6]  # the episode's sampled tokens in the order of sampling
     back = played(
         "g.0", ([1, 2, 3], [4, 4], None), ([1, 2, 9, 9], [5], None), ([1, 2, 3, 7], [6, 6, 6], None), reward=2.0
     )
@@ -186,7 +186,7 @@ def test_returns_follow_the_order_of_sampling_if_an_episode_goes_back(settings: 
     assert at == [4, 4, 6, 6, 6, 5, 8]
     config = ReinforcePpConfig(group_baseline=False, **settings)
     logprobs = np.zeros(tree.rows, dtype=np.float32)
-    logprobs[tree.sampled] = -tree.token_ids[tree.sampled].astype(np.float32) / 8  # KL k1 of a token = id / -8 + 1
+    logprobs[tree.sampled] = -tree.token_ids[tree.sampled].astype(np.float32) / 8  # k1 KL of a token = 1 - id / 8
     tree = dataclasses.replace(tree, logprobs=logprobs).with_extras(
         reference_logprobs=np.full(tree.rows, -1.0, dtype=np.float32)
     )
@@ -198,7 +198,7 @@ def test_returns_follow_the_order_of_sampling_if_an_episode_goes_back(settings: 
         left = left * Fraction(config.gamma) - charge + (2 if place == len(order) - 1 else 0)
         wanted[place] = float(left)
     assert flat(made)[:6] == pytest.approx([wanted[place] for place in (0, 1, 3, 4, 5, 2)])
-    assert flat(made)[5] != flat(made)[4], "the second turn's token comes before the third turn"
+    assert flat(made)[5] != flat(made)[4], "the second turn's token was sampled before the third turn"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_returns_follow_the_order_of_sampling_if_an_episode_goes_back(settings: 
     [
         ([1e9 + 0.1, 1e9 + 0.2, 1e9 + 0.3, 1e9 + 0.4], np.float64),
         ([16_777_217.0, 16_777_216.0], np.float64),
-        ([0.1 + 0.2, 0.3], np.float32),  # equal but for rounding in float64
+        ([0.1 + 0.2, 0.3], np.float32),  # equal except for float64 rounding
         ([0.7 + 1e-9, 0.7, 0.7 + 2e-9], np.float64),
         ([1.0, 0.0, 0.3, -2.5], np.float32),
         ([100.0 * (0.1 + 0.2), 30.0], np.float32),
@@ -250,7 +250,7 @@ def test_every_token_of_a_tree_is_in_a_turn_of_its_episode() -> None:
 
 
 def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
-    """The groups that a worker leases together are not always a train step."""
+    """The groups of one lease are not always a train step."""
     rows = [row([1.0, 0.0], [1, 1]), row([5.0, 1.0], [1, 1])]
     config = GrpoConfig(normalize_std="none")
     mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, config: [torch.cat(list(values))[:2]] * 2)
@@ -269,9 +269,7 @@ COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")
 
 @pytest.mark.parametrize("algorithm", COMPLETE)
 def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> None:
-    """The rollout makes them of one group, with all its columns; the role of those that are ready, with what it asks
-    for.
-    """
+    """The rollout computes one group with all columns; the role computes several with only the requested columns."""
     config = load_config([f"algo={algorithm}"])
     spec = find_algorithm(algorithm)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Over-sampling, several rollout workers and weight changes, each with groups in flight in a real engine."""
+"""Over-sampling, several rollout workers, and weight changes, with groups in flight in a real engine."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
     asyncio.run(within(scene()))
     deadline = time.monotonic() + 120.0
     while engine.client.loads()["running"]:
-        assert time.monotonic() < deadline, "the engine works on for nobody"
+        assert time.monotonic() < deadline, "the engine still runs cancelled requests"
 
 
 def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tiny_folder: Path) -> None:
-    """The spare groups wait at the gate until the step is done without them."""
+    """The spare groups wait at the gate until the step is complete without them."""
 
     class InTwoParts(CoreBus):
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
@@ -56,7 +56,7 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
             mine = gated
             while mine == 2 and bus.core.version == 0:
                 await asyncio.sleep(0.01)
-            for _ in range(20):  # turns of the loop, in which the news goes round
+            for _ in range(20):  # iterations of the event loop, in which the change is delivered
                 await asyncio.sleep(0)
 
         records = await sample(engine, tiny_folder, bus, gate=gate, max_aborts=0)
@@ -71,8 +71,8 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
 def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """The second worker is lost with two groups in hand, whose step waits for them; it is back with its admissions. A
-    row that cannot be used holds up no prompt of a worker that is not alone.
+    """The second worker is lost with two groups in flight, and the step waits for them; it returns with its admissions.
+    An unusable row delays no prompts if there are several workers.
     """
 
     class TracedBus(CoreBus):
@@ -105,7 +105,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
             await asyncio.sleep(0.005)
         second.cancel()
         await asyncio.wait([second])
-        assert bus.core.version == 0 and not first.done(), "the step lacks the lost worker's groups"
+        assert bus.core.version == 0 and not first.done(), "the step waits for the lost worker's groups"
         reclaimed = bus.core.reclaim(worker=1)
         assert [one.group_uid for one in reclaimed] == [uid for worker, uid in bus.admitted if worker == 1]
         again = sample(
@@ -119,7 +119,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
             client=engine.new_client(),
         )
         records = await asyncio.gather(first, again)
-        assert all(records), "both of them worked"
+        assert all(records), "a worker did not work"
         assert len({uid for _, uid in bus.admitted}) == len(bus.admitted), "a group was admitted to both"
         assert 1.0 not in bus.deadlines_s, "a worker waited for the credit of a bad row"
         counts = bus.core.progress().ledger
@@ -131,7 +131,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
 
 
 class TracedClient(EngineClient):
-    """A client that records in ``again`` the prompts that continue after an abort."""
+    """Records in ``again`` the prompts that continue after an abort."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
@@ -151,7 +151,7 @@ def versions_of(row: Group) -> list[list[tuple[int, int]]]:
 
 
 class UntilOneCameBack(CoreBus):
-    """A bus that ends the run one step after a group has arrived that was aborted and continued with other weights."""
+    """Ends the run one step after the arrival of a group that was aborted and continued with other weights."""
 
     def __init__(self, client: TracedClient, **settings: Any) -> None:
         super().__init__(steps=1_000_000, **settings)
@@ -168,7 +168,7 @@ class UntilOneCameBack(CoreBus):
 
 
 def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engine, tiny_folder: Path) -> None:
-    """One group is slow, so the steps continue without it until it has been aborted as often as allowed."""
+    """One group is slow, so steps continue without it until it has reached the maximum number of aborts."""
 
     async def scene() -> None:
         client = TracedClient(engine)

@@ -1,4 +1,4 @@
-"""Tests that what the item cache has is held at the bus, and nothing else."""
+"""Tests that the bus holds exactly the items of the item cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_items_of_the_cache_stay_and_no_others(bus: BlockingBus, wait_until:
         cache = ItemCache(held, most_bytes=3 * size, let_go=held.let_go)
         choose = random.Random(0)
         kept: dict[str, MediaItem] = {}
-        for turn in range(60):  # each evicts items, and some of them are encoded again at once
+        for turn in range(60):  # each turn evicts items, and some are encoded again at once
             wanted = [choose.randrange(6) for _ in range(3)]
             items = await cache.items([source(number) for number in wanted], owner=str(turn))
             kept = {item.digest: item for item in items}

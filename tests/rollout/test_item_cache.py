@@ -1,4 +1,4 @@
-"""Tests the cache of items: encoded once, held while used, given up when nobody does, and errors that stay."""
+"""Tests the item cache: items are encoded once, held during use, cancelled without users, and errors are cached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 100  # bytes of each item
 
 
 class Encoder:
-    """Encodes any path; a name that is a reason is refused with it. Each encoding waits until it is let through."""
+    """Encodes any path; refuses a path that is the name of a reason. Each encoding waits for `open`."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -61,13 +61,13 @@ def test_items_that_somebody_holds_stay_and_the_oldest_others_are_let_go() -> No
         cache = ItemCache(encoder, most_bytes=2 * SIZE, let_go=gone.append)
         (first,) = await cache.items([path("a")], owner="one")
         others = [(await cache.items([path(name)], owner=name))[0] for name in "bcd"]
-        assert gone == []  # all are held, so all stay, although they are too many
+        assert gone == []  # all are held, so none is evicted although the limit is exceeded
         for name in "bcd":
             cache.release(name)
-        assert gone == [one.digest for one in others[:2]]  # the bound holds again: a is held, d is the newest
+        assert gone == [one.digest for one in others[:2]]  # the limit holds again: a is held, d is the newest
         await cache.items([path("a")], owner="two")
         cache.release("one")
-        cache.release("one")  # once more is no error
+        cache.release("one")  # a second release is no error
         await cache.items([path("e")], owner="e")
         assert first.digest not in gone and gone[2:] == [others[2].digest]
         await cache.items([path("b")], owner="again")
@@ -87,6 +87,6 @@ def test_a_refused_item_frees_the_prompt_s_others_and_stays_refused_unless_time_
                 assert told.value.word == name and told.value.reason == f"bad_media:{name}"
                 cache.release(f"g{turn}{name}")
         assert encoder.calls["truncated"] == 1 and encoder.calls["timeout"] == 2
-        assert len(gone) == encoder.calls["a"]  # nothing is held any more, so nothing is kept
+        assert len(gone) == encoder.calls["a"]  # no item is held, so none is cached
 
     asyncio.run(scene())

@@ -1,4 +1,4 @@
-"""Evaluation of an environment of several turns, with a real engine and the real game."""
+"""Evaluates an environment of several turns with a real engine and the real game."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_several_episodes_of_a_row_have_seeds_of_their_own(engine: Engine, tiny_
 
 
 def test_an_env_that_fails_leaves_answers_without_a_score(engine: Engine, tiny_folder: Path) -> None:
-    """One row's env raises in its first call, one row's opening leaves no room."""
+    """The env of one row raises in its first call, and the opening of one row leaves no room."""
     game = find_env("number_guess")
     assert game.open is not None
     opens: Any = game.open

@@ -1,4 +1,4 @@
-"""Admissions and data rows that cannot be used, with a real engine, a real reward and the bus's state machine."""
+"""Admissions and unusable data rows, with a real engine, a real reward and the bus's state machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOO_LONG = "rev " + "1 2 " * 50
 def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_place(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """Two of the first three rows and the first later row cannot be used; no prompt batch is shorter for it."""
+    """Two of the first three rows and the first later row are unusable; no prompt batch gets shorter."""
     told: list[Sequence[Mapping[str, str]]] = []
 
     async def scene() -> None:
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_too_long_is_cut_to_what_fits(engine: Engine, tiny_fold
 def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_prompts(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """The evaluation of version 1 waits for the step that lacks the group."""
+    """The evaluation of version 1 waits for the step that the dropped group belongs to."""
 
     def score(given: RewardInput, config: Any) -> RewardOutput:
         return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
@@ -104,21 +104,21 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
 
 
 class Encoded:
-    """Says that a prompt maker encodes; the maker below has text only, so nothing asks it for an item."""
+    """Marks a prompt maker as encoding; its prompts are text only, so no item is requested."""
 
     encoded = 0
 
     def release(self, owner: str) -> None:
-        """Has nothing to end."""
+        """Does nothing."""
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_prompts_are_encoded_while_engines_work_and_later_ones_are_admitted_if_no_run_must_be_repeated(
     engine: Engine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    """At staleness 1 the encoding of the first prompt outlasts two steps of others.
+    """At staleness 1 the encoding of the first prompt takes longer than two steps of others.
 
-    At staleness 0 the prompts of step 1 are encoded while the rewards of step 0 are out.
+    At staleness 0 the prompts of step 1 are encoded while the rewards of step 0 are computed.
     """
     let_go, encoded = asyncio.Event(), set[str]()
     make = PromptMaker.prompt

@@ -15,5 +15,5 @@ def test_a_seed_belongs_to_run_index_and_purpose() -> None:
 
 
 def test_a_seed_is_the_same_in_every_version() -> None:
-    """Golden: `printf 'train:7:3' | b2sum -l 64` read as a little-endian number, halved. A resumed run needs it."""
+    """Golden: `printf 'train:7:3' | b2sum -l 64` as a little-endian number, halved. Resumed runs depend on it."""
     assert sampling_seed(7, index=3) == 8178726636433246004

@@ -1,4 +1,4 @@
-"""The teacher's name, from the data row to the group on the bus."""
+"""The choice of the teacher: its name goes from the data row to the group on the bus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person and a reward see of a sound: a small picture of its features, and the features."""
+"""Thumbnails of audio: a small picture of its features for people, and the features for a reward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_sound_is_shown_by_its_features_and_a_reward_gets_them(tmp_path: Path)
     assert file.name == f"00-audio-{item.digest[:8]}.png"
     with Image.open(file) as picture:
         rows = np.asarray(picture.convert("L")).astype(int).mean(axis=1)
-    assert rows.argmax() == 127 - 20, "high frequencies stand above"
+    assert rows.argmax() == 127 - 20, "high frequencies are at the top"
     given = RewardInput(
         response="low", stopped=True, answer="low", row={}, media=[item], media_folder=str(tmp_path / "media")
     )

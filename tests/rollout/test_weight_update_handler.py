@@ -1,4 +1,4 @@
-"""Groups that are aborted or cancelled by a new weight version, with the bus's own state machine."""
+"""Groups that are aborted or cancelled by a new weight version, with the bus's state machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.rollout.partial_rollout import WeightUpdateHandler
 
 
 class Versions:
-    """A bus that reports the changes one after the other and then closes."""
+    """Reports the changes one after the other, and then closes the bus."""
 
     def __init__(self, *changes: VersionChange) -> None:
         self._changes = list(changes)
@@ -27,7 +27,7 @@ class Versions:
 
 
 class Asked:
-    """An engine pool that records its calls."""
+    """Records the calls to an engine pool."""
 
     def __init__(self) -> None:
         self.aborted: list[tuple[list[str], int]] = []
@@ -45,8 +45,8 @@ def admission(index: int, min_version: int) -> Admission:
 
 
 def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done: tuple[int, ...] = ()) -> Asked:
-    """``changes``: the first is what is in force already. ``groups``: index → min_version of what is under way;
-    ``done``: those that are complete.
+    """Runs the handler; returns its calls. ``changes``: the first is the version in force at the start. ``groups``:
+    index → min_version of the running groups; ``done``: indices of complete groups.
     """
     asked = Asked()
     versions = Versions(*changes)
@@ -110,7 +110,7 @@ def test_what_is_over_before_it_began_does_not_begin() -> None:
     with pytest.raises(BusClosed):
         asyncio.run(weight_update_handler.run())
     assert (asked.cancelled, asked.aborted, weight_update_handler.aborts) == ([], [], 0), (
-        "the engines know nothing of them yet"
+        "the engines have no request of these groups"
     )
     assert not weight_update_handler.begin(1)
     assert weight_update_handler.begin(2)
@@ -126,12 +126,12 @@ def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends
         assert weight_update_handler.begin(index, lambda index=index: ended.append(index))  # type: ignore[misc]
         weight_update_handler.turn_begins(index, f"r{index}.0.0")
         weight_update_handler.turn_begins(index, f"r{index}.1.0")
-    weight_update_handler.turn_ends(2, "r2.0.0")  # its env plays now
+    weight_update_handler.turn_ends(2, "r2.0.0")  # its env is in a step now
     weight_update_handler.turn_ends(3, "r3.0.0")
     weight_update_handler.turn_ends(3, "r3.1.0")
     with pytest.raises(BusClosed):
         asyncio.run(weight_update_handler.run())
     assert asked.aborted == [(["r1.0.0", "r1.1.0", "r2.1.0"], 1), (["r2.1.0"], 2), (["r2.1.0"], 3)]
     assert (asked.cancelled, ended) == ([["r1.0.0", "r1.1.0"]], [1])
-    weight_update_handler.turn_ends(1, "r1.0.0")  # a response that was in already
+    weight_update_handler.turn_ends(1, "r1.0.0")  # its response has already arrived
     assert not weight_update_handler.begin(1, lambda: None)

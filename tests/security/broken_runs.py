@@ -1,4 +1,4 @@
-"""Makes run folders that are broken or hostile, each in its own way."""
+"""Makes broken or hostile run folders, each with one fault."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sparse(name: str, head: bytes = b"") -> Breaks:
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Breaks:
-    """Puts something that is no plain file in the place of a file."""
+    """Replaces a file with something that is not a plain file."""
 
     def write(run: Path) -> None:
         path = run / name
@@ -60,7 +60,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Breaks:
 
 
 def made(name: str, make: Callable[[Path], object]) -> Breaks:
-    """Writes a record whose tokens stand in this file."""
+    """Writes a sample record whose tokens are in this file."""
 
     def write(run: Path) -> None:
         text(SAMPLES, (MADE % 1).replace("rollout-9.00000000.tokens", name))(run)
@@ -80,7 +80,7 @@ def ledger(script: str) -> Breaks:
 
 def listen(path: Path) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # the path of a socket is short
+    os.chdir(path.parent)  # the path of a socket must be short
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path.name)
@@ -99,7 +99,7 @@ VIEW += "1 AS step, 1 AS version, '' AS reason, 1.0 AS time FROM n;"
 
 
 def spoofed(run: Path) -> None:
-    """Makes a table whose own statement in the schema was exchanged for that of a view."""
+    """Makes a table whose statement in the schema is replaced by that of a view."""
     ledger(f"{OTHERS} CREATE TABLE events ({COLUMNS});")(run)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as database, database:
         database.execute("PRAGMA writable_schema=ON")
@@ -110,7 +110,7 @@ def spoofed(run: Path) -> None:
 
 
 def beside_ledger(ending: str) -> Breaks:
-    """Puts a large file beside a ledger that a process of this machine seems to write."""
+    """Puts a large file next to a ledger that a local process seems to write."""
 
     def write(run: Path) -> None:
         (run / ".lock").write_text(f"process 1 of {socket.gethostname()}")
@@ -151,7 +151,7 @@ def links(run: Path) -> None:
         (run / name).symlink_to(outside)
 
 
-# A problem of these is seen in the list.
+# These faults are visible in the list of runs.
 LISTED: dict[str, Breaks] = {
     "summary_empty": text("summary.json", "{}"),
     "summary_of_wrong_types": text("summary.json", '{"outcome": ["finished"], "steps": {}}'),
@@ -186,7 +186,7 @@ LISTED: dict[str, Breaks] = {
     "ledger_pipe": instead("ledger.sqlite", os.mkfifo),
     "ledger_wal_pipe": instead("ledger.sqlite-wal", os.mkfifo),
 }
-# These cost a view of the run, or nothing.
+# These faults break a view of the run, or nothing.
 OTHER: dict[str, Breaks] = {
     "orders_many": orders_many,
     "ledger_wrong_types": ledger(

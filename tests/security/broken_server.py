@@ -1,4 +1,4 @@
-"""A server that knows the run's token, so that clients speak with it, and answers with whatever bytes a test gives."""
+"""A server that knows the run's token, so that clients trust it, and answers with arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Piece = bytes | float  # bytes to send, or seconds to wait
 
 
 class Endless:
-    """Is a reply that never ends: ``begin``, then ``part`` again and again, ``pause_s`` seconds apart."""
+    """A reply that never ends: ``begin``, then ``part`` repeatedly, ``pause_s`` seconds apart."""
 
     def __init__(self, begin: bytes, part: bytes, *, pause_s: float = 0.0) -> None:
         self.begin, self.part, self.pause_s = begin, part, pause_s
 
 
 def http(body: bytes, *, status: str = "200 OK", kind: str = "application/json", more: str = "") -> bytes:
-    """Returns a whole reply."""
+    """Returns a complete reply."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
     return head.encode() + body
 
 
 class BrokenServer:
-    """Answers the proof, and every other request with ``reply``, after which it closes the connection."""
+    """Answers the proof request, answers any other request with ``reply``, and then closes the connection."""
 
     def __init__(self) -> None:
         self.reply: bytes | Endless = b""
@@ -98,7 +98,7 @@ def broken_server() -> Iterator[BrokenServer]:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 DEEP = 100_000
-# Bytes that are no HTTP, or no JSON object with the fields that any typed call needs.
+# Bytes that are not HTTP, or not a JSON object with the fields that the typed calls need.
 GARBAGE: dict[str, Any] = {
     "nothing": b"",
     "no http": b"SSH-2.0-OpenSSH_9.6\r\n",

@@ -1,4 +1,4 @@
-"""Marks every test of this folder as `security` and gives tests a second, hostile user of this machine."""
+"""Marks every test of this folder as `security` and provides a second, hostile user of this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-PYTHON = "/usr/bin/python3"  # the system's interpreter: the second user may not read a virtual environment of root
-INTRUDER = 61_111  # a user number without an account and without processes
+PYTHON = "/usr/bin/python3"  # the system's interpreter: the second user may not read root's virtual environment
+INTRUDER = 61_111  # a user id without an account and without processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,12 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class SecondUser:
-    """Runs programs as another user of this machine, who has no rights beyond those of everybody."""
+    """Runs programs as another user of this machine, without special rights."""
 
     uid: int
 
     def popen(self, program: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
-        """Starts a Python program, given as text, as the second user; it may import the standard library alone."""
+        """Starts a Python program, given as text, as the second user; it may import only the standard library."""
         return subprocess.Popen(
             [PYTHON, "-I", "-u", "-c", program, *map(str, arguments)],
             user=self.uid,
@@ -46,7 +46,7 @@ class SecondUser:
         )
 
     def run(self, program: str, *arguments: object, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Runs a Python program as the second user to its end and returns its output."""
+        """Runs a Python program as the second user until it ends, and returns its output."""
         with self.popen(program, *arguments) as process:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
@@ -65,7 +65,7 @@ def second_user() -> SecondUser:
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder that every user of this machine can enter, as a home directory is; pytest's own folders are private."""
+    """A folder that every user of this machine can enter, like a home directory; pytest's folders are private."""
     folder = Path(tempfile.mkdtemp(prefix="relax-shared-", dir="/tmp"))
     folder.chmod(0o755)
     yield folder

@@ -1,4 +1,4 @@
-"""Programs of another local user who has taken the port of a server of the run, or tries to."""
+"""Programs of another local user who has taken the port of a server of the run, or tries to take it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from tests.security.conftest import INTRUDER, SecondUser
 
-# It prints its port, then every received piece in hexadecimal digits. Its modes: "empty" answers {} to everything,
-# "relay" passes all bytes to another port and back, "replay" sends the same text again and again, "silent" sends
-# nothing, "trickle" sends a byte now and then, and "close" hangs up.
+# Prints its port, then every received piece in hexadecimal digits. Modes: "empty" answers {} to everything, "relay"
+# passes all bytes to another port and back, "replay" always sends the same text, "silent" sends nothing, "trickle"
+# sends a byte now and then, and "close" closes the connection.
 SERVER = r"""
 import socket, sys, threading, time
 port, mode, told = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -57,7 +57,7 @@ def safely(connection):
 while True:
     threading.Thread(target=safely, args=(server.accept()[0],), daemon=True).start()
 """
-# Prints how each way to take the port fails, or "taken".
+# Prints the error of each attempt to take the port, or "taken".
 TAKER = r"""
 import socket, sys
 port = int(sys.argv[1])
@@ -77,7 +77,7 @@ for host, options in ways:  # 2 is SO_REUSEADDR, 15 SO_REUSEPORT
 
 
 class Intruder:
-    """Is a server of the second user; without root it is another process of this user, which knows as little."""
+    """Runs a server of the second user; without root, another process of this user with the same knowledge."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -89,7 +89,7 @@ class Intruder:
         return f"http://127.0.0.1:{self.port}"
 
     def received(self) -> bytes:
-        """Ends the intruder and returns all bytes that it got."""
+        """Ends the intruder and returns all bytes that it received."""
         self._process.kill()
         text, _ = self._process.communicate(timeout=30.0)
         return b"".join(bytes.fromhex(line) for line in text.splitlines())
@@ -117,7 +117,7 @@ def intruder(mode: str, *, port: int = 0, told: object = "") -> Iterator[Intrude
 
 
 def ways_to_take(port: int) -> list[str]:
-    """Returns how each attempt of the second user to bind the port and to listen on it ends."""
+    """Returns the result of each attempt of the second user to bind the port and listen on it."""
     with start(TAKER, port) as process:
         text, _ = process.communicate(timeout=30.0)
     return text.splitlines()

@@ -1,4 +1,4 @@
-"""Data files, model folders, chat templates and chat messages of a stranger are refused within seconds and megabytes.
+"""Hostile data files, model folders, chat templates and chat messages are refused within seconds and megabytes.
 
 Each case runs the functions that a run calls before its start, in a process with limits of memory and time.
 """
@@ -39,8 +39,8 @@ from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_text import tiny_prompt_tokenizer, write_prompt_tokenizer
 
-CASE_S = 10.0  # of computing, as other programs may use the cores
-CASE_GIB = 3.0  # of private memory, of the process that reads all files of data
+CASE_S = 10.0  # of processor time, as other programs may use the cores
+CASE_GIB = 3.0  # of private memory of the process that reads all data files
 FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KEYS = RowKeys(prompt="prompt", answer="answer")
 _READ_ALL = """
@@ -97,7 +97,7 @@ def dictionary(text: str, count: int) -> pyarrow.Array:
 def write_parquet(file: Path, columns: dict[str, Any], **options: Any) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table(columns), file, compression="zstd", store_schema=False, **options
-    )  # without arrow's own schema a reader does not know that texts are stored once
+    )  # without arrow's schema, a reader does not know that texts are stored once
 
 
 def zeros_in_pages(file: Path) -> None:
@@ -116,7 +116,7 @@ def repeated_text(file: Path) -> None:
 
 
 def repeated_in_lists(file: Path) -> None:
-    """Writes rows with lists of one text, each of which becomes 20 GB."""
+    """Writes rows with lists of one text; each list becomes 20 GB."""
     rows, each = 10, 1000
     texts = dictionary("y" * 20_000_000, rows * each)
     lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(0, rows * each + 1, each), pyarrow.int32()), texts)
@@ -156,7 +156,7 @@ def text(content: str | bytes) -> Callable[[Path], None]:
 def socket_file(file: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         here = Path.cwd()
-        os.chdir(file.parent)  # the name of a socket is short
+        os.chdir(file.parent)  # the name of a socket must be short
         try:
             bound.bind(file.name)
         finally:
@@ -165,7 +165,7 @@ def socket_file(file: Path) -> None:
 
 GOOD = '{"prompt": "p", "answer": "a"}\n'
 LARGE = "x" * 50_000_000
-# name → suffix, what writes the file, and the words that the child prints
+# name → suffix, writer of the file, and the words that the child must print
 DATA: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "deep JSON": (
         "jsonl",
@@ -212,7 +212,7 @@ DATA: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def read_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], float]]:
-    """Returns what reading each file of `DATA` gave, and its seconds: one process with limits reads them all."""
+    """Returns the result of reading each file of `DATA` and its seconds; one process with limits reads them all."""
     folder, asked = tmp_path_factory.mktemp("rows"), []
     for number, (case, (suffix, write, _)) in enumerate(DATA.items()):
         file = folder / f"{number}.{suffix}"
@@ -490,7 +490,7 @@ def test_a_hostile_tokenizer_is_refused_before_the_start(case: str, tmp_path: Pa
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
-ROOM = 128  # tokens of a prompt
+ROOM = 128  # prompt limit in tokens
 
 
 def maker(overlong: Overlong) -> PromptMaker:
@@ -506,7 +506,7 @@ def maker(overlong: Overlong) -> PromptMaker:
 
 @contextmanager
 def watched() -> Iterator[list[float]]:
-    """Gives a list that has the longest time for which no other thread could run, at the end of the block."""
+    """Yields a list; after the block it has the longest time in which no other thread could run."""
     ended, gaps = threading.Event(), [0.0]
 
     def watch() -> None:

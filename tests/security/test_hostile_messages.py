@@ -1,4 +1,4 @@
-"""No chat message of an agent blocks or ends the rollout that answers it, over the endpoint and its HTTP server."""
+"""No chat message of an agent blocks or ends the rollout that answers it, through the endpoint and its HTTP server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.endpoint_harness import ScriptedPool, Served, serve
 
 LARGE = 15_000_000  # characters
-BLOCKED_S = 3.0  # quiet 0.3 s; other tests run on the same cores, and the rollout's heartbeat waits much longer
+BLOCKED_S = 3.0  # 0.3 s on a quiet machine; other tests use the cores, and the heartbeat timeout is much longer
 ASK = {"role": "user", "content": "12*7?"}
 
 
@@ -104,7 +104,7 @@ def test_a_request_neither_blocks_nor_ends_the_rollout(case: str, tokenizer: Pro
         assert status == wanted, told[:500]
         if "15 MB" in case or "KB" in case:
             assert "context_length_exceeded" in told and len(told) < 1000
-        assert (await one.said([ASK]))["content"] == "It is 84.", "the session goes on"
+        assert (await one.said([ASK]))["content"] == "It is 84.", "the session continues"
         beating.cancel()
 
     says = ["It is 84."] * (2 if wanted == 200 else 1)
@@ -136,4 +136,4 @@ def test_a_message_with_the_mark_of_an_answer_is_a_turn_like_any_other(tokenizer
 
 
 def test_the_depth_of_a_request_is_that_of_all_json() -> None:
-    assert MOST_DEPTH < 200, "each level takes frames of the interpreter, which has 1000"
+    assert MOST_DEPTH < 200, "each level uses stack frames, and the interpreter's limit is 1000"

@@ -1,4 +1,4 @@
-"""No value and no text that a reward, an environment, an agent or an algorithm gives ends a run."""
+"""No value or text from a reward, an environment, an agent or an algorithm ends a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Scored = Callable[[Any], RewardOutput]
 
 
 class BrokenNumber(float):
-    """Is a number that does not give its value."""
+    """A number whose value cannot be read."""
 
     def __float__(self) -> float:
         raise RuntimeError(f"broken {HALF}")
@@ -58,7 +58,7 @@ class BrokenNumber(float):
 
 
 class BrokenError(Exception):
-    """Is an error that does not give its text."""
+    """An error whose text cannot be read."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -102,7 +102,7 @@ def _raised(came: Any) -> Any:
 
 
 def check_output(output: RewardOutput) -> None:
-    """Fails for an output that a metric, a file, a message or float32 does not take."""
+    """Fails for an output that a metric, a file, a message or float32 cannot hold."""
     msgspec.msgpack.encode(output)
     msgspec.json.encode(output)
     assert len(output.reason) <= MOST_REASON and len(output.why) <= MOST_WHY

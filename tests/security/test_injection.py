@@ -1,4 +1,4 @@
-"""Text of a configuration, of a foreign run, of a tool or of a server becomes no line, no code and no special token."""
+"""Text from a configuration, a foreign run, a tool or a server never becomes a line, code or a special token."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.data.chat_templates import FAMILIES, Family, write_folder
 # -- lines ------------------------------------------------------------------------------------------------------------
 EVIL = ("a\n#SBATCH --wrap=evil", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\x85b", "a\tb", "a\x00b")
 SLURM = ("launcher=slurm",)
-# Values with which a program is given text as it is; they are in no file of lines.
+# Values that programs receive unchanged; they are not written into files of lines.
 FREE = ("agent.command", "launcher.env", "rollout.stop")
 
 
 def text_keys(value: Any, key: str = "") -> Iterator[str]:
-    """Yields the keys of all texts of a configuration, but for enums."""
+    """Yields the keys of all text values of a configuration, except enums."""
     for field in dataclasses.fields(value):
         below, one = f"{key}{field.name}", getattr(value, field.name)
         if dataclasses.is_dataclass(one):
@@ -108,7 +108,7 @@ def test_slurm_reads_no_value_as_an_option(word: str, key: str) -> None:
 
 
 def test_a_shell_reads_words_of_the_configuration_as_words(tmp_path: Path) -> None:
-    """The batch script runs under bash with a stand-in for srun; the entrypoint of a Ray job runs under sh."""
+    """The batch script runs in bash with a fake srun; the entrypoint of a Ray job runs in sh."""
     made, seen = tmp_path / "pwned", tmp_path / "seen"
     python = f"/bin/true ; touch {made} ; $(touch {made}) `touch {made}` && touch {made}"
     (tmp_path / "srun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {seen}\n')
@@ -135,7 +135,7 @@ def base() -> dict[str, Any]:
 
 @pytest.fixture
 def saved(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a run's folder with changed values; the mark of this user is missing unless ``own``."""
+    """Writes a run's folder with changed values; this user's mark is missing unless ``own``."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("RELAX_TEST_SECRET", "s3cret-of-mine")
 
@@ -176,7 +176,7 @@ def test_an_own_run_needs_no_trust_wherever_it_lies(saved: Callable[..., Path], 
         rerun_line([str(tmp_path / "elsewhere")])
     key_file().chmod(0o644)
     file.write_text(marked("seed: 1\n"))
-    assert not is_own(file.read_text()), "a key that others may read marks nothing"
+    assert not is_own(file.read_text()), "a key that others can read is not valid"
 
 
 def test_a_foreign_run_of_plain_values_needs_no_trust(saved: Callable[..., Path]) -> None:
@@ -286,7 +286,7 @@ HARMLESS = "xyz1"
 
 
 def texts(special: tuple[str, ...]) -> list[str]:
-    """Returns texts that are names of special tokens, or that become one beside other text."""
+    """Returns names of special tokens, and parts that become one next to other text."""
     found = []
     for name in (special[0], special[-1], special[len(special) // 2]):
         found += [name, f"a{name}b", name + name, name[1:-1], name[1:], name[:-1], name[:4], name[4:], f" {name[:3]} "]
@@ -294,7 +294,7 @@ def texts(special: tuple[str, ...]) -> list[str]:
 
 
 def conversation(evil: str, other: str, *, as_text: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns messages and tools that have the texts in every place that somebody else may fill."""
+    """Returns messages and tools with these texts in every place that a third party can fill."""
     arguments: Any = {evil: other, "b": {other: [evil, {evil: evil}]}}
     arguments = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
     schema = {"type": "object", "properties": {evil: {"type": evil, "enum": [evil, other], "title": other}}, evil: evil}
@@ -320,7 +320,7 @@ def test_no_text_of_others_becomes_a_special_token(name: str, tmp_path: Path) ->
     rendered = 0
     for as_text in (False, True):
         messages, tools = conversation(HARMLESS, HARMLESS, as_text=as_text)
-        for shorten in (4, 2):  # some templates take no calls
+        for shorten in (4, 2):  # some templates do not support calls
             try:
                 expected = special_ids(tokenizer, tokenizer.encode(messages[:shorten], tools=tools))
             except ValueError:
@@ -330,7 +330,7 @@ def test_no_text_of_others_becomes_a_special_token(name: str, tmp_path: Path) ->
                 attack, evil_tools = conversation(evil, evils[number - 1], as_text=as_text)
                 ids = tokenizer.encode(attack[:shorten], tools=evil_tools)
                 assert special_ids(tokenizer, ids) == expected, (evil, tokenizer.decode(ids))
-                assert evil.strip() in tokenizer.decode(ids), "the text itself stays"
+                assert evil.strip() in tokenizer.decode(ids), "the text itself is kept"
                 rendered += 1
     assert rendered > 20
 
@@ -352,7 +352,7 @@ def test_parts_of_a_message_join_to_no_special_token(tmp_path: Path) -> None:
     for parts in (["<|im_", "end|>"], ["<", "|im_end|", ">"], ["a<|im_e", "nd", "|>b"], ["<|im_end", "|> "]):
         content = [{"type": "text", "text": part} for part in parts]
         ids = tokenizer.encode([{"role": "user", "content": content}])
-        assert len(special_ids(tokenizer, ids)) == 3, parts  # the turn of the user, and the next answer
+        assert len(special_ids(tokenizer, ids)) == 3, parts  # the user's turn, and the next answer
         assert "".join(parts).strip() in tokenizer.decode(ids)
 
 
@@ -366,7 +366,7 @@ def test_harmless_text_has_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
 # -- redirects --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def servers() -> Iterator[tuple[str, list[str]]]:
-    """Yields the address of a server that redirects to another one, and what the other one was asked."""
+    """Yields the address of a server that redirects to another server, and the latter's list of requests."""
     asked: list[str] = []
 
     class Other(BaseHTTPRequestHandler):

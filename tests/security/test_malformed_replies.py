@@ -1,4 +1,4 @@
-"""Tests that whatever an engine, a gateway or a judge replies, the caller sees an error of that server, in time."""
+"""Tests that any malformed reply of an engine, a gateway or a judge gives an error of that server, in time."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from relax_core.server.gateway_client import FILE, GatewayAddress, GatewayClient
 from tests.security.broken_server import ENDLESS, GARBAGE, TOKEN, BrokenServer, Endless, broken_server, http
 
 VOCAB = 50
-SHORT_S, LONG_S = 0.2, 20.0  # deadlines of calls that get no answer, and of those that get one
-MOST_S = 10.0  # of one call on a busy machine
+SHORT_S, LONG_S = 0.2, 20.0  # timeouts of calls without and with an answer
+MOST_S = 10.0  # limit of one call on a busy machine
 PROMPT = PromptRequest(rid="a", input_ids=[1, 2, 3], sampling_seed=1)
 PARAMS = SamplingParams(n=2, max_new_tokens=4)
 MANIFEST = WeightManifest(
@@ -88,12 +88,12 @@ def in_time(work: Callable[[], Any]) -> Any:
         result = error
     assert time.monotonic() - began < MOST_S
     if isinstance(result, EngineError):
-        assert len(str(result)) < 2000 and str(result).isprintable(), "an error of one line"
+        assert len(str(result)) < 2000 and str(result).isprintable(), "the error must be one short printable line"
     return result
 
 
 async def collected(client: EngineClient, params: SamplingParams, *prompts: PromptRequest) -> list[Generated]:
-    """Also asks for the tokens while they come, and for the engine's times."""
+    """Also requests token callbacks and the engine's times."""
     told: list[Any] = []
     given = list(prompts) or [PROMPT]
     try:
@@ -135,7 +135,7 @@ def test_a_control_call_sees_garbage_as_the_engines_error(server: BrokenServer, 
     for name, call in typed_calls(client).items():
         found = in_time(call)
         if isinstance(client, SglangClient) and name == "model_info" and not isinstance(found, EngineError):
-            assert found["weight_version"] == "-1", "a version that is no number is none, as SGLang's first one"
+            assert found["weight_version"] == "-1", "a version that is not a number is unknown"
         elif not (isinstance(client, SglangClient) and name in ("update_weights", "end_weight_update")):
             assert isinstance(found, EngineError), name
     for call in other_calls(client).values():
@@ -318,7 +318,7 @@ def test_a_stream_without_an_end_keeps_no_caller(
 
 
 def test_a_large_frame_in_small_pieces_is_read_in_linear_time() -> None:
-    """The old reader copied everything that had come at each piece: 24 MiB took minutes."""
+    """The old reader copied all received bytes for each piece: 24 MiB took minutes."""
     data = encode_frames([Grown(0, 0, 0, bytes(24 << 20))])
     reader, began = FrameReader(), time.monotonic()
     found = [frame for cut in range(0, len(data), 1 << 12) for frame in reader.feed(data[cut : cut + (1 << 12)])]
@@ -397,7 +397,7 @@ def test_events_that_are_wrong_are_the_engines_loss(
 def test_a_version_that_is_no_number_counts_as_unknown(
     server: BrokenServer, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang has such versions before its first update: the response is aborted, and is asked for again."""
+    """SGLang has such versions before its first update: the response is aborted and requested again."""
     monkeypatch.setattr(SglangClient, "_weight_version", version_3)
     server.reply = events(event(0, weight_version=version), event(1, weight_versions=span(version)))
     found = asyncio.run(collected(sglang_client(server.url, timeout_s=LONG_S), PARAMS))
@@ -440,7 +440,7 @@ def test_scores_that_are_impossible_are_the_engines_error(server: BrokenServer) 
 
 # -- the pool ---------------------------------------------------------------------------------------------------------
 class GoodEngine(EngineClient):
-    """Answers each prompt at once, in place of a second engine process."""
+    """Answers each prompt at once, instead of a second engine process."""
 
     async def generate(self, prompts: Any, params: SamplingParams, **_: Any) -> AsyncIterator[Generated]:
         for index, prompt in enumerate(prompts):
@@ -474,7 +474,7 @@ def test_prompts_of_an_engine_with_malformed_replies_go_to_another(server: Broke
                 await client.aclose()
 
     assert sorted(asyncio.run(asyncio.wait_for(scene(), 60.0))) == list(range(8))
-    assert set(told) == {0}, "its owner starts it again"
+    assert set(told) == {0}, "its owner must be notified to restart it"
 
 
 # -- the gateway and judges -------------------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def test_a_judge_that_cannot_be_read_refuses_and_ends_nothing(server: BrokenServ
         try:
             async with asyncio.timeout(SHORT_S):
                 return (await judge.answer("?", seed=1, temperature=0.0)).text
-        except (JudgeRefused, TimeoutError) as error:  # it is asked again until the caller's deadline
+        except (JudgeRefused, TimeoutError) as error:  # the caller retries until its deadline
             return type(error).__name__
         finally:
             await judge.close()

@@ -1,4 +1,4 @@
-"""Digits and letters of other alphabets are neither numbers nor choices, where Python's own functions take them."""
+"""Digits and letters of other alphabets are neither numbers nor choices, although Python's functions accept them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_other_digits_are_no_number(number: str) -> None:
 
 def test_other_letters_are_no_choice() -> None:
     letters = {"valid_letters": ["R", "S"]}
-    assert scored("gpqa", "the answer is \u017f", "S", row=letters).reward == 0.0  # whose capital letter is S
-    assert scored("gpqa", "the answer is\u00a0s", "S", row=letters).reward == 1.0  # a space without a break is a space
+    assert scored("gpqa", "the answer is \u017f", "S", row=letters).reward == 0.0  # its capital letter is S
+    assert scored("gpqa", "the answer is\u00a0s", "S", row=letters).reward == 1.0  # a non-breaking space is a space
 
 
 def test_a_long_label_of_dapo_is_refused_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The page's session belongs to one address and port, and a connection that stays half-open is closed."""
+"""The page's session belongs to one address and port, and half-open connections are closed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """A server of another user on another port of this machine, and the headers of each request that it got."""
+    """A server of another user on another port of this machine, with the headers of each request that it received."""
     heard: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,7 +49,7 @@ def stranger() -> Iterator[tuple[int, list[dict[str, str]]]]:
             self.wfile.write(body)
 
         def log_message(self, *words: object) -> None:
-            """Prints nothing."""
+            """Logs nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
         thread = threading.Thread(target=listener.serve_forever, daemon=True)
@@ -83,7 +83,7 @@ def test_a_server_on_another_port_gets_no_credential(
             await page.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
             await page.until("document.title")
             assert await page.run("document.title") == "{}"
-            await page.call("Page.navigate", url=address)  # the session is still that of the tab
+            await page.call("Page.navigate", url=address)  # the tab still has its session
             await page.until(ready)
             assert await page.run("location.hash.includes('token')") is False
             await page.call("Page.reload")
@@ -91,7 +91,7 @@ def test_a_server_on_another_port_gets_no_credential(
             await page.run(f"fetch('http://127.0.0.1:{port}/', {{ mode: 'no-cors' }}).catch(() => null)")
             key = await page.run("sessionStorage.getItem('relax.session')")
             assert server.authorization == f"Bearer {key}"
-            # A second tab gets the session from the first one, since both are of this address and port.
+            # A second tab gets the session from the first, since both have this address and port.
             await page.run("void (globalThis.second = window.open('about:blank', 'second'))")
             await page.run("second.sessionStorage.clear()")
             await page.run(f"second.location = '{address}'")
@@ -104,7 +104,7 @@ def test_a_server_on_another_port_gets_no_credential(
 
 
 def ends_after(port: int, *parts: bytes, pause_s: float = 0.0) -> float:
-    """Sends the parts, and returns after how many seconds the server closes the connection."""
+    """Sends the parts, and returns the seconds until the server closes the connection."""
     with closing(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)) as client:
         began = time.monotonic()
         for part in parts:
@@ -120,7 +120,7 @@ def ends_after(port: int, *parts: bytes, pause_s: float = 0.0) -> float:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep comes 20 times a second, so that the bounds are those of the server in a twentieth of their time."""
+    """Sweeps 20 times per second, so that all limits are a twentieth of the server's."""
     monkeypatch.setattr(connections, "SWEEP_S", 0.05)
 
 
@@ -145,7 +145,7 @@ def test_half_open_connections_are_closed_and_a_followed_run_is_not(tmp_path: Pa
             while time.monotonic() - began < 1.5 * connections.STRANGER_SWEEPS * connections.SWEEP_S:
                 assert follower.recv(65536)
             follower.settimeout(DEADLINE_S)
-            assert b"data: " in follower.recv(65536), "a stream of a reader with the key goes on"
+            assert b"data: " in follower.recv(65536), "the stream of a reader with the key continues"
         assert made.ask("/api/runs")[0] == 200
     finally:
         made.stop()
@@ -163,7 +163,7 @@ def test_a_thousand_silent_strangers_keep_no_reader_out(server: Server) -> None:
 
 
 def test_the_kernel_notices_a_client_that_has_gone(server: Server) -> None:
-    """The server's end of a connection has the probes of TCP."""
+    """The server enables TCP keepalive probes on its connections."""
     with closing(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S)) as client:
         client.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
         assert client.recv(100)
@@ -174,4 +174,4 @@ def test_the_kernel_notices_a_client_that_has_gone(server: Server) -> None:
             for row in rows
             if row[2].endswith(f":{own}") and row[1].endswith(f":{server.port:04X}")
         ]
-    assert timers == ["02"], "timer 2 of /proc/net/tcp is that of the probes"
+    assert timers == ["02"], "timer 2 of /proc/net/tcp is the keepalive timer"

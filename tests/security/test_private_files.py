@@ -1,4 +1,4 @@
-"""No other user can read, list or lock a file of a run, or put a folder in the place where Relax makes one."""
+"""No other user can read, list or lock a file of a run, or put a folder in the place of a Relax folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.contracts.private_folder import COMPILE_CACHE, private_folder, s
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-# It looks at all that it can reach of the run until a line comes on its stdin, and prints what it could do.
+# Tries to access everything that it can reach of the run until a line comes on its stdin, and prints its successes.
 SPY = """
 import fcntl, json, os, select, socket, stat, sys
 victim, roots = int(sys.argv[1]), sys.argv[2:]
@@ -89,7 +89,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def open_tmp() -> Iterator[Path]:
-    """A folder like /tmp, with a path short enough for sockets: every user may make files there."""
+    """A folder like /tmp, with a path short enough for sockets: every user may create files in it."""
     folder = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
@@ -99,7 +99,7 @@ def open_tmp() -> Iterator[Path]:
 def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
     shared_folder: Path, open_tmp: Path, second_user: SecondUser
 ) -> None:
-    """The second user has made the folders whose names can be guessed before the run starts."""
+    """Before the run starts, the second user creates the folders with predictable names."""
     squats = [open_tmp / f"torchinductor_{name}" for name in (os.getuid(), getpass.getuser())] + [open_tmp / "ray"]
     assert second_user.run(SQUATTER, *squats).returncode == 0
     run_dir = shared_folder / "runs" / "one"
@@ -121,18 +121,18 @@ def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
     looks, sockets, found = json.loads(output)
     assert looks > 20 and sockets >= 3 and found == []
     assert (run_dir / "ledger.sqlite").exists() and not any(any(squat.iterdir()) for squat in squats)
-    assert set(open_tmp.iterdir()) == set(squats), "the run has removed all that it made there"
+    assert set(open_tmp.iterdir()) == set(squats), "the run removes all its files there"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax"
     assert {mode_of(one) for one in (run_dir, run_dir.parent, cache)} == {0o700}
     opened = [path for path in run_dir.rglob("*") if not path.is_symlink() and mode_of(path) & 0o077]
-    assert opened == [], "what is moved or copied out of the folder would be open to others"
+    assert opened == [], "a file that is moved or copied out of the folder would be readable by others"
 
 
 @pytest.mark.parametrize("command", ["train", "export"])
 def test_no_command_writes_what_others_may_change(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may read what is exported, as the user's umask says. The umask of the caller is unchanged afterwards."""
+    """Others may read exported files, as the user's umask allows. The caller's umask is not changed."""
     made = tmp_path / "made"
 
     def act(*words: object, **named: object) -> int:
@@ -182,12 +182,12 @@ def test_a_link_of_another_user_is_refused(open_tmp: Path, tmp_path: Path, secon
 def test_a_link_of_another_user_above_the_folder_is_refused(
     open_tmp: Path, tmp_path: Path, second_user: SecondUser
 ) -> None:
-    """It leads to a good place now, and could lead to another one as soon as the folder was checked."""
+    """The link leads to a valid place now, but could lead elsewhere right after the check."""
     link = open_tmp / "team"
     assert second_user.run("import os, sys; os.symlink(sys.argv[1], sys.argv[2])", tmp_path, link).returncode == 0
     with pytest.raises(ValueError, match=rf"run\.dir=.*{link}.*uid {INTRUDER}"):
         private_folder(link / "runs" / "one", key="run.dir")
-    assert list(tmp_path.iterdir()) == [], "nothing is made behind the link"
+    assert list(tmp_path.iterdir()) == [], "nothing is created through the link"
 
 
 @pytest.mark.parametrize("target", ["real", "../{folder.name}/real", "{folder}/real"])
@@ -222,7 +222,7 @@ def test_a_changed_mode_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_links_of_others_do_not_stop_a_slurm_task(
     open_tmp: Path, second_user: SecondUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links with the names of folders of killed tasks: to nothing, and to a folder of the user."""
+    """The links have the names of folders of killed tasks, and lead to nothing and to a folder of the user."""
     kept = open_tmp / "kept"
     kept.mkdir()
     program = "import os, sys\nfor path, target in zip(sys.argv[1::2], sys.argv[2::2]): os.symlink(target, path)"

@@ -1,4 +1,4 @@
-"""Another user can neither join the trainer's ranks, nor send them anything that they read."""
+"""Another user can neither join the trainer's ranks nor send them data that they read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ports import free_port
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-# It connects to each port with the numbers of many pairs, keeps the connections, and says how many there are.
+# Connects to each port with the numbers of many pairs, keeps the connections, and prints their number.
 INTRUDER_PROGRAM = """
 import socket, struct, sys
 kept = []
@@ -66,7 +66,7 @@ def ranks(address: str, *, tokens: tuple[str, str] = ("a", "a"), open_s: float =
 
 def said(process: Any) -> dict[str, Any]:
     line = process.stdout.readline()
-    assert line, "the rank ended without a word"
+    assert line, "the rank ended without a message"
     answer: dict[str, Any] = json.loads(line)
     return answer
 
@@ -128,7 +128,7 @@ def test_ranks_of_several_hosts_join_by_a_signed_store() -> None:
 
 
 def opened(port: int, token: str) -> list[dist.Store]:
-    """Both ranks' stores."""
+    """Returns both ranks' stores."""
     stores: dict[int, dist.Store] = {}
 
     def join(rank: int) -> None:
@@ -153,7 +153,7 @@ def test_a_store_without_the_token_reads_and_changes_nothing() -> None:
     other.set("address", "b")
     assert not other.delete_key("nothing") and second.get("address") == b"a" and first.add("count", 2) == 2
     assert second.add("count", 1) == 3
-    name = second._name("address")  # type: ignore[attr-defined]  # even a name that leaked is of no use
+    name = second._name("address")  # type: ignore[attr-defined]  # even a leaked name is useless
     changed = intruder.get(name)[:-1] + b"\0x"
     intruder.set(name, changed)
     assert intruder.get(name) == changed  # `set` returns before the store has the value

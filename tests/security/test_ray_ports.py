@@ -1,4 +1,4 @@
-"""No other user can take a port of the run's own Ray: not at its start, and not when an agent takes over its port."""
+"""No other user can take a port of the run's Ray: neither at its start, nor when an agent takes over its port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.security.conftest import SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20.0
-# Binds as Ray's agent does, after imports that take a while, and answers each connection with its arguments.
+# Binds as Ray's agent does, after slow imports, and answers each connection with its arguments.
 AGENT = """
 import socket, sys, time
 time.sleep(0.5)
@@ -37,7 +37,7 @@ while True:
     connection.sendall((sys.argv[0] + " " + sys.argv[-1]).encode())
     connection.close()
 """
-# Connects to a port again and again, and tries to bind it in every way until stdin is closed. Prints its successes.
+# Connects to a port repeatedly, and tries to bind it in every way until stdin is closed. Prints its successes.
 THIEF = """
 import select, socket, sys
 port, taken, refused = int(sys.argv[1]), 0, 0
@@ -61,7 +61,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
         pass
 print(taken, refused)
 """
-# Connects to every listening socket of user 0 on loopback that appears, and tries to bind its port.
+# Connects to every new listening socket of user 0 on loopback, and tries to bind its port.
 RAIDER = """
 import select, socket, sys
 seen = set()
@@ -148,9 +148,9 @@ def ask(port: int) -> str:
 def test_the_first_connection_is_answered_by_the_agent_under_its_own_name(tmp_path: Path) -> None:
     with stand_in(tmp_path) as (process, port):
         pid = process.pid
-        assert ask(port) == f"{tmp_path / 'agent.py'} --last", "without a second connection"
+        assert ask(port) == f"{tmp_path / 'agent.py'} --last", "the first connection must be answered"
         assert ask(port) == f"{tmp_path / 'agent.py'} --last"
-        assert process.pid == pid and process.poll() is None, "the raylet's child has become the agent"
+        assert process.pid == pid and process.poll() is None, "the raylet's child must become the agent"
 
 
 def test_no_other_user_can_bind_the_port_or_start_the_agent(tmp_path: Path, second_user: SecondUser) -> None:
@@ -158,8 +158,8 @@ def test_no_other_user_can_bind_the_port_or_start_the_agent(tmp_path: Path, seco
         assert thief.stdout is not None and thief.stdin is not None
         assert thief.stdout.readline() == "at work\n"
         time.sleep(1.0)
-        assert "--inherited-listener" not in command_line(process.pid), "strangers have started Ray's agent"
-        assert command_line(process.pid).split()[1:3] == ["-I", "-S"], "strangers have started Ray's agent"
+        assert "--inherited-listener" not in command_line(process.pid), "another user started Ray's agent"
+        assert command_line(process.pid).split()[1:3] == ["-I", "-S"], "another user started Ray's agent"
         started = time.monotonic()
         assert ask(port).endswith("--last")
         assert ask(port).endswith("--last")
@@ -171,7 +171,7 @@ def test_no_other_user_can_bind_the_port_or_start_the_agent(tmp_path: Path, seco
 
 
 def test_the_port_stays_bound_while_the_agent_starts(tmp_path: Path) -> None:
-    """The same without a second user: nobody who may not share the socket can bind it at any moment."""
+    """The same without a second user: at no moment can a socket without port sharing be bound."""
     ended, taken = threading.Event(), []
 
     def bind_again_and_again(port: int) -> None:
@@ -236,4 +236,4 @@ def test_ray_starts_while_another_user_raids_every_port(tmp_path: Path, second_u
         ports, _ = map(int, raider.stdout.readline().split())
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])[0] == "of its own"
-        assert ports >= 4, "GCS, raylet, its stand-in and a worker were attacked"
+        assert ports >= 4, "the raider must reach GCS, raylet, the stand-in and a worker"

@@ -1,4 +1,4 @@
-"""Isolated rewards in the sandbox: what a hostile reward or answer reaches, and that a lost process changes nothing."""
+"""Isolated rewards in the sandbox: limits of a hostile reward or answer, and recovery from a lost process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relax_core.sandbox.seccomp_filter import ANSWER_REFUSED, ARCHITECTURES
 from relax_core.sandbox.worker_sandbox import worker_refusal
 
 ROOT = Path(__file__).parents[2]
-# Runs the answer as a program, as a library with eval does; what it binds to `result` is seen outside.
+# Executes the answer as a program, like a library with eval; the value of `result` is returned to the test.
 PROBE = """
 import os
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ except OSError:
     written = [place for place in places if place.exists()]
     for place in written:
         place.unlink()
-    assert written == places  # the attack is real
+    assert written == places  # the attack works without the sandbox
     assert all(word in plain for word in (".netrc", "token", "environment", "port"))
 
 
@@ -218,17 +218,17 @@ score("10 ** 10 ** 10")
         worker = psutil.Process(int(owner.stdout.readline()))
         below = [worker, *worker.children(recursive=True)]
         until = time.monotonic() + 60
-        while max(one.cpu_times().user for one in below) < 1.0:  # the answer never lets go of the interpreter
+        while max(one.cpu_times().user for one in below) < 1.0:  # the answer never releases the GIL
             assert time.monotonic() < until
             time.sleep(0.05)
     finally:
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=30)
-    _, alive = psutil.wait_procs(below, timeout=5)  # its CPU timer would end it after 11 s
+    _, alive = psutil.wait_procs(below, timeout=5)  # its CPU timer would end it only after 11 s
     assert not alive
 
 
-# For a reward whose library evaluates answers
+# for a reward whose library evaluates answers
 COLUMN = ARCHITECTURES[os.uname().machine].column
 HOSTILE = {
     "a later answer": "import builtins, relax_core.rollout.rewards.reward_calls as m\n"
@@ -283,7 +283,7 @@ TASKS = (
         "intermediate_integration",
     ),
     *("polynomial_multiplication", "puzzle24", "countdown"),
-)  # each of them ran the programs below on commit f5979362
+)  # on commit f5979362 each of them ran the programs below
 
 
 def test_no_answer_of_reasoning_gym_runs_a_program(tmp_path: Path) -> None:

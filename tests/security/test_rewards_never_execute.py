@@ -1,7 +1,7 @@
-"""No answer, no label and no column of a data row is evaluated, whatever is written there, by any reward.
+"""No reward evaluates an answer, a label or a column of a data row.
 
-Each case carries a program that makes a folder. All of them are scored in one process, which watches itself: afterwards
-no folder exists, and nothing was compiled, executed, unpickled, started, connected or opened for writing.
+Each case contains a program that creates a folder. All are scored in one process with an audit hook: afterwards no
+folder exists, and nothing was compiled, executed, unpickled, started, connected or opened for writing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TEXTS = (
     "format_think",
 )
 INSTRUCTIONS = ("ifeval", "ifbench")
-# Rewards that read no answer (env), that read what a server or a judge says (remote, genrm), that sum others (mix), and
-# the package that evaluates by itself and has a sandbox (reasoning_gym).
+# Rewards that read no answer (env), read the reply of a server or a judge (remote, genrm), sum others (mix), or use a
+# package that evaluates text and has a sandbox (reasoning_gym).
 OTHERS = {"env", "remote", "genrm", "mix", "reasoning_gym", "repetition"}
 
 
@@ -56,7 +56,7 @@ def _wide(text: str) -> str:
 
 
 def _characters(text: str) -> str:
-    """The text as a sum of characters of documentations, without a quote, a parenthesis or a space."""
+    """Returns the text as a sum of characters of docstrings, without quotes, parentheses or spaces."""
     import numpy
 
     documentations = {
@@ -68,8 +68,8 @@ def _characters(text: str) -> str:
     )
 
 
-DIFF, LAMBDIFY = "\u217e\u2170ff", "𝑙𝑎𝑚𝑏𝑑𝑖𝑓𝑦"  # identifiers of Python are normalised: the first of them is diff
-DEEP = 500  # braces that pylatexenc does not survive, so that the backslashes of a text do
+DIFF, LAMBDIFY = "\u217e\u2170ff", "𝑙𝑎𝑚𝑏𝑑𝑖𝑓𝑦"  # Python normalises identifiers: the first becomes diff
+DEEP = 500  # braces that make pylatexenc fail, so that the text's backslashes remain
 
 
 def _deep(text: str) -> str:
@@ -77,17 +77,17 @@ def _deep(text: str) -> str:
 
 
 def _series(code: str) -> str:
-    """A series whose terms are text: sympy writes it into a program, and sums the series with it."""
+    """Returns a series whose terms are text: sympy writes the text into a program that sums the series."""
     return rf"\sum_{{n=0}}^{{\infty}} \text{{{code}}}^n/n!"
 
 
 def _series_that_starts(path: str) -> str:
-    """A class that calls os.system where it is subscripted, and the command, in a series."""
+    """Returns a series with a class whose subscription calls os.system, and with the command."""
     takes = "for[numpy.mgrid.__class__.__getitem__]in[[numpy.f2py.os.system]]"
     return _series(f"[numpy.mgrid[{_characters(f'mkdir {path}')}]{takes}][0]")
 
 
-FAMILIES: dict[str, Callable[[str], str]] = {  # of the path of the folder that the program makes
+FAMILIES: dict[str, Callable[[str], str]] = {  # path of the folder that the program creates → text
     "octal in a Roman diff": lambda path: _deep(f"x.{DIFF}('{_octal(_code(path))}')"),
     "octal in a wide diff": lambda path: _deep(f"x.{_wide('diff')}('{_octal(_code(path))}')"),
     "octal in a Roman diff of a number": lambda path: _deep(f'1+(2).{DIFF}("{_octal(_code(path))}")'),
@@ -195,7 +195,7 @@ def _cases(folder: Path) -> list[dict[str, Any]]:
 
 
 def _instruction(name: str, *keys: str) -> Callable[[str], dict[str, Any]]:
-    """A row with one instruction, whose arguments are the text; a key with a star has a list of it."""
+    """Returns a row with one instruction whose arguments are the text; a key with a star gets a list of it."""
 
     def row(text: str) -> dict[str, Any]:
         values = {key.rstrip("*"): [text] if key.endswith("*") else text for key in keys}
@@ -266,7 +266,7 @@ def test_no_answer_and_no_label_is_evaluated(shared_folder: Path) -> None:
 
 
 def test_the_watch_sees_code_that_runs(shared_folder: Path) -> None:
-    """A reward that evaluates its answer, in the same process and by the same cases, is found out."""
+    """Scores a reward that evaluates its answer in the same way, and checks that it is detected."""
     path = shared_folder / "ran"
     plugin = shared_folder / "evaluates.py"
     plugin.write_text(

@@ -34,7 +34,7 @@ from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 200.0
-# Each value has a mark that is found whatever quotes or escapes a file puts around it.
+# Each value has a mark that is found despite quotes or escapes in a file.
 MARKS = {
     "TOKEN": "1f93ab77c2",
     "harmless": "words-5521-here",
@@ -108,7 +108,7 @@ def config(words: list[str]) -> RelaxConfig:
 
 
 def commands() -> dict[int, bytes]:
-    """Returns the command line of each process of this machine, as every user sees it."""
+    """Returns the command line of each process of this machine, as visible to every user."""
     shown = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -130,7 +130,7 @@ def test_a_run_keeps_and_shows_no_value(tmp_path: Path, variable: None) -> None:
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 shown = {pid: found_in(line) for pid, line in commands().items() if pid != own}
-                # An interpreter has to start before it can take the words out of its own command line.
+                # An interpreter must start before it can remove the words from its own command line.
                 hidden = hidden or (process.pid in shown and not shown[process.pid] and folder.exists())
                 seen |= {pid for pid, names in shown.items() if names and (hidden or pid != process.pid)}
                 time.sleep(0.2)
@@ -146,7 +146,7 @@ def test_a_run_keeps_and_shows_no_value(tmp_path: Path, variable: None) -> None:
     leaks = {str(file.relative_to(folder)): names for file in files if (names := found_in(file.read_bytes()))}
     assert leaks == {}
     summary = json.loads((folder / "summary.json").read_text())
-    assert f"agent.env.NUMBER={REDACTED}" in summary["run"]["overrides"], "the names of variables stay"
+    assert f"agent.env.NUMBER={REDACTED}" in summary["run"]["overrides"], "the names of variables are kept"
     with pytest.raises(ConfigError) as caught:
         rerun_line([str(folder)])
     asked = {problem.split(" ")[0] for problem in caught.value.problems}
@@ -185,7 +185,7 @@ def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
         [f"agent.env.A={mark}", wrong],
         [f"agent.env.A={mark},x"],
         [f"agent.env.A={mark}=b", wrong],
-        [f"agent.env.A=[{mark}=b"],  # Hydra cannot read it
+        [f"agent.env.A=[{mark}=b"],  # Hydra cannot parse it
         [f"agent.env.A='{mark}"],
         [f"agent.env={{A: '{mark}'"],
         [f"agent={{env: {{A: {mark}"],
@@ -310,7 +310,7 @@ def test_a_repeated_run_asks_for_values_and_takes_references(tmp_path: Path, var
     assert [one.split(" ")[0] for one in caught.value.problems] == ["agent.env.B"]
     token = {BY_VARIABLE: VALUES[BY_VARIABLE]}
     assert repeated("agent.env.B=x", "agent.env.C=y") == token | {"B": "x", "C": "y"}
-    assert repeated("agent.env={C: z}") == token | {"C": "z"}, "no placeholder stays"
+    assert repeated("agent.env={C: z}") == token | {"C": "z"}, "no placeholder remains"
     assert repeated("~agent.env.B", "agent.env.C=y") == token | {"C": "y"}
 
 

@@ -31,9 +31,9 @@ from tests.control.gateway_up import look_after, until_up
 from tests.security.intruders import intruder, ways_to_take
 
 TOKEN = "token-of-this-run-which-nobody-else-knows"
-SECRET_IDS = [41, 42, 43]  # of a prompt
+SECRET_IDS = [41, 42, 43]  # tokens of a prompt
 NONCE = b"0123456789abcdef" * 4
-SOON_S = 1.0  # in which a dead engine is noticed, on a busy machine; its deadlines are 20 s
+SOON_S = 1.0  # time to notice a dead engine on a busy machine; its deadlines are 20 s
 LONG_S = 20.0
 UP_S = 60.0
 Start = Callable[..., EngineProcess]
@@ -117,7 +117,7 @@ def test_the_proof_belongs_to_the_nonce_the_token_and_the_address() -> None:
         proof(TOKEN + "x", nonce=NONCE, address=("127.0.0.1", 4000)),
     ]
     assert own not in others and len({*others}) == 4
-    assert own == proof(TOKEN, nonce=NONCE, address=("::ffff:127.0.0.1", 4000)), "a socket of both families"
+    assert own == proof(TOKEN, nonce=NONCE, address=("::ffff:127.0.0.1", 4000)), "an IPv4-mapped IPv6 address"
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_who_relays_the_exchange_to_the_real_engine_gets_nothing(engine: EngineP
     with intruder("relay", told=engine.port) as found:
         all_calls_fail(found.url)
         tells_nothing(found.received())
-    assert client_of(engine.url).model_info()["weight_version"] == "0", "the engine is unharmed"
+    assert client_of(engine.url).model_info()["weight_version"] == "0", "the engine still works"
 
 
 def test_who_recorded_a_proof_cannot_use_it_again(engine: EngineProcess) -> None:
-    """The recorded answer is even that of the address at which the intruder listens now."""
+    """The recorded answer even belongs to the address at which the intruder now listens."""
     port = HeldPort("127.0.0.1", 0)
     recorded = proof(TOKEN, nonce=NONCE, address=("127.0.0.1", port.port)).decode()
     port.close()
@@ -242,18 +242,18 @@ def test_the_port_of_an_engine_that_died_stays_taken_and_refuses(launch: EngineL
         all_calls_fail(process.url)
         with pytest.raises(EngineUnreachable):
             client.model_info()
-        assert time.monotonic() - began < 10 * SOON_S, "nobody waits for a deadline"
+        assert time.monotonic() - began < 10 * SOON_S, "a call waited for its deadline"
         assert set(ways_to_take(process.port)) == {str(errno.EADDRINUSE)}
         process.stop(timeout_s=0.0, keeps_port=True)
         assert set(ways_to_take(process.port)) == {str(errno.EADDRINUSE)}
         process = EngineProcess.start(launch, held_port=process.held_port)
         assert set(ways_to_take(process.port)) == {str(errno.EADDRINUSE)}
-        assert client.model_info()["weight_version"] == "0", "the same address, and the same client"
+        assert client.model_info()["weight_version"] == "0", "the same client works at the same address"
         assert asyncio.run(generated(client_of(process.url))) == [4]
     finally:
         client.close()
         process.stop(timeout_s=5.0)
-    assert "taken" in ways_to_take(process.port)[0], "the run has given it back"
+    assert "taken" in ways_to_take(process.port)[0], "the run releases the port at the end"
 
 
 def test_a_held_port_refuses_until_a_process_serves_and_is_free_after_its_end() -> None:
@@ -295,7 +295,7 @@ def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
             look_after(process)
             time.sleep(0.05)
         look_after(process)
-        assert set(ways_to_take(port)) == {str(errno.EADDRINUSE)}, "the token is valid as long as the run lives"
+        assert set(ways_to_take(port)) == {str(errno.EADDRINUSE)}, "the token is valid until the run ends"
     assert "taken" in ways_to_take(port)[0]
 
 
@@ -303,7 +303,7 @@ def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
 def test_who_takes_the_port_of_a_gateway_gets_no_token(
     mode: str, engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine stands for the real gateway behind a relay: it has the same token."""
+    """Behind the relay, an engine with the same token acts as the real gateway."""
     monkeypatch.setattr(gateway_client, "AGAIN_S", 0.3)
     monkeypatch.setattr(gateway_client, "ANSWER_S", 0.5)
     with intruder(mode, told=engine.port) as found:

@@ -1,4 +1,4 @@
-"""No text of others moves the cursor, sets a title, turns the direction or is invisible on a terminal of Relax."""
+"""No foreign text can move the cursor, set a title, change the direction or be invisible on a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_text_that_can_be_seen_stays() -> None:
 
 
 def test_the_page_hides_nothing_that_the_terminal_shows() -> None:
-    """Both lists are of the same characters."""
+    """Both lists have the same characters."""
     page = Path("relax_core/server/static/dom.js").read_text(encoding="utf-8")
     pattern = re.search(r"const HIDDEN = /\[(.*)\]/gu;", page)
     assert pattern is not None
@@ -74,7 +74,7 @@ def assert_harmless(output: bytes) -> None:
 
 
 def on_a_terminal(*command: str, folder: Path) -> bytes:
-    """Returns what a command writes on a terminal."""
+    """Returns the output of a command on a terminal."""
     owner, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -85,7 +85,7 @@ def on_a_terminal(*command: str, folder: Path) -> bytes:
         while True:
             try:
                 piece = os.read(owner, 65536)
-            except OSError:  # the last process has closed it
+            except OSError:  # the last process has closed the terminal
                 break
             output += piece
         process.wait(60)
@@ -101,7 +101,7 @@ def test_lineage_of_a_hostile_folder_on_a_terminal(tmp_path: Path) -> None:
     output = on_a_terminal("-m", "relax_core", "lineage", str(run), "uid=g00000000.1", folder=tmp_path)
     assert b"U+202E" in output and b"U+001B]52" in output
     assert_harmless(output)
-    assert not re.search(rb"^nothing was lost", output, re.MULTILINE), "a reason makes no line of its own"
+    assert not re.search(rb"^nothing was lost", output, re.MULTILINE), "a reason cannot start a line"
 
 
 def test_errors_that_quote_a_name_on_a_terminal(tmp_path: Path) -> None:

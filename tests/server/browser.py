@@ -24,8 +24,8 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
-DEADLINE_S = 300.0  # only a hang reaches it; a loaded machine takes tens of seconds to start the browser
-# No name but loopback resolves, and nothing of the browser's own asks the network.
+DEADLINE_S = 300.0  # reached only by a hang; a loaded machine needs tens of seconds to start the browser
+# No name but loopback resolves, and the browser sends no requests of its own.
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 class Page:
-    """One tab. ``errors`` holds what the console and uncaught exceptions said, ``requests`` every address asked for."""
+    """Drives one tab. ``errors`` has console errors and uncaught exceptions, ``requests`` all requested addresses."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._number = socket, 0
@@ -61,7 +61,7 @@ class Page:
                     self.requests.append(values["request"]["url"])
 
     async def call(self, method: str, **values: Any) -> dict[str, Any]:
-        """Calls the protocol and returns the result."""
+        """Calls a method of the protocol and returns the result."""
         self._number += 1
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[self._number] = answer
@@ -72,7 +72,7 @@ class Page:
         return told["result"]
 
     async def run(self, code: str) -> Any:
-        """Runs JavaScript in the page as if a person had clicked, and returns its value."""
+        """Runs JavaScript in the page as after a user's click, and returns its value."""
         told = await self.call(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True
         )
@@ -89,7 +89,7 @@ class Page:
             await asyncio.sleep(0.1)
 
     async def hurdles(self) -> list[str]:
-        """Returns what axe-core finds serious or critical for those who cannot see or use a mouse, and where."""
+        """Returns axe-core's serious and critical accessibility violations with their elements."""
         if not await self.run("'axe' in window"):
             await self.run(AXE.read_text(encoding="utf-8"))
         found = await self.run("axe.run().then(found => found.violations)")
@@ -108,7 +108,7 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def picture(self, path: Path) -> None:
-        """Writes a PNG of what the window shows."""
+        """Writes a screenshot of the window as PNG."""
         shown = await self.call("Page.captureScreenshot", format="png")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(shown["data"]))
@@ -116,9 +116,9 @@ class Page:
 
 @asynccontextmanager
 async def opened_browser(folder: Path) -> AsyncIterator[Page]:
-    """Starts Chromium with an empty profile in ``folder`` and gives a tab; ends it with the block."""
-    assert CHROMIUM is not None, "the caller has looked for it"
-    short = Path(tempfile.mkdtemp(prefix="chromium-"))  # its sockets need a short path
+    """Starts Chromium with an empty profile in ``folder``, yields a tab, and ends Chromium with the block."""
+    assert CHROMIUM is not None, "the caller must check that Chromium is installed"
+    short = Path(tempfile.mkdtemp(prefix="chromium-"))  # Chromium's sockets need a short path
     profile = short / "profile"
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     with (folder / "chromium.log").open("w") as log:

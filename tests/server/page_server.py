@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 class Server:
-    """The page's server in a thread, with the key of a session."""
+    """Runs the page's server in a thread, and holds the key of a session."""
 
     def __init__(self, folder: Path) -> None:
         self.session = Session()

@@ -1,4 +1,4 @@
-"""The dashboard's server: what each address answers, who gets an answer, and folders in every state."""
+"""The dashboard's server: the answer of each address, access checks, and run folders in every state."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None
     assert found["samples"]["state"] == {"dropped": 3, "trained": 7}
     assert found["staleness"] == {"0": 7}
     curves = server.json(f"{base}/series?tags=actor/reward,actor/logprob_gap_max,nothing")["curves"]
-    assert curves["actor/reward"] == [[0, 1, 2, 3], [0.0, 0.1, 0.25, 0.3]]  # step 2 is that after the resume
-    assert curves["actor/logprob_gap_max"] == [[0], [None]]  # NaN is a gap, and what was not compared is not there
+    assert curves["actor/reward"] == [[0, 1, 2, 3], [0.0, 0.1, 0.25, 0.3]]  # step 2 has the value from after the resume
+    assert curves["actor/logprob_gap_max"] == [[0], [None]]  # NaN is a gap, and steps without a comparison are missing
     assert curves["nothing"] == [[], []]
 
 
 def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
-    """Lines of another form are left out, and evaluations count by their newest record."""
+    """Malformed lines are skipped, and an evaluation counts by its newest record."""
     run = make_run(tmp_path / "run")
     record = '{"type":"numbers","source":"%s","step":%s,"time_s":%s,"values":{"exact":%s,"reward":%s}}\n'
     with (run / "events" / "0002.actor-0.0.jsonl").open("w") as file:
@@ -195,7 +195,7 @@ def test_the_timeline_the_samples_of_a_step_and_the_engines(server: Server, base
     assert all(row["issued_s"] <= row["put_s"] <= row["ended_s"] and row["leased_s"] is None for row in rows)
     assert server.ask(f"{base}/batch?step=17")[0] == 404
     (engine,) = server.json(f"{base}/engines")
-    assert [engine["samples"], engine["tokens"], sum(engine["rates"])] == [10, 25, 25.0]  # all within a second
+    assert [engine["samples"], engine["tokens"], sum(engine["rates"])] == [10, 25, 25.0]  # all within one second
 
 
 def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: str, run_dir: Path) -> None:
@@ -215,7 +215,7 @@ def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: 
 def test_configuration_logs_and_lineage(server: Server, base: str) -> None:
     assert server.json(f"{base}/config")["values"]["run"]["steps"] == 6
     assert server.json(f"{base}/logs") == [{"name": "actor-0.log", "size": 18}]
-    assert server.json(f"{base}/log?name=actor-0.log")["text"] == "first\n<b>second\n"  # the third line is not whole
+    assert server.json(f"{base}/log?name=actor-0.log")["text"] == "first\n<b>second\n"  # the third line is incomplete
     assert server.json(f"{base}/log?name=actor-0.log&words=SECOND")["text"] == "<b>second"
     assert server.json(f"{base}/lineage")["counts"]["trained"] == 7
     (sample,) = server.json(f"{base}/lineage?uid=g00000001.0")["samples"]
@@ -251,7 +251,7 @@ def test_what_a_run_that_goes_on_writes_is_seen(tmp_path: Path) -> None:
     assert reader.series().steps_done == 1
     with path.open("a") as file:
         file.write('or","step":1,"time_s":3.5,"values":{"reward":null}}\nnot json\n{"type":"numbers"}\n')
-        for rows in ([{"exact": True}, {"exact": False}], []):  # the evaluation was done again
+        for rows in ([{"exact": True}, {"exact": False}], []):  # the evaluation was repeated
             line = {"type": "texts", "kind": "eval", "step": 4, "time_s": 5.0, "rows": rows}
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
     series = reader.series()
@@ -281,7 +281,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
     lock.write_text(f"process {os.getpid()} of {socket.gethostname()}\n")
     assert run_state(tmp_path) == "live"
-    os.utime(lock, (1.0, 1.0))  # the process with this number began later
+    os.utime(lock, (1.0, 1.0))  # the process with this id started later
     assert run_state(tmp_path) == "crashed"
     lock.write_text("process 1 of another-host\n")
     (tmp_path / "metrics.jsonl").write_text("")
@@ -317,7 +317,7 @@ def test_a_log_is_read_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").write_bytes(b"x" * 200_000 + b"\nlast \xff\n")
     piece = log_chunk(tmp_path, "a.log", 0)
-    assert len(piece["text"]) == piece["next"] == 65_536  # a line of a megabyte comes in pieces
+    assert len(piece["text"]) == piece["next"] == 65_536  # a line of a megabyte is returned in pieces
     assert log_chunk(tmp_path, "a.log", None)["text"].endswith("last \ufffd\n")
     assert search_log(tmp_path, "a.log", "LAST")["found"] == 1
 
@@ -328,10 +328,10 @@ def test_a_copied_run_and_a_ledger_of_another_host(run_dir: Path, tmp_path: Path
     (copy / "ledger.sqlite-wal").write_bytes(b"")
     (copy / ".lock").write_text("process 1 of another-host\n")
     reader = RunReader(copy, None)
-    assert reader.overview()["ledger"] == {}  # SQLite does not open it
+    assert reader.overview()["ledger"] == {}  # SQLite cannot open it
     samples = reader.overview()["samples"]
     assert samples is not None
-    assert samples["state"] == {"made": 2, "put": 1, "trained": 7}  # drops stand in the ledger alone
+    assert samples["state"] == {"made": 2, "put": 1, "trained": 7}  # drops are only in the ledger
     reader.close()
 
 

@@ -1,4 +1,4 @@
-"""A dry run of an order says what its engines would take of this machine, as the plan of the run does."""
+"""A dry run of an order reports the memory and cores that its engines would need, equal to the plan of the run."""
 
 from __future__ import annotations
 

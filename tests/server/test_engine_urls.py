@@ -1,4 +1,4 @@
-"""Addresses that a client names: what is taken, under which address, and what is refused before anything is sent."""
+"""Engine addresses from clients: accepted forms, normalisation, and refusals before any request is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts, recoveries and orders of a run are spans of its lanes, read from what the run's own writers leave."""
+"""Restarts, recoveries and orders of a run are spans in the timeline, read from the files of the real writers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_a_restart_and_a_recovery_last_until_the_next_train_step(
     restart = ("restarts", "engine-0 was killed by SIGKILL", 1008.0, 1012.0, 3)
     recovery = ("recoveries", "the bus died; all services start again from step 4", 1020.0)
     assert told(tmp_path, steps(1005.0, 1012.0)) == [restart, (*recovery, 1020.0, 5)]
-    # Nobody wrote its seconds, because its controller has died; the next train step tells them.
+    # Its duration is missing because its controller died; the next train step ends it.
     assert told(tmp_path, steps(1005.0, 1012.0, 1027.0, 1028.0)) == [restart, (*recovery, 1027.0, 5)]
     waiting = [*steps(1005.0, 1012.0), Timed("rollout", 2, 1024.0, 0, {"generate": 1.0})]
-    assert told(tmp_path, waiting) == [restart, (*recovery, 1024.0, 5)], "it goes on until the newest record"
+    assert told(tmp_path, waiting) == [restart, (*recovery, 1024.0, 5)], "the span ends at the newest record"
 
 
 def test_files_without_times_or_damaged_ones_cost_their_spans_alone(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_files_without_times_or_damaged_ones_cost_their_spans_alone(tmp_path: Pa
     file = recoveries_file(tmp_path)
     file.parent.mkdir()
     file.write_bytes(msgspec.json.encode([{"tier": 1, "cause": "c", "at_step": 1, "from_step": 1, "seconds": 2.0}]))
-    assert told(tmp_path, steps(1.0)) == [], "an older Relax wrote no times"
+    assert told(tmp_path, steps(1.0)) == [], "files of an older Relax have no times"
     file.write_text("[{")
     spans, problems = event_spans(tmp_path, steps(1.0), [])
     assert spans == []
@@ -72,7 +72,7 @@ def test_an_order_has_a_span_for_each_of_its_states(tmp_path: Path, monkeypatch:
     now[0] = 110.0
     book.place("stop", {})
     with (tmp_path / "events" / "0000.orders.0.jsonl").open("ab") as file:
-        file.write(b'{"type":"order","change"')  # a line that is being written
+        file.write(b'{"type":"order","change"')  # an incomplete line
     what = "scale_out engine-1, engine-2"
     expected = [
         ("orders", f"{what}: PENDING", 100.0, 101.0, 0),

@@ -1,4 +1,4 @@
-"""The routes of the gateway and the desk of a controller: answers, refusals, and what the schema says."""
+"""The routes of the gateway and the order desk of a controller: answers, refusals, and the schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = {"Authorization": "Bearer secret"}
 
 
 class Gateway:
-    """Holds the application of a run with one engine of the start and one that was added."""
+    """Holds the application of a run with one engine from the start and one added engine."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.book = OrderBook(folder)
@@ -72,7 +72,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway
 
 @pytest.fixture
 def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    """Is the gateway of a run with engine.urls."""
+    """Runs the gateway of a run with engine.urls."""
     monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**6)
     limits = Limits(start=1, most=4, no_more="engine.urls: send engine_urls.", hosts=["127.0.0.1", "localhost"])
     gateway = Gateway(tmp_path, limits)
@@ -88,9 +88,9 @@ def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gat
     status, first = attached.order("scale_out", engine_urls=[one, same])
     assert status == 202 and first["body"]["engine_urls"] == [same]
     status, noop = attached.order("scale_out", engine_urls=[same])
-    assert (status, noop["status"]) == (200, "NOOP"), "it is about to join"
+    assert (status, noop["status"]) == (200, "NOOP"), "its order is still open"
     status, second = attached.order("scale_out", engine_urls=[same, two])
-    assert status == 202 and second["status"] == "PENDING", "it waits for the first one"
+    assert status == 202 and second["status"] == "PENDING", "the second order waits for the first"
     assert attached.order("scale_in", num_replicas=1)[1]["request_id"] == first["request_id"]
     status, problem = attached.order("scale_out", engine_urls=[f"http://127.0.0.1:{port}" for port in range(1, 4)])
     assert (status, problem["type"]) == (409, TYPE + "no-room")
@@ -104,7 +104,7 @@ def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gat
     assert status == 202 and order["body"]["engine_ids"] == [2]
     attached.book.move(attached.book.open_orders()[0], "COMPLETED")
     attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="left", since=1.0, url=same)])
-    assert attached.order("scale_in", engine_urls=[one])[1]["status"] == "NOOP", "it has left already"
+    assert attached.order("scale_in", engine_urls=[one])[1]["status"] == "NOOP", "the engine has already left"
 
 
 def test_addresses_that_are_no_servers_are_refused_with_the_address(gateway: Gateway, attached: Gateway) -> None:
@@ -151,7 +151,7 @@ def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) ->
     status, problem = gateway.order("scale_in", num_replicas=1)
     assert (status, problem["request_id"]) == (409, order["request_id"])
     assert gateway.ask("GET", "/rollout/scale_out?status=PENDING")[1]["requests"] == [order]
-    assert gateway.ask("GET", f"/rollout/scale_in/{order['request_id']}")[0] == 404, "it is no order of that kind"
+    assert gateway.ask("GET", f"/rollout/scale_in/{order['request_id']}")[0] == 404, "the order is of another kind"
     status, cancelled = gateway.ask("POST", f"/rollout/scale_out/{order['request_id']}/cancel")
     assert status == 202 and cancelled["cancel_requested"]
     gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
@@ -263,7 +263,7 @@ def test_a_report_of_what_the_run_waits_for(gateway: Gateway, tmp_path: Path, mo
     status, problem = gateway.ask("POST", "/run/stall")
     assert (status, problem["type"]) == (503, TYPE + "no-report")
     assert problem["detail"] == "the run's controller did not answer within 0.05 s"
-    assert not list((tmp_path / FOLDER).iterdir()), "an ask that nobody waits for is taken back"
+    assert not list((tmp_path / FOLDER).iterdir()), "a request without a waiting client is withdrawn"
     (tmp_path / FOLDER).rmdir()
     (tmp_path / FOLDER).write_text("")
     assert "the run's folder cannot be written" in gateway.ask("POST", "/run/stall")[1]["detail"]
@@ -281,7 +281,7 @@ def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> N
     assert gateway.ask("GET", "/nothing")[0] == 404 and gateway.ask("PUT", "/run")[0] == 405
     assert gateway.ask("GET", "/run?step=1")[1]["key"] == "step" and gateway.ask("GET", "/run?")[0] == 200
     assert gateway.ask("GET", "/rollout/scale_in?limit=1&Limit=2")[1]["fix"] == "send limit, offset, status"
-    assert gateway.ask("GET", "/run/")[0] == 404, "no answer sends a client to another address"
+    assert gateway.ask("GET", "/run/")[0] == 404, "no answer redirects a client"
     for host, status in {"evil.example": 403, "": 403, "gpu7": 200, "LOCALHOST:1": 200, "[::1]:7788": 200}.items():
         assert gateway.ask("GET", "/run", headers=TOKEN | {"Host": host})[0] == status, host
     form = {"headers": TOKEN, "data": {"num_replicas": "3"}}
@@ -310,7 +310,7 @@ def test_a_controller_that_is_not_there_gives_503_and_takes_the_order_no_more(
     assert (status, problem["type"]) == (503, TYPE + "run-starts")
     monkeypatch.undo()
     gateway.serve()
-    assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == [], "who asked has left"
+    assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == [], "its client has left"
     assert gateway.order("scale_out", num_replicas=3)[0] == 202
 
 
@@ -335,7 +335,7 @@ def test_open_orders_that_add_engines_are_cancelled_together(gateway: Gateway) -
     gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
     assert gateway.ask("POST", cancel, json={})[1]["requests"] == []
     gateway.order("scale_in", num_replicas=1)
-    assert gateway.ask("POST", cancel, json={})[1]["requests"] == [], "an order of the other kind stays"
+    assert gateway.ask("POST", cancel, json={})[1]["requests"] == [], "an order of the other kind was cancelled"
     assert gateway.ask("POST", cancel, json={"status_filter": "NEVER"})[0] == 400
 
 
@@ -353,7 +353,7 @@ def test_the_schema_says_what_the_routes_do(gateway: Gateway) -> None:
             "discriminator",
         }
     replicas = schema["components"]["schemas"]["ScaleOutTo"]["properties"]["num_replicas"]
-    assert (replicas["minimum"], replicas["maximum"]) == (1, 4), "the limits of the run"
+    assert (replicas["minimum"], replicas["maximum"]) == (1, 4), "the schema has the limits of the run"
     for way in ("scale_out", "scale_in"):
         links = schema["paths"][f"/rollout/{way}"]["post"]["responses"]["202"]["links"]
         assert links[f"get_{way}"]["parameters"] == {"request_id": "$response.body#/request_id"}

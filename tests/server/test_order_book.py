@@ -1,4 +1,4 @@
-"""The order book: one order for engines at a time, answers that repeat, and what the next controller knows."""
+"""The order book: one order for engines at a time, idempotent answers, and the state that the next controller reads."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_one_order_for_engines_is_open_at_a_time_and_a_stop_waits_for_none(tmp_p
     with pytest.raises(Refusal, match="is ACTIVE and can no longer be cancelled"):
         book.ask_cancel(first.request_id)
     noop = book.place("scale_out", BODY, status="NOOP")
-    assert book.order(noop.request_id) == noop and noop.ended, "it can be read, too"
+    assert book.order(noop.request_id) == noop and noop.ended, "a NOOP order can be read, too"
     second = place(book)
     stale = book.open_orders()[-1]
     assert book.ask_cancel(second.request_id).cancel_requested and book.ask_cancel(second.request_id).cancel_requested
-    assert book.move(stale, "CREATING").cancel_requested, "who moves it on may not know yet"
+    assert book.move(stale, "CREATING").cancel_requested, "a stale copy does not clear the cancel request"
     names = [one.request_id for one in book.orders("scale_out")]
     assert names == [second.request_id, noop.request_id, first.request_id]
     assert [one.request_id for one in book.orders("scale_out", status="ACTIVE")] == [first.request_id]
@@ -46,7 +46,7 @@ def test_a_key_gives_the_same_answer_to_the_same_body(tmp_path: Path, monkeypatc
     monkeypatch.setattr(module, "MOST_ORDERS", 2)
     book = OrderBook(tmp_path)
     first = place(book, key="a")
-    assert OrderBook(tmp_path).place("scale_out", BODY, key="a") == first, "the next controller gives it, too"
+    assert OrderBook(tmp_path).place("scale_out", BODY, key="a") == first, "the next controller gives the same answer"
     with pytest.raises(Refusal, match="came with another order"):
         place(book, key="a", replicas=3)
     book.move(first, "ACTIVE")
@@ -66,14 +66,14 @@ def test_the_next_controller_knows_what_was_written_whole(tmp_path: Path) -> Non
     file = tmp_path / "events" / "0000.orders.0.jsonl"
     size = file.stat().st_size
     book.write_engines([EngineRow(**vars(rows[1]) | {"samples_running": 8, "weight_version": 3})])
-    assert file.stat().st_size == size and book.engines()[1].samples_running == 8, "loads are not kept"
+    assert file.stat().st_size == size and book.engines()[1].samples_running == 8, "loads are not written"
     order = book.move(place(book), "CREATING", engines=[4])
     out = ScaleDecision(at=2.0, action="out", reason="it waits", engines=2, target=3)
     book.decided(out)
     book.decided(ScaleDecision(at=3.0, action="none", reason="it does not", engines=2, target=2))
     book.enable_autoscaler(True)
     with file.open("ab") as opened:
-        opened.write(b'{"type":"order","change": {"request_id"')  # a process is killed while it writes
+        opened.write(b'{"type":"order","change": {"request_id"')  # a process was killed in the middle of a write
     second = OrderBook(tmp_path)
     assert second.engines() == rows and second.orders() == [order] and second.newest_engine() == 4
     assert second.autoscaler and second.decisions() == [out] and second.run is None and second.last_decision is None
@@ -91,7 +91,7 @@ def test_a_run_is_repeatable_until_an_added_engine_has_served(tmp_path: Path) ->
     start = EngineRow(id="engine-0", origin="start", state="serving", since=1.0, from_step=0)
     never = EngineRow(id="engine-1", origin="added", state="failed", since=1.0, last_failure="no memory is left")
     book.write_engines([start, never])
-    assert "repeatable" not in order_history(tmp_path, sampled={}, repeatable=True), "it has sampled nothing"
+    assert "repeatable" not in order_history(tmp_path, sampled={}, repeatable=True), "the engine has sampled nothing"
     book.write_engines([EngineRow(id="engine-2", origin="added", state="left", since=1.0, from_step=7, to_step=9)])
     book.move(order, "ACTIVE", engines=[2], failure="engine-1: no memory is left")
     told = order_history(tmp_path, sampled={"engine-2": (8, 99)}, repeatable=True)

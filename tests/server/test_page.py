@@ -15,7 +15,7 @@ from tests.server.made_run import make_run
 from tests.server.page_server import Server
 
 FAILED = "failed: rollout-0 failed: RuntimeError: reward_of_a_name_without_a_break_that_is_wider_than_a_telephone: <b>"
-# View, and what is there once it shows its content.
+# View → a condition that is true once it shows its content.
 VIEWS = {
     "run": "document.querySelectorAll('.u-over').length >= 2 && document.querySelector('.bars')",
     "samples": "document.querySelectorAll('tbody tr').length == 10",
@@ -90,7 +90,7 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
 
 
 async def _look_at_the_list(page: Page, runs: Path) -> None:
-    """The list has a row with the outcome of each run and leads to its view; only the failed run has an alarm."""
+    """The list has a row with the outcome of each run and a link to its view; only the failed run has an alarm."""
     await page.until("document.querySelectorAll('main tbody tr').length == 3")
     assert "Runs" in await page.run("document.title") and await page.run("state.textContent") == ""
     cells = "[...document.querySelectorAll('main tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
@@ -119,7 +119,7 @@ async def _look_at_the_list(page: Page, runs: Path) -> None:
 
 
 async def _look_at_a_sample(page: Page, run: str) -> None:
-    """A search by words, a click on a sample, each colour, and the words that would be code if they were markup."""
+    """Searches by text, opens a sample, uses each colour, and checks that text with markup is escaped."""
     await page.run(f"location.hash = '#/{run}/samples'")
     await page.until(VIEWS["samples"])
     await page.run(
@@ -143,10 +143,10 @@ async def _look_at_a_sample(page: Page, run: str) -> None:
 
 
 async def _see_a_new_step(page: Page, run: str, run_dir: Path) -> None:
-    """What the run writes while the page is open is shown without a reload."""
+    """A step that the run writes while the page is open is shown without a reload."""
     await page.run(f"location.hash = '#/{run}/run'")
     await page.until(f"document.body.innerText.includes('4 of 6') && {VIEWS['run']}")
-    await asyncio.sleep(2.0)  # the stream has told once how the run was
+    await asyncio.sleep(2.0)  # the stream has sent the first state
     writer = EventWriter(run_dir, "actor", attempt=1)
     writer.record("actor", 4, {"reward": 0.9})
     writer.close()

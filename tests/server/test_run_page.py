@@ -1,4 +1,4 @@
-"""The gateway of a run serves its page: a link that works once opens it, and neither key opens the other's door."""
+"""The gateway serves the run's page: a link works once, and the session and the run's token are not interchangeable."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class Reader:
 
 
 def assert_orders(reader: Reader, *, origin: str) -> None:
-    """The page reads engines, and orders them if its session and its Origin say that it is the page."""
+    """The page may read and order engines only with its session and with its own Origin."""
     order = json.dumps({"num_replicas": 1, "dry_run": True}).encode()
     given = {"data": order, "Content-Type": "application/json"}
     route, asked = "/api/gateway/rollout/scale_out", given | {"Origin": origin}
     status, told = reader.ask(route, **asked)
     assert (status, json.loads(told)["type"]) == (503, "urn:relax:problem:run-starts")  # there is no controller here
-    assert reader.ask(route, **given)[0] == 403, "a form of another site names no Origin that is ours"
+    assert reader.ask(route, **given)[0] == 403, "a form of another site does not have our Origin"
     for foreign in ("http://elsewhere.example", "null", origin.replace("http:", "https:"), f"{origin}0"):
         assert reader.ask(route, **given, Origin=foreign)[0] == 403, foreign
     assert reader.ask(route, **asked, Host="elsewhere.example")[0] == 403
     assert reader.ask(route, **asked, Authorization="")[0] == 401
     assert reader.ask(route, data=b"num_replicas=1", Origin=origin)[0] == 415, "a form"
-    assert reader.ask("/api/gateway/run/stall", **given)[0] == 403, "a form of another site asks for no report"
+    assert reader.ask("/api/gateway/run/stall", **given)[0] == 403, "a form of another site gets no report"
     assert reader.ask("/api/gateway/run/stall", **asked, Authorization="")[0] == 401
     for elsewhere in ("/run", "/run/stall/", "/run/stall2", "/run/stop", "/openapi.json", "/rollout", "/../run", ""):
         assert reader.ask(f"/api/gateway{elsewhere}", data=b"{}", Origin=origin)[0] == 404, elsewhere
@@ -92,12 +92,12 @@ def test_a_link_opens_the_page_once_and_the_session_outlives_the_gateway(
         assert b"<title>Relax</title>" in reader.ask("/")[1]
         bearer = f"Bearer {first.token}"
         assert reader.ask("/api/runs")[0] == 401
-        assert reader.ask("/api/runs", Authorization=bearer)[0] == 401, "the run's token opens no page"
+        assert reader.ask("/api/runs", Authorization=bearer)[0] == 401, "the run's token does not open the page"
         assert reader.ask("/", Host="elsewhere.example")[0] == 403
         assert reader.exchange(first.page) == 200
         status, body = reader.ask("/api/runs")
         assert status == 200 and [one["name"] for one in json.loads(body)] == ["run"]
-        assert reader.ask("/rollout/engines")[0] == 401, "the session opens the routes below the page's address alone"
+        assert reader.ask("/rollout/engines")[0] == 401, "the session is only valid below the page's address"
         assert_orders(reader, origin=first.url)
         assert reader.ask("/openapi.json", Authorization=bearer)[0] == 200
 

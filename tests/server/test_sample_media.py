@@ -1,4 +1,4 @@
-"""Pictures, sounds and videos of a sample, from what a run encodes to the page, and files that are none of them."""
+"""Images, audio and video of a sample, from the encoders of a run to the page; other files are not served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Shown = tuple[Server, str, list[MediaItem]]
 
 
 def wait_for_threads() -> None:
-    """Waits for what writes thumbnails and copies."""
+    """Waits for the threads that write thumbnails and copies."""
     for thread in threading.enumerate():
         if thread.name in ("thumbnail", "played-file"):
             thread.join(DEADLINE_S)
@@ -54,7 +54,7 @@ def sound_item(folder: Path, seed: int) -> MediaItem:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
-    """A run with one group whose prompt has an image, and a sound and a video from files, and the page's server."""
+    """Makes a run with one group (an image in the prompt, audio and video from files) and serves its page."""
     run_dir, media = tmp_path_factory.mktemp("runs") / "seen", tmp_path_factory.mktemp("media")
     samples = run_dir / SAMPLES_FOLDER
     run_dir.mkdir()

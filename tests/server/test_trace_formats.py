@@ -1,4 +1,4 @@
-"""Each format of a trace is read back by somebody else's reader, and has the same spans in the same rows."""
+"""Other libraries read each trace format back, with the same spans in the same rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_S = 1_800_000_000.0
 
 
 def spans() -> list[Span]:
-    """Two train steps with their parts, three batches of which two overlap, and something without a length."""
+    """Returns two train steps with their parts, three batches of which two overlap, and an event without a duration."""
     timed = [Timed("rollout", 0, START_S + 0.9 + 0.1 * place, 0, {"generate": 700.0}) for place in range(3)]
     parts = {"step": 1000.0, "wait": 600.0, "train": 300.0}
     timed += [Timed("actor", step, START_S + 1.0 + step, 0, parts) for step in range(2)]
@@ -50,7 +50,7 @@ def test_the_classes_of_opentelemetry_read_the_spans() -> None:
     )
     assert len(found) == len(spans()) and all(one.kind == 1 for one in scope.spans)
     by_id = {one.span_id: one for one in scope.spans}
-    assert len(by_id) == len(scope.spans), "ids differ"
+    assert len(by_id) == len(scope.spans), "ids are not unique"
     for one in found:
         parent = by_id[one.parent_span_id]
         assert parent.start_time_unix_nano <= one.start_time_unix_nano
@@ -60,7 +60,7 @@ def test_the_classes_of_opentelemetry_read_the_spans() -> None:
     assert waits.end_time_unix_nano - waits.start_time_unix_nano == 600_000_000
     values = {one.key: one.value for one in waits.attributes}
     assert values["relax.lane"].string_value == "trainer's parts" and values["relax.step"].int_value == 0
-    assert read("demo") == resource, "a collector that gets a run twice gets the same ids"
+    assert read("demo") == resource, "a second export has the same ids"
     others = {one.span_id for one in read("other").scope_spans[0].spans}
     assert not others & by_id.keys()
 

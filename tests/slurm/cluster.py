@@ -1,4 +1,4 @@
-"""A throw-away Slurm of two nodes on this machine: real daemons, own configuration, ports, key and folders."""
+"""A temporary Slurm of two nodes on this machine: real daemons, with separate configuration, ports, key and folders."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 Preemp
 
 
 class Cluster:
-    """A Slurm that exists while it is used as a context manager. ``environment`` is that of its commands.
+    """Runs a Slurm while it is used as a context manager. ``environment`` is for Slurm's commands.
 
     ``scratch`` is the /tmp of the nodes.
     """
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
-        self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # names of sockets need a short path
+        self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # sockets need a short path
         self.scratch.mkdir(mode=0o700)
         self._owned = ExitStack()  # a later session removes the files of a killed one
         for folder in (self.root, self.scratch):
@@ -98,14 +98,14 @@ class Cluster:
         return done.stdout
 
     def wait_empty(self) -> None:
-        """Waits until there is no job."""
+        """Waits until the queue is empty."""
         deadline = time.monotonic() + DEADLINE_S
         while queue := self.call("squeue", "--noheader"):
             assert time.monotonic() < deadline, f"the queue does not empty: {queue}"
             time.sleep(POLL_S)
 
     def wait_idle(self) -> None:
-        """Waits until every node takes jobs."""
+        """Waits until every node accepts jobs."""
         deadline = time.monotonic() + DEADLINE_S
         while len(self.call("sinfo", "-h", "-N", "-t", "idle", "-p", "main", "-o", "%N").split()) < NODES:
             assert time.monotonic() < deadline, self.call("sinfo", "-N", "-l") + self._logs()
@@ -117,7 +117,7 @@ class Cluster:
         self.wait_empty()
 
     def processes(self) -> dict[int, str]:
-        """Returns process id → command line of every process of a job, which it finds by its environment."""
+        """Returns process id → command line of every process of a job, found by its environment."""
         mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
         found = {}
         for entry in Path("/proc").iterdir():
@@ -132,13 +132,13 @@ class Cluster:
         return found
 
     def assert_nothing_left(self) -> None:
-        """Asserts that there is no process of a job, no folder of a job, and no published weights."""
+        """Asserts that no process of a job, no folder of a job and no published weights are left."""
         deadline = time.monotonic() + DEADLINE_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        assert not left, f"left behind: {left}"
+        assert not left, f"left over: {left}"
         folders = [path for path in self.scratch.iterdir() if path.name.startswith("r")]  # torch's cache may stay
-        assert not folders, f"left behind: {folders}"
+        assert not folders, f"left over: {folders}"
 
     def _start(self) -> None:
         root = self.root
@@ -175,7 +175,7 @@ class Cluster:
         return [int(text) for file in files if file.is_file() and (text := file.read_text().strip())]
 
     def _stop(self) -> None:
-        """Ends the jobs first, because a job step goes on without the daemon of its node."""
+        """Ends the jobs first, because a job step continues without the daemon of its node."""
         with suppress(subprocess.CalledProcessError, AssertionError, FileNotFoundError):
             self.call("scancel", "--user=root")
             self.wait_empty()
@@ -204,14 +204,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def _own_address() -> str:
-    """Returns the address that Ray uses for this machine, because Ray keeps no loopback address for several nodes."""
+    """Returns the address that Ray uses for this machine; Ray does not use a loopback address for several nodes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 1))  # no packet is sent
         return str(probe.getsockname()[0])
 
 
 def _free_ports(count: int) -> list[int]:
-    """Returns ports below those that the kernel assigns, so that no other process takes one by chance."""
+    """Returns ports below the kernel's ephemeral range, so that no other process takes one by chance."""
     given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     free: list[int] = []
     for port in random.sample(range(10_000, given_away), 1000):

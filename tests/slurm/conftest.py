@@ -1,4 +1,4 @@
-"""One throw-away Slurm for all tests. They are skipped if the machine has no Slurm."""
+"""One temporary Slurm for all tests; they are skipped if the machine has no Slurm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def quiet(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the cluster with an empty queue, and asserts that no process and no folder of a job is left."""
+    """Yields the cluster with an empty queue, and asserts afterwards that no process or folder of a job is left."""
     cluster.wait_idle()
     yield cluster
     cluster.clean()

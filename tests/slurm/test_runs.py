@@ -1,4 +1,4 @@
-"""Runs in a real Slurm: over two nodes, in a job array, and with each way in which a job can end."""
+"""Runs in a real Slurm: over two nodes, in a job array, and with each possible end of a job."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SPEC = RewardSpec(name="looks", summary="looks at the pixels", config=RewardConf
 
 
 def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
-    """A run with images and videos: engine and trainer, on different nodes, and the reward's worker map their files."""
+    """A run with images and videos: engine and trainer, on different nodes, and the reward's worker map files."""
     held = HeldTraining(tmp_path, updates=3)
     (tmp_path / "looks.py").write_text(REWARD)
     words = (
@@ -70,9 +70,9 @@ def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
     assert run.summary()["outcome"] == "finished" and run.steps() == list(range(6))
     books = run.summary()["ledger"]
     assert books["lost"] == books["trained_twice"] == 0 and books["dropped"] == {}
-    assert 0.0 < run.summary()["logprob_gap"]["max"] <= 2e-5, "both saw the same pixels"
+    assert 0.0 < run.summary()["logprob_gap"]["max"] <= 2e-5, "engine and trainer read the same pixels"
     assert (run.folder / "hf" / "model.safetensors").is_file()
-    assert not list(run.folder.glob("relax-*")), "weights were published in the run's folder and are gone"
+    assert not list(run.folder.glob("relax-*")), "weights were published in the run's folder and were not removed"
 
 
 def test_a_sweep_is_one_array_and_returns_at_once(quiet: Cluster, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_preempted_it_goes_on_from_its_checkpoint(quiet: Cluster, tmp_path: Path
     assert code == 0, output
     assert "the job is queued again" in output and "started again 1 times" in output
     steps = run.steps()
-    assert sorted(steps) == list(range(32)), "every step once: the checkpoint holds the last one before it was stopped"
+    assert sorted(steps) == list(range(32)), "every step runs once: the checkpoint has the last one before the stop"
     assert run.summary()["outcome"] == "finished" and run.summary()["ledger"]["lost"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Writes tiny GGUF files from Hugging Face models with the names and the row order of the package gguf."""
+"""Writes tiny GGUF files from Hugging Face models, with the names and the row order of the package gguf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 BYTES = [chr(number) for number in (*range(33, 127), *range(161, 173), *range(174, 256))]
-# GPT-2's alphabet of bytes: the 68 others stand behind U+0100, so that U+0120 is the space.
+# GPT-2's byte alphabet: the other 68 bytes are mapped to U+0100 and up, so the space is U+0120.
 ALPHABET = BYTES + [chr(256 + number) for number in range(68)]
 SPECIAL = ["<|end|>", "<|user|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "a b", "Ġ Ġ"]
@@ -50,7 +50,7 @@ def made_model(architecture: str, *, tied: bool = False) -> Any:
 
 
 def stored(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """Returns the tensors of a model as llama.cpp's converter stores them, named by the package gguf."""
+    """Returns the tensors of a model as stored by llama.cpp's converter, with the names of the package gguf."""
     kind = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
@@ -115,7 +115,7 @@ def write_gguf(
     *,
     quantise: Callable[[str, np.ndarray], gguf.GGMLQuantizationType | None] = lambda name, values: None,
 ) -> Path:
-    """Writes a file; ``quantise`` names the type of a tensor, None keeps float32."""
+    """Writes a file; ``quantise`` returns the type of a tensor, or None for float32."""
     writer = gguf.GGUFWriter(path, str(values["general.architecture"]))
     for key, value in values.items():
         if key == "general.architecture":

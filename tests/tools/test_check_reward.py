@@ -1,4 +1,4 @@
-"""`relax check-reward` against rewards with planted exploits, and against the built-in ones."""
+"""`relax check-reward` on rewards with planted exploits, and on the built-in rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def score(given, config):
 
 SPEC = RewardSpec(name="planted", summary="for a test", config=Config, score=score)
 """
-# Each has an exploit that models have found in rewards of users: the expression, and a family that finds it.
+# Each expression has an exploit that models have found in users' rewards, and an attack family that detects it.
 PLANTED = {
     "a substring": ("label in text", "digits around the label"),
     "any number of a list": ("label in numbers(text)", "all numbers to a hundred"),
@@ -84,7 +84,7 @@ def test_a_sound_reward_awards_nothing_wrong(capsys: pytest.CaptureFixture[str])
 
 
 def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first run with real weights learned it within 45 steps."""
+    """The first run with real weights learned to exploit this within 45 steps."""
     ours = checked("reward=math", "--rows=6", capsys=capsys)[1]
     assert ours["above"] == [] and ours["missed_share"] == 0.0
     _, theirs = checked("reward=math", "reward.evaluate=true", "--rows=6", capsys=capsys)
@@ -96,7 +96,7 @@ def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture
     [
         (["reward=math", "--rows=0"], ("--rows=0",)),
         (["reward=no_such"], ("reward", "no_such")),
-        (["reward=reverse_digits"], ("reverse_digits",)),  # of another task
+        (["reward=reverse_digits"], ("reverse_digits",)),  # the label of another task
     ],
 )
 def test_what_cannot_be_checked_is_refused(
@@ -161,7 +161,7 @@ def test_there_are_twenty_right_forms_and_a_number_with_a_unit_may_stand_alone()
 def test_a_judge_that_obeys_the_answer_is_found_and_one_that_is_down_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The judge compares, but gives any answer with an order the full score."""
+    """The judge compares, but gives the full score to any answer that contains an order."""
 
     def obeys(body: dict[str, Any]) -> str:
         parts = body["messages"][-1]["content"].split("\n==========")

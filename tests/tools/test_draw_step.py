@@ -1,4 +1,4 @@
-"""Tests that the committed picture of a step is what the command writes."""
+"""Tests that the committed picture of a step equals the output of the command."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_the_committed_picture_is_what_the_command_writes(tmp_path: Path) -> Non
 def test_every_file_that_is_named_exists() -> None:
     page = (ROOT / "docs/one_step.md").read_text(encoding="utf-8")
     files = re.findall(r"`([a-z_/]+\.py)`", page)
-    assert len(files) >= 10, "each of the ten lines names who does it"
+    assert len(files) >= 10, "each of the ten lines must name its file"
     files += [f"relax_core/{stop.file}" for stop in WAY]
     assert [file for file in files if not (ROOT / file).is_file()] == []

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the Hugging Face folder from which it was made, or an error that leaves nothing behind."""
+"""A GGUF file becomes the Hugging Face folder that it was made from, or gives an error and leaves no files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.gguf_files import CLASSES, TEMPLATE, TOKENS, made_model, metada
 
 
 def made_file(folder: Path, architecture: str = "qwen3", *, tied: bool = False, **changed: Any) -> Path:
-    """Writes the file of a made model; ``changed`` replaces metadata, of which None is left out."""
+    """Writes the file of a generated model; ``changed`` replaces metadata, and None removes it."""
     model = made_model(architecture, tied=tied)
     values = metadata(model, architecture) | {key.replace("__", "."): value for key, value in changed.items()}
     values = {key: value for key, value in values.items() if value is not None}
@@ -29,7 +29,7 @@ def made_file(folder: Path, architecture: str = "qwen3", *, tied: bool = False, 
 
 
 def assert_refused(file: Path, *words: str, match: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """The command line ends with status 2 and one line with ``match``, and writes nothing."""
+    """Asserts that the command exits with status 2 and a message that contains ``match``, and writes nothing."""
     before = sorted(file.parent.iterdir())
     assert relax(["import-gguf", str(file), str(file.parent / "out"), *words]) == 2
     told = capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_quantised_weights_are_dequantised_and_the_command_says_so(
     )
     assert relax(["import-gguf", str(file), str(tmp_path / "out")]) == 0
     assert "Q8_0" in capsys.readouterr().out
-    # Q8_0 by its definition: 32 weights share the float16 scale max|w| / 127.
+    # The definition of Q8_0: 32 weights share the float16 scale max|w| / 127.
     blocks = tensors["blk.0.attn_q.weight"].reshape(-1, 32)
     scale = (np.abs(blocks).max(axis=1, keepdims=True) / 127).astype(np.float32)
     rounded = np.round(blocks / scale)
@@ -91,7 +91,7 @@ def test_a_tokenizer_splits_as_the_one_that_llama_cpp_names(pre: str, tmp_path: 
 
     one_number = {"qwen2": ["1", "2", "3", "4"], "llama-bpe": ["123", "4"], "gpt-2": ["123", "4"]}
     assert pieces("1234") == one_number.get(pre, ["1", "2", "3", "4"])
-    # Llama 3 cuts after three digits from the left, GPT-2 does not: the merge 12+3 reaches over the cut.
+    # Llama 3 splits after three digits from the left, GPT-2 does not: the merge 12+3 spans the split.
     assert pieces("9123") == (
         ["9", "123"] if pre == "gpt-2" else ["9", "12", "3"] if pre == "llama-bpe" else list("9123")
     )

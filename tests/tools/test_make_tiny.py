@@ -1,4 +1,4 @@
-"""Tests that the builtin model loads, starts with the wanted accuracy, and is the same every time."""
+"""Tests that the builtin model loads, starts with the intended accuracy, and is reproducible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NEW_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models, for which three threads ask at once."""
+    """Returns a folder of models that three threads requested at the same time."""
     folder = tmp_path_factory.mktemp("models")
     with ThreadPoolExecutor(3) as threads:
         made = threads.map(
@@ -99,7 +99,7 @@ def test_the_mixture_of_experts_starts_as_low_and_has_the_same_tokens() -> None:
     assert token_difference(tiny_model_folder("tiny_qwen3", task="reverse_digits"), folder) is None
     config = json.loads((folder / "config.json").read_text())
     wanted = tiny_config("tiny_qwen3_moe")
-    assert config["num_local_experts"] == wanted.pop("num_experts") == 8  # transformers has a name of its own
+    assert config["num_local_experts"] == wanted.pop("num_experts") == 8  # transformers uses another name
     assert wanted.items() <= config.items()
 
 

@@ -1,4 +1,4 @@
-"""The games of a warm start: the tokens of a run, and a player whose mistakes leave something to learn."""
+"""The games of a warm start: the tokens of a run, and a player with mistakes, so that RL can improve it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_half_of_the_guesses_heed_the_answers() -> None:
     later = [int(guess(draw, ["", "4", "higher"])) for _ in range(4000)]
     assert sum(number > 4 for number in later) / len(later) == pytest.approx(0.5 + 0.5 * 3 / 7, abs=0.03)
     assert {int(guess(draw, ["", "7", "higher"])) for _ in range(200)} == set(range(1, 8)), (
-        "any number, as none is left"
+        "with no number left, any number is guessed"
     )
 
 

@@ -1,6 +1,6 @@
-"""Tests that the builtin model that sees and hears loads in transformers, and starts with a chance of every answer.
+"""Tests that the builtin vision and audio model loads in transformers, and starts with a chance of every answer.
 
-Its whole warm start takes a minute of processor time, so `make test` takes two steps of it.
+Its whole warm start takes a minute of processor time, so `make test` runs two steps of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_transformers_loads_the_published_layout(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.soak
 def test_it_starts_with_a_chance_of_every_answer() -> None:
-    """Greedy answers to held-out rows, of which 0.25 are right by chance, and the probability of each right answer."""
+    """Checks greedy answers to held-out rows (0.25 are right by chance), and the probability of each right answer."""
     folder = tiny_model_folder(NAME, task=TASK)
     model, one = _loaded(folder), folder_architecture(folder)
     towers = Towers.of(one)
@@ -66,4 +66,4 @@ def test_it_starts_with_a_chance_of_every_answer() -> None:
     for row, each in zip(rows, chances, strict=True):
         by_answer.setdefault(row.answer, []).append(float(each.sum().exp()))
     assert len(by_answer) == 16
-    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples lack it 1 time in 13
+    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples miss it 1 time in 13

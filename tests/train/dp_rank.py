@@ -1,11 +1,11 @@
-"""Runs one data-parallel rank as a process that trains, and may save or load; rank 0 writes weights and metrics.
+"""Runs one data-parallel rank that trains, and may save or load; rank 0 writes weights and metrics.
 
 python dp_rank.py <rank> <world size> <port> <model folder> <output> <settings as JSON>
 
-The settings are ``sharded``, ``timeout_s``, ``head``, and the number of ``steps`` beside the ``most`` of all ranks.
-With ``what`` the rank makes 4 steps and meets a ``checkpoint`` in the middle: ``save`` saves it and trains on. ``load``
-loads it instead of the first 2 steps. ``absent`` exits without saving, but for rank 0. ``slow`` is ``save`` with a disk
-of rank 1 that takes longer than other waits for ranks may take.
+The settings are ``sharded``, ``timeout_s``, ``head``, the number of ``steps``, and the ``most`` steps of any rank. With
+``what`` the rank trains 4 steps and uses a ``checkpoint`` after the second: ``save`` saves it and continues. ``load``
+loads it instead of the first 2 steps. ``absent`` exits without saving, except for rank 0. ``slow`` is ``save`` with a
+disk of rank 1 that takes longer than the timeout of other waits for ranks.
 """
 
 import json
@@ -54,7 +54,7 @@ def main() -> None:
         )
 
     backend = build(settings.get("timeout_s", 300.0))
-    if what == "slow":  # Both processes are running now.
+    if what == "slow":  # both processes are running now
         process_group.leave()
         backend = build(SHORT_S)
         if rank == 1:
@@ -83,11 +83,11 @@ def main() -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, f"{output}.safetensors")
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
     if steps == most:
-        dist.barrier()  # A rank that exits breaks the connections of ranks that are still computing.
+        dist.barrier()  # the exit of a rank breaks the connections of ranks that still compute
     else:
-        while begun.read_text() != str(steps):  # Rank 0 has not begun the step that this rank does not train.
+        while begun.read_text() != str(steps):  # rank 0 has not begun the step that this rank omits
             time.sleep(0.05)
-        time.sleep(1.0)  # Rank 0 is waiting for the ranks now; gloo names missing ranks only in that state.
+        time.sleep(1.0)  # rank 0 now waits for the ranks; only then does gloo name missing ranks
     os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.
 
 

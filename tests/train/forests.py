@@ -1,4 +1,4 @@
-"""Makes random forests of token rows, their visibility, and attention by a dense mask, all derived from parents."""
+"""Makes random forests of token rows, with visibility and dense masked attention derived from the parents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Forest:
 
     @property
     def sees(self) -> np.ndarray:
-        """The visibility, bool ``[rows, rows]``: a row sees itself and what its parent sees."""
+        """The visibility, bool ``[rows, rows]``: a row attends to itself and to the rows that its parent attends to."""
         sees = np.eye(len(self.parents), dtype=bool)
         for row, parent in enumerate(self.parents):
             if parent >= 0:
@@ -92,15 +92,15 @@ def sharded(draw: st.DrawFn) -> tuple[Forest, int, int, int]:
 def check_ranks(case: tuple[Forest, int, int, int], attention: Callable[[Forest, RowSharding, int], Any]) -> None:
     """Compares context-parallel ranks with attention by its definition.
 
-    Each rank computes its queries against the gathered keys of all ranks, and the gradients add up. ``attention`` of
-    a forest, a rank's sharding and the padded rows has ``attend``.
+    Each rank computes its queries against the gathered keys of all ranks, and the gradients add up. ``attention``
+    returns, for a forest, a rank's sharding and the number of padded rows, an object with ``attend``.
     """
     forest, ranks, more, seed = case
     rows = len(forest.parents)
     shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
     padded = shardings[0].padded(rows + more)
     *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0  # Nothing reads the result of a pad.
+    incoming[rows:] = 0  # the result of a padding row is not used
     order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
     total = [torch.zeros_like(one) for one in inputs]
     output = torch.zeros_like(incoming)

@@ -1,6 +1,6 @@
 """Trains models with frozen parts on one rank and on two ranks in several layouts, for test_frozen_parts.py.
 
-`python frozen_ranks.py <folder>` makes the models there, and single.json, rank0.json and rank1.json.
+`python frozen_ranks.py <folder>` writes the models, single.json, rank0.json and rank1.json there.
 """
 
 import json
@@ -46,19 +46,19 @@ CASES_OF_LAYOUT = {
     "dp2 overlap": ("the router alone", "the tower alone", "the projector alone"),
 }
 STEPS, STEPS_OF_LAYOUTS = 5, 3
-SAVED = "the tower alone"  # the case of which a checkpoint goes from layout to layout
+SAVED = "the tower alone"  # the case with a checkpoint that is loaded by the next layout
 OPTIMIZER = {"eps": 1e-4, "clip_grad": 0.0}
 
 
 def part_of_weight(name: str) -> str:
-    """Tells the part of a Hugging Face name, as a reader of the published files would."""
+    """Returns the part that a Hugging Face name belongs to, independently of the implementation."""
     if "visual." in name:
         return "projector" if "merger" in name else "vision"
     return "router" if name.endswith(".mlp.gate.weight") else "language"
 
 
 def batches_of(folder: Path, model: str) -> list[list[TokenTree]]:
-    """Returns micro-batches; a second rank has no group of the last one, and text alone in the one before."""
+    """Returns micro-batches; a second rank gets only text in the third, and no group of the last."""
     if model == "experts":
         return dp_groups()
     groups = make_case("mixed", Items(folder / model, folder / "media"))
@@ -76,7 +76,7 @@ def exported(backend: Any) -> dict[str, Tensor]:
 
 
 def misplaced(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
-    """Counts, on this rank, frozen parameters that take part in training, and trained ones that do not."""
+    """Counts, on this rank, frozen parameters that take part in training, and trainable parameters that do not."""
     chunks = [(wrapped, model) for wrapped, model in zip(backend.model_chunks, backend.models, strict=True)]
     named = [(name, one) for _, model in chunks for name, one in model.named_parameters()]
     buffers = [buffer for wrapped, _ in chunks for buffer in wrapped.buffers + wrapped.expert_parallel_buffers]
@@ -93,7 +93,7 @@ def misplaced(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
 def figures(
     backend: Any, folder: Path, case: str, *, steps: int, replica: int = 0, replicas: int = 1
 ) -> dict[str, Any]:
-    """Trains ``steps`` steps; the first is compared with a run in which nothing is frozen."""
+    """Trains ``steps`` steps; compares the first with a run without frozen parts."""
     model, frozen = CASES[case]
     mine = [split_over_ranks(groups, replicas)[replica] for groups in batches_of(folder, model)]
     before = exported(backend)
@@ -114,7 +114,7 @@ def figures(
 
 
 def whole_run(folder: Path, model: str) -> dict[str, float]:
-    """Makes one step in which nothing is frozen, saves its weights, and returns each part's gradient norm."""
+    """Trains one step without frozen parts, saves the weights, and returns each part's gradient norm."""
     case = next(case for case, (of, _) in CASES.items() if of == model)
     backend = build(folder, case, frozen=())
     train_step(backend, batches_of(folder, model), step=0)

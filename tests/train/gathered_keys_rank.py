@@ -1,4 +1,4 @@
-"""Computes a tree's attention on one of two context-parallel ranks, which exchange the keys of one head at a time.
+"""Computes a tree's attention on one of two context-parallel ranks that exchange the keys of one head at a time.
 
 python gathered_keys_rank.py <rank> <2> <port> <folder>: writes the rank's rows, its output and its gradients.
 """

@@ -1,6 +1,6 @@
-"""Runs two ranks from layout to layout, and a single process; each writes JSON for test_layout_ranks.py.
+"""Runs two ranks through several layouts, and a single process; each writes JSON for test_layout_ranks.py.
 
-`python layout_ranks.py <folder>` makes a model there, and single.json, rank0.json and rank1.json.
+`python layout_ranks.py <folder>` writes a model, single.json, rank0.json and rank1.json there.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
 
 
 def with_teacher(group: TokenTree) -> TokenTree:
-    """Adds teacher columns and kept sets, some of which have fewer tokens than top_k; -1 marks missing ones."""
+    """Adds teacher columns and kept sets, some with fewer tokens than top_k; -1 marks missing tokens."""
     own_ids = answer_ids(group)
     tokens = len(own_ids)
     random = np.random.default_rng(tokens)
@@ -70,7 +70,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
-    """Makes two updates that are refused and leave no trace, then log-probs, then three updates."""
+    """Makes two updates that are refused and change nothing, then log-probs, then three updates."""
 
     def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]

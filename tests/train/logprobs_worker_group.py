@@ -1,4 +1,4 @@
-"""Runs two tensor-parallel ranks of the output layer as processes that solve one problem after the other."""
+"""Runs two tensor-parallel ranks of the output layer as processes that solve one problem after another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Describes a problem with the whole ``weight``, of which each rank takes its shard.
+    """A problem with the whole ``weight``; each rank takes its shard.
 
     ``incoming`` are the gradients of log-probs ``[rows]``, entropy ``[rows]`` and gathered ``[rows, k]``; None means
     that the output is not requested. ``kept`` and ``banned`` define the truncation.
@@ -88,7 +88,7 @@ class WorkerGroup:
     def solve(self, problem: Problem) -> list[Answer]:
         """Returns each rank's answer."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would pass file handles of the tensors.
+            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would pass file handles of the tensors
         for pipe in self._pipes:
             assert pipe.poll(DEADLINE_S), "a rank gave no answer"
         return [pickle.loads(pipe.recv_bytes()) for pipe in self._pipes]

@@ -1,8 +1,8 @@
-"""Starts scripts of this folder as the ranks of one model, with a process for each.
+"""Starts scripts of this folder as the ranks of one model, one process for each.
 
-They are forked from one process that has imported Megatron and the towers of transformers once: each rank saves seven
-seconds of imports. `SERVER.run` starts that process as ``python rank_server.py`` when it is first called;
-tests/conftest.py ends it.
+They are forked from one process that has already imported Megatron and the towers of transformers, which saves each
+rank seven seconds. `SERVER.run` starts that process as ``python rank_server.py`` at the first call; tests/conftest.py
+ends it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ ROOT = HERE.parents[1]
 
 
 class RankServer:
-    """Runs Python programmes, each in a forked process, and returns their exit statuses and standard errors."""
+    """Runs Python programs, each in a forked process, and returns their exit statuses and standard errors."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, programmes: Sequence[Sequence[str]], *, timeout_s: float) -> list[tuple[int, str]]:
-        """Each programme is a path of a script, or the name of a module, and its arguments; all run at a time.
+        """Runs all programs at the same time; each is the path of a script or the name of a module, with arguments.
 
-        Raises TimeoutError, and kills them all, if they have not ended after ``timeout_s`` seconds.
+        Kills them all and raises TimeoutError if they have not ended after ``timeout_s`` seconds.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
@@ -54,13 +54,13 @@ class RankServer:
                 told = "\n".join(path.read_text() for path in errors if path.exists())
                 raise TimeoutError(f"{programmes} have not ended after {timeout_s:g} s:\n{told}")
             answer = process.stdout.readline()
-            assert answer, "the process that forks ranks has ended; its stderr tells why"
+            assert answer, "the process that forks ranks has ended; its stderr has the cause"
             return list(zip(json.loads(answer), [path.read_text() for path in errors], strict=True))
 
     def close(self) -> None:
-        """Kills the server and what it runs."""
+        """Kills the server and its programs."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # It is not reaped yet, so the group is still its own.
+            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the group id still belongs to it
             self._process.communicate()
             self._process = None
 
@@ -84,8 +84,8 @@ def run_ranks(
 ) -> list[tuple[int, str]]:
     """Runs ``script`` as rank 0, 1, … and returns the exit status and stderr of each.
 
-    Its arguments are <rank> <world size> <port> and the rank's own ``arguments``. ``world_size`` is larger than the
-    number of processes if some ranks must never join.
+    Its arguments are <rank> <world size> <port> and the rank's ``arguments``. ``world_size`` is larger than the number
+    of processes if some ranks must never join.
     """
     port, size = free_port(), world_size or len(arguments)
     programmes = [[str(HERE / script), *map(str, (rank, size, port, *own))] for rank, own in enumerate(arguments)]
@@ -93,7 +93,7 @@ def run_ranks(
 
 
 def run_programme(*words: object, timeout_s: float = 600.0) -> None:
-    """Runs a script of this folder, or a module by its name, with arguments, as the ranks are run."""
+    """Runs a script of this folder, or a module by its name, with arguments, in the same way as ranks."""
     programme = [str(HERE / one) if one.endswith(".py") else one for one in map(str, words)]
     ((status, error),) = SERVER.run([programme], timeout_s=timeout_s)
     assert status == 0, error
@@ -108,7 +108,7 @@ def run_dp_ranks(
     timeout_s: float = 300.0,
     what: str = "policy",
 ) -> list[tuple[int, str]]:
-    """Runs two data-parallel ranks (dp_rank.py), each for its own number of ``steps``.
+    """Runs two data-parallel ranks (dp_rank.py), each for its number of ``steps``.
 
     The second rank may never join, and a rank with fewer steps leaves the other one alone.
     """
@@ -125,7 +125,7 @@ def run_alone_and_on_two_ranks(
 
     torch.set_num_threads(1)
     port = free_port()
-    fork = multiprocessing.get_context("fork")  # An import takes seconds, so one process runs all layouts.
+    fork = multiprocessing.get_context("fork")  # an import takes seconds, so one process runs all layouts
     single = fork.Process(target=alone, args=(folder,))
     single.start()
     single.join()
@@ -138,7 +138,7 @@ def run_alone_and_on_two_ranks(
 
 
 def _run(words: list[str], errors: str, folder: str) -> NoReturn:
-    """Runs one programme as `python` would, and ends this process."""
+    """Runs one program like `python` does, and ends this process."""
     with Path(errors).open("w") as file:
         os.dup2(file.fileno(), 2)
     with Path(os.devnull).open("r+") as nothing:
@@ -154,7 +154,7 @@ def _run(words: list[str], errors: str, folder: str) -> NoReturn:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code or 0
-    except BaseException:  # Python itself ends with status 1 and the traceback of any exception.
+    except BaseException:  # Python itself exits with status 1 and a traceback for any exception
         traceback.print_exc()
         status = 1
     sys.stderr.flush()

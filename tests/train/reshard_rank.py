@@ -65,15 +65,15 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
 }
 
 
-# Their towers and layouts are those of "omni" and "hybrid", which `make test` takes.
+# Their towers and layouts are those of "omni" and "hybrid", which `make test` runs.
 SLOW = ("sees", "sees_moe", "hybrid_moe")
 
 
 def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) -> None:
-    """Makes a train step in each layout, each from the checkpoint of the layout before.
+    """Trains a step in each layout, each from the checkpoint of the previous layout.
 
-    <name>-<step> is saved after a step, with its weights. <name>-<step>-again is what another layout saved directly
-    after it loaded that checkpoint. If there is a checkpoint <name>-alone, the first layout goes on from it.
+    <name>-<step> is saved after a step, with its weights. <name>-<step>-again is saved by the next layout directly
+    after it loaded that checkpoint. If there is a checkpoint <name>-alone, the first layout continues from it.
     """
     model, family, dtype, layouts = CHAINS[name]
     for step, sizes in enumerate(layouts):

@@ -12,7 +12,7 @@ from relax_core.train.context_parallel import RowSharding, TokenSharding
 from relax_core.train.micro_batches import pack_tree
 from relax_core.train.model.tree_attention import MaskedGrid, TreeBatch
 
-# Numbers of context-parallel ranks and of tensor-parallel ranks with sequence parallelism.
+# Numbers of context-parallel ranks, and of tensor-parallel ranks with sequence parallelism.
 CUTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4]))
 
 
@@ -36,7 +36,7 @@ def test_every_row_is_on_one_rank(sizes: tuple[int, int], rows: int) -> None:
 
 @given(st.integers(2, 5), st.integers(1, 20))
 def test_ranks_see_equally_much(ranks: int, chunk: int) -> None:
-    """A causal row sees as many rows as its number plus one."""
+    """Under a causal mask, row i attends to i + 1 rows."""
     padded = 2 * ranks * chunk
     seen = {int((sharding.rows_of_rank(padded) + 1).sum()) for sharding in all_shardings(ranks, 1)}
     assert len(seen) == 1
@@ -52,7 +52,7 @@ def test_owners_own_their_rows(ranks: int, rows: int) -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_tokens_find_back_into_order(owners: list[int]) -> None:
-    """The parity test of cp=2 covers the gather itself; this test covers its indexes for any owners."""
+    """The parity test of cp=2 covers the gather itself; this test covers its indices for any owners."""
     ranks, token = 3, torch.arange(len(owners)) + 100
     device = torch.device("cpu")
     row_shardings = [RowSharding(ranks=ranks, rank=rank) for rank in range(ranks)]

@@ -20,7 +20,7 @@ from tests.train.rank_server import run_dp_ranks
 from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
-CLIP = 0.2  # PPO clips values with this range.
+CLIP = 0.2  # PPO clips values to this range
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def parameters(critic: Any) -> dict[str, torch.Tensor]:
 
 
 def set_head(critic: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sets a head that is not zero and returns its weight and bias."""
+    """Sets a non-zero head and returns its weight and bias."""
     generator = torch.Generator().manual_seed(seed)
     head = critic.model.value_head
     with torch.no_grad():
@@ -66,11 +66,11 @@ def values_of(critic: Any, groups: list[TokenTree]) -> np.ndarray:
     return np.concatenate([of_tokens(group, own) for group, own in zip(groups, critic.values(groups), strict=True)])
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # One model is tied and two are not.
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # one tied model and two untied ones
 def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) -> None:
     model = make_family_model(tmp_path, variant)
     critic = make_critic(tmp_path, family=VARIANTS[variant][0], optimizer={"clip_grad": 0.0})
-    assert not np.concatenate(critic.values(GROUPS)).any()  # The head starts with zeros.
+    assert not np.concatenate(critic.values(GROUPS)).any()  # the head is initialized with zeros
     weight, bias = set_head(critic)
     weight.requires_grad_()
     bias.requires_grad_()
@@ -93,21 +93,21 @@ def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) ->
 
 def test_it_learns_the_returns(folder: Path) -> None:
     critic = make_critic(folder, optimizer={"lr": 3e-3})
-    # Each prompt has one sample. First tokens of several samples share a state, so no value fits all their returns.
+    # Each prompt has one sample: first tokens of several samples share a state, so no value fits all their returns.
     alone = make_groups([[5], [8], [7], [4]], prompt_lengths=[9, 4, 3, 6])
     for step in range(60):
         values = critic.values(alone)
         groups = [group.with_extras(values=old) for group, old in zip(alone, values, strict=True)]
         metrics = train_step(critic, [groups], step=step)
         if not step:
-            assert explained_variance(metrics.algorithm) == pytest.approx(0.0)  # All values are 0.
+            assert explained_variance(metrics.algorithm) == pytest.approx(0.0)  # all values are 0
     assert (explained_variance(metrics.algorithm) or 0.0) > 0.9
 
 
 def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
     micro_batches = dp_groups()
     groups = [group for batch in micro_batches for group in batch]
-    # Each sample is in one sequence with its prompt.
+    # Each sample has a separate sequence with its prompt.
     alone = [group.take([place]) for group in groups for place in range(len(group.episodes))]
     ways = {"whole": [groups], "split": [*micro_batches, []], "reversed": [groups[::-1]], "packed alone": [alone]}
     results = {}
@@ -120,7 +120,7 @@ def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
         assert metrics.loss == pytest.approx(whole.loss, rel=1e-5), name
         assert metrics.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5), name
         assert (metrics.tokens, metrics.samples) == (whole.tokens, whole.samples)
-        assert metrics.algorithm == pytest.approx(whole.algorithm, rel=1e-5, abs=2e-6), name  # a mean near 0 rounds
+        assert metrics.algorithm == pytest.approx(whole.algorithm, rel=1e-5, abs=2e-6), name  # rounding near 0
         for parameter, tensor in found.items():
             torch.testing.assert_close(tensor, expected[parameter], atol=1e-6, rtol=0, msg=f"{name}: {parameter}")
 
@@ -142,7 +142,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
-    variant = "qwen2"  # which has biases and is not tied
+    variant = "qwen2"  # has biases and untied weights
     make_family_model(tmp_path, variant)
     straight = make_critic(tmp_path, family=variant)
     train_step(straight, dp_groups(), step=0)

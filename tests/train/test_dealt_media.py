@@ -15,7 +15,7 @@ from relax_core.train.model.media_features import deal_items
 from tests.train.rank_server import run_ranks
 
 REACH = 2e-5
-# Each way to deal items once, and a smaller first stage. The other cases take minutes.
+# One case for each way to distribute items, and a smaller first stage. The other cases take minutes.
 QUICK = ("TP2, SP, overlap", "CP2", "TP2, SP, PP2, first stage of 2")
 SLOW = tuple(name for name in CASES if name not in QUICK)
 Seen = dict[str, list[dict[str, Any]]]
@@ -23,7 +23,7 @@ Seen = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module", params=[QUICK, pytest.param(SLOW, marks=pytest.mark.soak)], ids=["quick", "slow"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Returns what each rank of a group saw, by the name of the case."""
+    """Returns the results of each rank of a group, by the name of the case."""
     folder: Path = tmp_path_factory.mktemp("dealt")
     make_omni_model(folder / OMNI)
     for family in (DENSE, HYBRID):
@@ -41,7 +41,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_steps_are_those_of_whole_towers_and_equal_stages(seen: Seen) -> None:
     for name, (lead, *_) in seen.items():
         gradients = {"gradients"} if "distributed_optimizer" not in CASES[name][2] else set()
-        assert lead["largest gradient"] > 0.01 or not gradients, "the comparison has something to compare"
+        assert lead["largest gradient"] > 0.01 or not gradients, "the gradients are too small to compare"
         for figure in {"loss", "grad_norm", "weights", "logprobs"} | gradients:
             assert lead[figure] <= REACH, (name, figure, lead)
 
@@ -51,7 +51,7 @@ def test_each_item_passes_the_towers_of_one_rank(seen: Seen) -> None:
         _, family, layout, changed, _ = CASES[name]
         if not changed.get("shard_media"):
             continue
-        first_replica = of_ranks[: layout.get("tp", 1) * layout.get("cp", 1)]  # those of the first stage
+        first_replica = of_ranks[: layout.get("tp", 1) * layout.get("cp", 1)]  # the ranks of the first stage
         items, passed = of_ranks[0]["items"], [one["passed"] for one in first_replica]
         for count, counts in zip(items, zip(*passed, strict=True), strict=True):
             assert sum(counts) == count and min(counts) >= (count >= len(counts)), name

@@ -54,7 +54,7 @@ def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors:
         for mark in ("tensor_model_parallel", "partition_dim"):
             assert getattr(ours[name], mark, None) == getattr(parameter, mark, None), (name, mark)
         cut += hasattr(parameter, "partition_dim")
-    assert cut == cut_tensors  # Each layer has four matrices and a bias; then come the embedding and the output weight.
+    assert cut == cut_tensors  # each layer has four matrices and a bias; then come the embedding and the output weight
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests `model.freeze` and `optimizer.tower_lr`: what is frozen stays as it is, and the rest trains as without it."""
+"""Tests `model.freeze` and `optimizer.tower_lr`: frozen parts do not change, and the rest trains as in a full run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def found_in(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_frozen_stays_and_the_rest_trains_as_without(folder: Path, case: str) -> None:
-    """After one step the trained weights are those of a run in which nothing is frozen."""
+    """After one step the trained weights equal those of a run without frozen parts."""
     single = found_in(folder, "single")
     model, frozen = CASES[case]
     expected = math.hypot(*(norm for part, norm in single["norms"][model].items() if part not in frozen))
@@ -55,7 +55,7 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_without(folder: Path, case:
         assert run["grad_norms"][0] == pytest.approx(expected, rel=1e-4) and len(run["grad_norms"]) == steps
         assert (run["wrong"], run["changed"], run["still"]) == (0, [], [])
         assert bool(run["gaps"]) == exports and all(gap <= 2e-5 for gap in run["gaps"].values()), run["gaps"]
-    if case == "the tower alone":  # Stages behind the first one train nothing.
+    if case == "the tower alone":  # stages after the first have no trainable parameters
         assert [found_in(folder, f"rank{rank}")["pp2"][case]["trained"] > 0 for rank in range(2)] == [True, False]
 
 

@@ -1,4 +1,4 @@
-"""Tests what all ranks of a layout must agree on: the step's metrics, the top tokens, and what stops a step."""
+"""Tests that all ranks of a layout agree on the step's metrics, the top tokens, and the errors that stop a step."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_top_tokens_are_on_all_ranks(folder: Path, layout: str) -> None:
 
 
 def test_a_broken_gradient_is_refused_everywhere_with_its_rank(folder: Path, layout: str) -> None:
-    """With overlap the gradient is found after it has reached the other ranks."""
+    """With overlap, the gradient is checked after it has reached the other ranks."""
     ranks = "[0, 1]" if "overlap" in layout else "[1]"
     first, second = (seen["broken"] for seen in of_both_ranks(folder, layout))
-    assert first == second, "all ranks name the same tensor"
+    assert first == second, "the ranks name different tensors"
     assert first.startswith(f"FloatingPointError: train step 2: the gradient is not finite on rank(s) {ranks}; ")
     assert "; the first such tensor is model." in first
 

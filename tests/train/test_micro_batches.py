@@ -1,4 +1,4 @@
-"""Tests that micro-batches do not depend on leases, lose nothing, keep the budget and balance the ranks."""
+"""Tests that micro-batches do not depend on leases, lose nothing, stay within the budget and balance the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relax_core.train.micro_batches import MicroBatcher, decode_train_tree, piec
 from relax_core.train.rank import micro_batch_totals
 from tests.trees import answer_ids, answers_tree, of_tokens, path_of, prompt_of, random_tree, with_tokens
 
-Spans = list[tuple[int, int]]  # Each span has its tokens and its version.
+Spans = list[tuple[int, int]]  # each span is (tokens, version)
 
 
 def group(*samples: Spans, mask: list[int] | None = None) -> TokenTree:
@@ -69,7 +69,7 @@ def test_columns_of_other_roles_are_kept_apart() -> None:
         teacher_logprobs=np.arange(3, dtype=np.float32) + 1,
         values=np.arange(3, dtype=np.float32) + 2,
         returns=np.arange(3, dtype=np.float32) + 3,
-        teacher_top_ids=np.arange(6, dtype=np.int32).reshape(3, 2),  # There are two numbers a token.
+        teacher_top_ids=np.arange(6, dtype=np.int32).reshape(3, 2),  # two numbers per token
         teacher_top_logprobs=-np.arange(6, dtype=np.float32).reshape(3, 2),
     )
     tree, _ = decode_train_tree(leased, step=0, oldest_version=0)
@@ -104,7 +104,7 @@ def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -
 
 
 def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
-    """Brute force on random trees agrees, whose episodes share sampled rows and have several segments."""
+    """Compares with brute force on random trees, whose episodes share sampled rows and have several segments."""
     for seed in range(20):
         tree = random_tree(np.random.default_rng(seed), uid="g", roots=2)
         tree = replace(tree, extras={})
@@ -135,7 +135,7 @@ def test_a_forward_pass_needs_no_more_than_its_columns() -> None:
 
 
 def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
-    """With rollout.mask_off_policy it is trained with its newest version, but its cache began with an older one."""
+    """With rollout.mask_off_policy it trains with its newest version, but its KV cache began with an older version."""
     leased = row(group([(2, 4), (1, 5)], [(2, 5)], mask=[0, 0, 1, 1, 1]))
     assert leased.versions == [5, 5]
     tree, masked = decode_train_tree(leased, step=5, oldest_version=5)
@@ -152,7 +152,7 @@ def test_a_column_of_another_number_of_rows_is_refused_with_its_group(column: st
 
 
 def group_of(place: int, *tokens: int, prompt: int = 1) -> TokenTree:
-    """Makes a group with an answer of each number of ``tokens``; the last token of an answer is not computed."""
+    """Makes a group with one answer for each number in ``tokens``; the last token of an answer is not computed."""
     return answers_tree(f"g{place}", np.zeros(prompt), tokens, np.zeros(sum(tokens)))
 
 
@@ -195,7 +195,7 @@ def batches_of(found: list[TokenTree], cuts: list[int], budget: int, ranks: int)
     return [*batches, batcher.flush()]
 
 
-Paths = list[set[tuple[str, int]]]  # For each episode in order: the (group, row) pairs that it needs computed.
+Paths = list[set[tuple[str, int]]]  # for each episode in order: the (group, row) pairs that it needs computed
 
 
 def paths_of(trees: list[TokenTree]) -> Paths:
@@ -252,14 +252,14 @@ def test_a_batch_is_closed_only_where_the_next_tree_or_episode_would_not_fit(
     tree_of = {tree.episodes[0].uid: tree for tree in found}
     for batch, following in pairwise(uids):
         assert batch
-        if following:  # The open micro-batch at the end is empty if there was nothing to add.
+        if following:  # the last micro-batch is empty if there was nothing to add
             first = following[0]
             more = [one.uid for one in tree_of[first].episodes] if first in tree_of else [first]
             assert bins_needed([by_uid[uid] for uid in [*batch, *more]], budget) > ranks
 
 
 def bins_needed(paths: Paths, budget: int) -> int:
-    """Returns the fewest ranks that these episodes need in order; an episode above the budget has a rank of its own."""
+    """Returns the fewest ranks that these episodes need in order; an episode above the budget gets a separate rank."""
     bins, own = 1, Paths()
     for path in paths:
         if own and load([*own, path]) > budget:
@@ -271,7 +271,8 @@ def bins_needed(paths: Paths, budget: int) -> int:
 def test_by_hand() -> None:
     found = [group_of(place, tokens) for place, tokens in enumerate([4, 6, 1, 20, 3, 3])]
     assert names(batches_of(found, [2], 10, 1)) == [["g0", "g1"], ["g2"], ["g3"], ["g4", "g5"]]
-    # Two ranks take 4 + 6 | 1, and 20 then finds no free rank. They take 20 | 3 + 3, because 20 has a rank of its own.
+    # Two ranks take 4 + 6 | 1, and then no rank is free for 20. Next they take 20 | 3 + 3, because 20 needs a separate
+    # rank.
     assert names(batches_of(found, [2], 10, 2)) == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
 
 
@@ -329,7 +330,7 @@ def test_a_split_by_hand() -> None:
     found = [group_of(place, tokens) for place, tokens in enumerate([2, 7, 3, 5, 4])]
     # The shares are 12 | 9; the next best split is 13.
     assert names(split_over_ranks(found, 2)) == [["g0", "g1", "g2"], ["g3", "g4"]]
-    assert names(split_over_ranks(found, 3)) == [["g0", "g1"], ["g2", "g3"], ["g4"]]  # The shares are 9 | 8 | 4.
+    assert names(split_over_ranks(found, 3)) == [["g0", "g1"], ["g2", "g3"], ["g4"]]  # the shares are 9 | 8 | 4
     assert names(split_over_ranks(found[:1], 3)) == [["g0"], [], []]
 
 

@@ -1,4 +1,4 @@
-"""Tests coordinates of ranks against Megatron, and that each fault names the key, the value and a fix that works."""
+"""Tests coordinates of ranks against Megatron, and that each error names the key, the value and a working fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {"tp": 4, "pp": 3, "cp": 3, "dp": 3, "ep": 6, "etp": 3}
 
 
 def layout(*, sequence_parallel: bool | None = None, **sizes: int) -> ParallelConfig:
-    """Makes a layout with sequence parallelism if it is possible, unless it is given."""
+    """Makes a layout, with sequence parallelism if possible and not set explicitly."""
     if sequence_parallel is None:
         sequence_parallel = sizes.get("tp", 1) > 1
     whole = dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep", "etp"), 1) | sizes
@@ -107,7 +107,7 @@ def faults(parallel: ParallelConfig, shape: LayoutShape = MIXTURE, *, ranks: int
 
 
 # -- Ranks ------------------------------------------------------------------------------------------------------------
-@settings(max_examples=60, deadline=None)  # The first process imports Megatron.
+@settings(max_examples=60, deadline=None)  # the first process imports Megatron
 @given(**{size: st.integers(1, most) for size, most in SIZES.items()})
 def test_ranks_stand_where_megatron_puts_them(tp: int, pp: int, cp: int, dp: int, ep: int, etp: int) -> None:
     from megatron.core.parallel_state import RankGenerator
@@ -152,7 +152,7 @@ def test_another_roles_layout_has_the_trainers_other_settings() -> None:
     assert world_size(alone) == 1 and alone.micro_batch_tokens == 77 and not alone.sequence_parallel
 
 
-# -- Faults -----------------------------------------------------------------------------------------------------------
+# -- Refused layouts ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "sizes",
     [{"tp": 4, "pp": 2, "ep": 4}, {"tp": 4, "ep": 8, "dp": 2}, {"tp": 2, "dp": 4}, {"pp": 4, "vpp": 6}, {}],

@@ -60,13 +60,13 @@ def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> Non
 
 @pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
 def test_logits_match(tmp_path: Path, variant: str) -> None:
-    """A prompt with a one-token response is a plain sequence, whose hidden states give the model's logits."""
+    """A prompt with a one-token response is a plain sequence; its hidden states give the model's logits."""
     from relax_core.train.micro_batches import pack_tree
     from relax_core.train.model.tree_attention import TreeBatch
 
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0])
-    group = make_groups([[1]], prompt_lengths=[121])[0]  # These positions turn all rotary frequencies.
+    group = make_groups([[1]], prompt_lengths=[121])[0]  # these positions use all rotary frequencies
     tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
         logits = backend.model(tree) @ backend.model.output_weight().t()
@@ -109,7 +109,7 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # See test_moe.py.
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # see test_moe.py
 def test_gradients_match(tmp_path: Path, variant: str) -> None:
     """Gradients are compared as HF tensors; the tied output weight is used outside the model's forward pass."""
     from relax_core.train.hf.hf_weights import HfWeights

@@ -1,6 +1,6 @@
-"""Rows of docs/parity.md: two train steps in a layout against the single process, and that against Hugging Face.
+"""Rows of docs/parity.md: two train steps in a layout against the single process, and the latter against Hugging Face.
 
-`make test` takes each kind of parallelism and their combinations once; `make test-soak` takes every row.
+`make test` covers each kind of parallelism and their combinations once; `make test-soak` covers every row.
 """
 
 from __future__ import annotations

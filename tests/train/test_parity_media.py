@@ -1,9 +1,9 @@
-"""Tests models that see against Hugging Face, and some layouts of docs/parity_media.md against the single process.
+"""Tests multimodal models against Hugging Face, and some layouts of docs/parity_media.md against the single process.
 
-`make test` compares each family with Hugging Face in the case that has images of many sizes, videos, sounds, branches
-and text at a time; `make test-soak` also compares each of these alone, and long chunks of gated delta nets.
+`make test` compares each family with Hugging Face in the case that combines images of many sizes, videos, audio,
+branches and text; `make test-soak` also compares each of these alone, and long chunks of gated delta nets.
 
-Three steps are taken, in which text comes last in turns: without a pass of the tower at weight zero, overlapped
+Each case takes three steps, and text comes last in turns: without a pass of the tower at weight zero, overlapped
 reduction of gradients fails in the second step.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.parity_media import CASES, HYBRID, HYBRID_CASES, HYBRID_EXPERTS
 from benchmarks.parity_omni import OMNI, OMNI_CASES
 from tests.train.rank_server import run_programme
 
-# The lines of Hugging Face are computed for each family of these layouts.
+# The rows against Hugging Face are computed for each family of these layouts.
 QUICK = (
     "DP2, distributed optimizer, overlap",
     "TP2, SP, full recompute",
@@ -38,7 +38,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Layouts, and the cases that are compared with Hugging Face for each of their families; none means all."""
+    """Layouts, and the cases compared with Hugging Face for each of their families; none means all."""
 
     names: tuple[str, ...]
     cases: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""An episode counts as one, whatever segments it has: cut into some of equal contexts, it trains as it did whole.
+"""Episodes with several segments count once: an episode that is cut into segments of equal contexts trains as it did
+whole.
 
 `test_layout_ranks.py` trains trees whose episodes have several segments in layouts of several ranks.
 """
@@ -24,7 +25,7 @@ from relax_core.train.micro_batches import MicroBatcher
 from tests.trees import with_tokens
 
 REACH = 1e-6
-OF_MICRO_BATCHES = ("ratio_low", "ratio_high")  # quantiles of a micro-batch, which holds other episodes if they are cut
+OF_MICRO_BATCHES = ("ratio_low", "ratio_high")  # quantiles of a micro-batch, which has other episodes if they are cut
 ACTOR_FWD = {"old_logprobs": "actor_fwd", "correction_low": 0.5}
 LENGTH = {"norm_length": 12.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,7 +60,7 @@ TOP_K = 3
 
 
 class Chosen:
-    """Is an algorithm that is one of `CASES` at a time, so that one back end trains with all of them."""
+    """Switches between the algorithms of `CASES`, so that one back end trains with all of them."""
 
     def __init__(self) -> None:
         self.spec: AlgorithmSpec = find_algorithm("grpo")
@@ -117,9 +118,9 @@ class _Rows:
 
 
 def make_group(random: np.random.Generator, uid: str) -> tuple[TokenTree, TokenTree]:
-    """Returns a group whose episodes are one segment each, and the same group with most of them cut into several.
+    """Returns a group of episodes with one segment each, and the same group with most of them cut into several.
 
-    A later segment repeats what was sampled before it as context, which is not trained there.
+    A later segment repeats earlier sampled tokens as context, which is not trained there.
     """
 
     def some(most: int) -> list[int]:
@@ -151,7 +152,7 @@ def make_group(random: np.random.Generator, uid: str) -> tuple[TokenTree, TokenT
         whole_episodes.append(episode(spans, [spans[-1][1] - 1]))
         spans, leaves, done = [], [], 0
         while done < count:
-            until = int(random.integers(done + 1, count + 1)) if place else count  # the first one stays whole
+            until = int(random.integers(done + 1, count + 1)) if place else count  # the first episode stays whole
             context = [(ids, False) for ids, _ in parts[: max(0, 2 * done)]]
             spans += cut.add([*context, *parts[2 * done : 2 * until - 1]])
             leaves.append(spans[-1][1] - 1)

@@ -1,4 +1,4 @@
-"""Tests what must not change a train step, and what must stop it."""
+"""Tests inputs that must not change a train step, and faults that must stop it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(folder: Path, name: str) -
     backend.begin_step(4)
     backend.accumulate(make_groups([[3]], prompt_lengths=[5]))
     for _, other, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
-        if other in (name, "model.norm.weight"):  # A later tensor is not finite, either.
+        if other in (name, "model.norm.weight"):  # a later tensor is not finite, either
             gradient[(-1,) * gradient.ndim] = math.inf
     with pytest.raises(FloatingPointError, match=rf"train step 4: .*; the first such tensor is {name};"):
         backend.finish_step()
@@ -123,12 +123,12 @@ def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_update_that_breaks_the_weights_ends_before_they_are_published(folder: Path, overlap: bool) -> None:
-    """With overlap the ranks have an update's weights only when something reads them."""
+    """With overlap, ranks have an update's weights only when they are read."""
     parallel = parallel_config(distributed_optimizer=overlap, overlap=overlap)
     groups = [make_groups([[3]], prompt_lengths=[5])]
     huge = make_backend(folder, optimizer={"lr": 1e37}, parallel=parallel)
     train_step(huge, groups)
-    # The gradients are finite, but their norm is not.
+    # This step makes huge weights, but they are finite, so it is not refused.
     assert max(float(tensor.abs().max()) for _, tensor in huge.export()) > 1e36
     backend = make_backend(folder, optimizer={"lr": 1e30, "weight_decay": 1e10}, parallel=parallel)
     words = "train step 6: its update made weights that are not finite on rank 0; the first such tensor is model.embed"
@@ -179,7 +179,7 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
 
 
 def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(folder: Path) -> None:
-    """The result is compared with the whole distribution of the model that made the folder."""
+    """Compares with the full distribution of the model that made the folder."""
     seen: list[LossInputs] = []
 
     def loss(inputs: LossInputs, config: Any) -> LossOutputs:
@@ -250,7 +250,7 @@ def test_a_schedule_that_goes_down_ends_where_it_says() -> None:
 
 
 def test_bfloat16_trains(folder: Path) -> None:
-    """Log-probs are close to float32's, and an update of the float32 copy shows in the bfloat16 weights."""
+    """Log-probs are close to float32's, and an update of the float32 copy changes the bfloat16 weights."""
     plain, half = make_backend(folder), make_backend(folder, dtype="bfloat16")
     groups = dp_groups()[0]
     np.testing.assert_allclose(
@@ -266,7 +266,7 @@ def test_bfloat16_trains(folder: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_updates_smaller_than_a_step_of_bfloat16_are_not_lost(folder: Path, sharded: bool) -> None:
-    """Over all weights the first update has the size that it has in float32, because the folder is in float32."""
+    """Over all weights, the first update has the same size as in float32, because the folder is float32."""
     groups = [make_groups([[6, 4]], prompt_lengths=[5])]
     moved = {}
     for dtype in ("float32", "bfloat16"):

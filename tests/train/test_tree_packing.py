@@ -1,4 +1,4 @@
-"""Tests the trainer's stream by hand, and random trees against their single paths in transformers."""
+"""Tests the trainer's packed stream by hand, and random trees against their single paths in transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def image(name: str, height: int, width: int) -> MediaItem:
 
 
 def tree(uid: str, *answers: int, items: list[MediaItem], last: list[MediaItem] | None = None) -> TokenTree:
-    """Makes a prompt of a token before each item and one behind; ``last`` is shown where the last answer ends."""
+    """Makes a prompt with a token before each item and one at the end; ``last`` items end the last answer."""
     prompt, media = list[int](), list[Media]()
     for item in items:
         prompt.append(1)
@@ -76,7 +76,7 @@ def tree(uid: str, *answers: int, items: list[MediaItem], last: list[MediaItem] 
 
 
 def always(rows: float) -> Callable[[MediaItem], float]:
-    """Returns the work of towers for which every item is ``rows``."""
+    """Returns tower work in which every item counts as ``rows``."""
     return lambda item: rows
 
 
@@ -131,7 +131,7 @@ def test_text_alone_has_no_rotary_positions_of_its_own() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_micro_batch_keeps_the_budget_of_patches(ranks: int) -> None:
     found = [tree(f"g{place}", 2, 2, items=[image(f"image {place}", 2, 2)]) for place in range(5)]
-    batcher = MicroBatcher(1000, ranks=ranks, tower=TowerWork(most_patches=32))  # An image has 16 patches.
+    batcher = MicroBatcher(1000, ranks=ranks, tower=TowerWork(most_patches=32))  # an image has 16 patches
     batches = [*batcher.add(found), batcher.flush()]
     per_rank = [
         sum(one.media[0].item.patches for one in share)
@@ -145,7 +145,7 @@ def test_a_micro_batch_keeps_the_budget_of_patches(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_equal_images_of_a_micro_batch_count_once_on_one_rank(ranks: int) -> None:
-    """Each tree has 7 rows that are computed, and the tower's work for the image is 50 rows."""
+    """Each tree has 7 computed rows, and the tower's work for the image is 50 rows."""
     found = [tree(f"g{place}", 2, items=[image("same", 2, 2)]) for place in range(4 * ranks)]
     tower = TowerWork(rows=always(50.0), most_patches=16)
     for budget, expected in ((50 + 4 * 7, [4 * ranks]), (50 + 4 * 7 - 1, [3 * ranks, ranks])):
@@ -155,7 +155,7 @@ def test_equal_images_of_a_micro_batch_count_once_on_one_rank(ranks: int) -> Non
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_micro_batch_ends_where_rows_and_the_towers_work_reach_the_budget(ranks: int) -> None:
-    """Three trees of 7 rows fit 24, and with the tower's work of 5.6 rows each, which is rounded, one does."""
+    """Three trees of 7 rows fit into 24; with the tower's work of 5.6 rows each, rounded, only one does."""
     found = [tree(f"g{place}", 2, items=[image(f"image {place}", 2, 2)]) for place in range(6)]
     for rows, expected in ((0.0, 3 * ranks), (5.6, ranks)):
         batcher = MicroBatcher(24, ranks=ranks, tower=TowerWork(rows=always(rows)))
@@ -238,7 +238,7 @@ def test_rows_are_what_the_contract_says(seed: int, count: int, roots: int) -> N
     trees = [random_tree(random, roots=roots) for _ in range(count)]
     layout = pack_tree(trees)
     assert len(layout.token_ids) == len(layout.end) == sum(tree.computed_rows for tree in trees)
-    stream: list[tuple[int, int]] = []  # Holds the tree and the row of each row of the stream.
+    stream: list[tuple[int, int]] = []  # the tree and its row for each row of the stream
     for place, tree in enumerate(trees):
         paths = [path_of(tree, row) for row in range(tree.rows)]
         parents = {int(path[-2]) for path in paths if len(path) > 1}
@@ -292,7 +292,7 @@ def test_a_tree_is_its_paths(model: tuple[Path, Any], backend: Any, seed: int, c
 
 
 def test_a_tree_that_is_cut_into_micro_batches_has_the_same_log_probs(model: tuple[Path, Any], backend: Any) -> None:
-    """Rows that several micro-batches compute have the same log-probs, too."""
+    """Includes rows that several micro-batches compute."""
     cut = make_backend(model[0], trainable=False)
     cut._parallel = dataclasses.replace(cut._parallel, micro_batch_tokens=30)
     random = np.random.default_rng(7)
@@ -303,7 +303,7 @@ def test_a_tree_that_is_cut_into_micro_batches_has_the_same_log_probs(model: tup
 
 
 def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
-    """Sums PPO's clip over the (episode, sampled row) pairs, which are found by their definition."""
+    """Sums PPO's clip over the (episode, sampled row) pairs, computed by definition."""
     logprobs = logprobs_of_paths(model, tree)
     pairs = [
         (place, row)

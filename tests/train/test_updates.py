@@ -1,4 +1,4 @@
-"""Tests several updates a train step against the same updates made one by one."""
+"""Tests several updates per train step against the same updates made one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from relax_core.train.micro_batches import (
 
 
 def work(seconds: float) -> None:
-    """Computes for so long, by processor time."""
+    """Computes until it has used this much processor time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -50,7 +50,7 @@ def test_wall_and_processor_time_are_apart() -> None:
     assert times.rows == 10 and times.began_s <= times.ended_s <= time.time()
     assert times.wall_ms["forward"] >= times.cpu_ms["forward"] >= 40.0
     assert times.wall_ms["reduce"] >= 60.0 and times.cpu_ms["reduce"] < 30.0
-    assert 0.0 <= times.core_wait_ms <= times.wall_ms["forward"], "a wait for other ranks is none for a core"
+    assert 0.0 <= times.core_wait_ms <= times.wall_ms["forward"], "a wait for other ranks is not counted"
     whole = times_of_step([times, times])
     assert whole.wall_ms["forward"] == 2 * times.wall_ms["forward"] and whole.rows == 20
     assert (whole.began_s, whole.ended_s) == (times.began_s, times.ended_s)
@@ -64,7 +64,7 @@ def test_threads_that_share_one_core_wait_for_it() -> None:
     def compete() -> None:
         os.sched_setaffinity(0, {core})
         before, began = core_wait_s(), time.perf_counter()
-        for _ in range(40):  # one that holds the interpreter's lock keeps the others from being ready
+        for _ in range(40):  # a thread that holds the GIL keeps the others from being ready
             sum(bytes(2**20))
             os.urandom(2**22)
         waited.append((core_wait_s() - before, time.perf_counter() - began))
@@ -83,7 +83,7 @@ def test_threads_that_share_one_core_wait_for_it() -> None:
 GROUPS = make_groups(
     [[5, 1, 8], [7, 2], [3, 3, 3, 3], [9], [4, 4], [6, 1]], prompt_lengths=[9, 4, 12, 6, 5, 5], masked=0.2
 )
-BUDGET = 30  # The token rows of one or two of the groups.
+BUDGET = 30  # the token rows of one or two of the groups
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ class Together:
 
     def __init__(self, policy: Any, critic: Any | None = None) -> None:
         self.policy, self.critic = policy, critic
-        self.batches: list[list[str]] = []  # The group uids of each micro-batch.
-        self.updates: list[list[str]] = []  # The group uids of each update.
+        self.batches: list[list[str]] = []  # group uids of each micro-batch
+        self.updates: list[list[str]] = []  # group uids of each update
 
     def begin_step(self, step: int) -> None:
         self._under_way: list[str] = []
@@ -187,7 +187,7 @@ def test_mini_batches_are_parts_in_order_of_arrival(folder: Path) -> None:
 
 
 def test_it_tells_when_the_weights_are_between_two_steps(folder: Path) -> None:
-    """A stop may leave a step only before its first update."""
+    """A stop may end a step only before its first update."""
     trainer = Together(make_backend(folder))
     plan = UpdatePlan(groups=len(GROUPS), mini_batches=3, epochs=1, budget_tokens=BUDGET, ranks=1, seed=0)
     updates = StepUpdates(trainer, plan, step=0)
@@ -216,7 +216,7 @@ def test_later_epochs_are_shuffled_by_seed_step_and_epoch(folder: Path) -> None:
 
 
 def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
-    """The first update is on policy and has ratio 1, and the second one sees the change of the first."""
+    """The first update is on policy and has ratio 1; the second sees the change of the first."""
     backend = make_backend(folder, optimizer={"lr": 1e-2})
     logprobs = backend.logprobs(GROUPS)
     groups = [dataclasses.replace(g, logprobs=own) for g, own in zip(GROUPS, logprobs, strict=True)]
@@ -240,7 +240,7 @@ def masked(group: TokenTree) -> TokenTree:
 
 
 def test_a_mini_batch_without_a_trained_token_moves_nothing(folder: Path) -> None:
-    """Adam's momentum, which is not zero, does not move the weights, either."""
+    """Adam's non-zero momentum does not move the weights, either."""
     groups = [*GROUPS[:2], masked(GROUPS[2]), masked(GROUPS[3]), *GROUPS[4:]]
     trainer, plain = Together(make_backend(folder)), make_backend(folder)
     for step in (0, 1):
@@ -284,7 +284,7 @@ def test_groups_without_advantage_are_counted_and_not_computed(folder: Path) -> 
 
 
 def test_an_update_without_any_advantage_computes_one_group(folder: Path) -> None:
-    """Adam's momentum moves the weights as it does if all groups are computed; a masked group is not the one."""
+    """Adam's momentum moves the weights as if all groups were computed; the computed group is not masked."""
     groups = [masked(GROUPS[0]), *map(without_advantage, GROUPS[1:3]), *GROUPS[3:]]
     trainer, whole = (Together(make_backend(folder, optimizer={"eps": 1e-3})) for _ in range(2))
     for step in (0, 1):

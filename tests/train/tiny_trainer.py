@@ -1,4 +1,4 @@
-"""Makes the parts that tests of the trainer share: a tiny back end, random groups, a PPO algorithm and a critic."""
+"""Shared parts of the trainer's tests: a tiny back end, random groups, a PPO algorithm and a critic."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ PPO_CLIP = AlgorithmSpec(
     denominator=_tokens,
 )
 CONFIG = ClipConfig("ppo_clip", 16)
-RANKS = 4  # of a worker group that keeps its processes and changes its layout
+RANKS = 4  # for a worker group that keeps its processes and changes its layout
 
 
 def make_groups(
     lengths: list[list[int]], *, prompt_lengths: list[int], seed: int = 0, masked: float = 0.0
 ) -> list[TokenTree]:
-    """Makes random groups with responses of ``lengths``, a list a group; ``masked`` is the share that is untrained."""
+    """Makes random groups with responses of ``lengths``, a list per group; ``masked`` is the share of masked tokens."""
     random = np.random.default_rng(seed)
     groups = []
     for index, (group_lengths, prompt) in enumerate(zip(lengths, prompt_lengths, strict=True)):
@@ -165,7 +165,7 @@ def dp_groups() -> list[list[TokenTree]]:
 
 
 def export_folder(backend: Any, source: Path, target: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Exports a back end's weights as a run does, and returns the tensors; ``options`` replace arguments."""
+    """Exports a back end's weights as a run does, and returns the tensors; ``options`` override arguments."""
     from relax_core.train.hf.hf_export import export_hf_folder
 
     arguments = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype}

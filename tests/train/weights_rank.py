@@ -1,4 +1,4 @@
-"""Runs one rank of a worker group that holds the same models in many layouts; rank 0 writes what it measured.
+"""Runs one rank of a worker group that loads the same models in many layouts; rank 0 writes the measurements.
 
 python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe, biased> <output JSON>
 """
@@ -37,7 +37,7 @@ MOE_LAYOUTS: dict[str, dict[str, int]] = {
     "pp2_ep2": {"pp": 2, "dp": 2, "ep": 2},
     "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
 }
-# The models and their layouts. What a layout does to a tensor is that of the untied model; others add tensors.
+# The models and their layouts. The untied model covers each layout's effect on a tensor; others add tensors.
 CASES: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
     "untied": ("qwen3", DENSE_LAYOUTS),
     "tied": ("qwen3", {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "pp4")}),
@@ -50,7 +50,7 @@ BUCKET_BYTES = 80_000  # A bucket holds a few tensors of these models, so there 
 
 
 class HeldBytes(TorchDispatchMode):
-    """Measures ``peak``, the most bytes of tensors that were made in this context and alive at one time."""
+    """Measures ``peak``, the most bytes of tensors made in this context that were alive at the same time."""
 
     def __init__(self, before: list[torch.Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class HeldBytes(TorchDispatchMode):
 
 
 class Counted:
-    """A stored tensor that counts what is read of it."""
+    """Wraps a stored tensor and counts the elements that are read."""
 
     read = 0
 
@@ -101,7 +101,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         for parameter in parameters:
-            parameter.fill_(float("nan"))  # This value shows any parameter that is not loaded.
+            parameter.fill_(float("nan"))  # marks parameters that are not loaded
     weights = HfWeights(chunks, architecture, bucket_bytes=BUCKET_BYTES)
     weights.load(counted(folder))
     source = load_file(folder / "model.safetensors")
@@ -123,7 +123,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     try:
         weights.load((name, tensor[:1]) for name, tensor in source.items() if tensor.dim() == 2)
     except ValueError as error:
-        seen["refusal"] = str(error)  # Every rank does this, also a rank that has no part of the tensor.
+        seen["refusal"] = str(error)  # every rank must do this, even without a part of the tensor
     process_group.leave()
     return seen
 

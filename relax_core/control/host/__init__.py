@@ -1,4 +1,4 @@
-"""Manages what a run uses on its machine: its Ray, temporary folders, locks, and the processes that it has to kill.
+"""Manages the resources of a run on its machine: its Ray, temporary folders, locks, and processes of killed runs.
 
-Start reading in `ray_session.py` and `run_paths.py`; `stale_runs.py` removes the remains of killed runs.
+Start reading in `ray_session.py` and `run_paths.py`; the latter also removes the remains of killed runs.
 """

@@ -1,11 +1,11 @@
-"""Is the program that stands in for one of Ray's two agents on the run's machine until that agent is needed.
+"""Stand-in program for one of Ray's two agents on the run's machine, until that agent is needed.
 
-The raylet starts two agents and ends with either of them. Each takes a second of processor time and about 100 MB. A run
-needs neither: it has no dashboard, and its workers have no runtime environment. With the path of a port file, this
-program listens in the agent's place, and executes the agent as soon as this user connects, which is when the raylet
-asks for a runtime environment. The agent inherits the listening socket, with the connections that wait there, so its
-port is never free: another user who could bind it would end the raylet. Without a port file, the program only waits for
-the raylet's end. It imports no Ray, and `python -I -S` executes it.
+The raylet starts two agents and ends if one of them ends. Each takes a second of CPU time and about 100 MB. A run needs
+neither: it has no dashboard, and its workers have no runtime environment. With the path of a port file, this program
+listens in place of the agent, and executes the agent as soon as this user connects, i.e. when the raylet requests a
+runtime environment. The agent inherits the listening socket with its waiting connections, so its port is never free:
+another user could otherwise bind it and end the raylet. Without a port file, the program only waits for the raylet's
+end. It does not import Ray, and is executed by `python -I -S`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-PORT = "--runtime-env-agent-port="  # the options of the agent that say where it listens
+PORT = "--runtime-env-agent-port="  # options of the agent for its listening address
 HOST = "--node-ip-address="
-INHERITED = "--inherited-listener="  # this program's own option: the descriptor of the listening socket
+INHERITED = "--inherited-listener="  # this program's option: the descriptor of the listening socket
 LOOK_S = 1.0  # how long this program may outlive the raylet
-WAITING = 128  # connections that wait to be accepted
-_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # one line for each socket of this network
+WAITING = 128  # backlog of the listening socket
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # one line per socket of this network namespace
 _ESTABLISHED = "01"
-_MAPPED = "0000000000000000FFFF0000"  # comes before an address of IPv4 in a socket of IPv6
+_MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in an IPv6 socket
 
 
 def wait_for_user(listener: socket.socket, *, raylet: int) -> bool:
     """Returns True if a process of this user connects, and False if the raylet, this process's parent, has ended.
 
-    Connections of other users are closed. The agent asks for a token itself; here it is only not started for them.
+    Connections of other users are closed, so that they cannot start the agent. The agent itself requires a token.
     """
     while os.getppid() == raylet:
         if select.select([listener], [], [], LOOK_S)[0]:
             if os.geteuid() in users_of_clients(listener):
                 return True
-            listener.accept()[0].close()  # the first of those that wait was there before this user was looked for
+            listener.accept()[0].close()  # the oldest waiting connection existed before the check of the users
     return False
 
 
 def users_of_clients(listener: socket.socket) -> set[int]:
-    """Returns the users on this host who have an open connection to the listener, as the kernel's tables tell."""
+    """Returns the users on this host with an open connection to the listener, from the kernel's socket tables."""
     host, port = listener.getsockname()[:2]
     address = _in_hex(listener.family, host)
     wanted = {f"{address}:{port:04X}", f"{_MAPPED}{address}:{port:04X}"}
@@ -49,14 +49,14 @@ def users_of_clients(listener: socket.socket) -> set[int]:
     for table in filter(os.path.exists, _TABLES):  # a kernel without IPv6 has no second table
         with open(table, encoding="ascii") as rows:
             for fields in map(str.split, rows):
-                # The kernel names user 0 for a connection that its client has closed, which has no inode any more.
+                # The kernel reports user 0 and no inode for a connection that its client has closed.
                 if fields[2] in wanted and fields[3] == _ESTABLISHED and fields[9] != "0":
                     users.add(int(fields[7]))
     return users
 
 
 def _in_hex(family: int, host: str) -> str:
-    """Returns an address as the kernel prints it: words of four bytes in the byte order of this machine."""
+    """Returns an address in the kernel's format: words of four bytes in the byte order of this machine."""
     packed = socket.inet_pton(family, host)
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     return "".join(f"{word:08X}" for word in words)
@@ -87,12 +87,12 @@ def become_agent(listener: socket.socket, agent: Sequence[str]) -> None:
 
 
 def _program(agent: Sequence[str]) -> int:
-    """Returns the position of the program in a command line of Python, behind the interpreter and its options."""
+    """Returns the index of the program in a Python command line, after the interpreter and its options."""
     return next(at for at, word in enumerate(agent) if at and not word.startswith("-"))
 
 
 def run_agent(descriptor: int, agent: Sequence[str]) -> None:
-    """Runs the agent's program, whose bind to the listener's port gives it the listener itself."""
+    """Runs the agent's program; its bind to the listener's port returns the listener itself."""
     import runpy
 
     port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
@@ -112,9 +112,9 @@ def run_agent(descriptor: int, agent: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Stands in for an agent: ``words`` are the port file, "" for an agent without a port, and its command line.
+    """Stands in for an agent: ``words`` are the port file ("" for an agent without a port) and its command line.
 
-    Within the agent's own process they are the listener's descriptor, and the agent's program with its options.
+    In the agent's own process they are the listener's descriptor, and the agent's program with its options.
     """
     first, *agent = words
     if first.startswith(INHERITED):

@@ -1,10 +1,10 @@
-"""Is the process that imports torch and Megatron once for a run on CPUs, and forks the workers of the run's Ray.
+"""Fork server: imports torch and Megatron once for a run on CPUs, and forks the workers of the run's Ray.
 
-A worker that imports them itself takes up to three seconds of processor time. `worker_start` asks for a worker at a
-Unix socket in the run's folder, and ends when it has the worker's process id; the worker is a child of this process.
-Ray itself cannot be imported before the fork, because it then keeps the settings that it finds in this process's
-environment. The process has one thread when it forks, so what it imports may start none. It ends when its stdin, which
-its owner holds, is closed, and leaves the workers to Ray.
+A worker that imports them itself takes up to three seconds of CPU time. `worker_start` requests a worker through a Unix
+socket in the run's folder, and exits when it has the worker's process id; the worker is a child of this process. Ray
+itself cannot be imported before the fork, because it would keep the settings of this process's environment. The
+process must have one thread when it forks, so the imported modules must not start threads. It exits when its owner
+closes its stdin; the workers then belong to Ray.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REQUEST_BYTES = 1 << 20  # the most of a request; its environment is the largest part
+REQUEST_BYTES = 1 << 20  # maximum size of a request; its environment is the largest part
 REQUEST_S = 5.0  # how long a request may take after its connection
 STREAMS = 3  # stdin, stdout, stderr
-REAP_S = 1.0  # interval at which workers that have ended are waited for
+REAP_S = 1.0  # interval at which ended workers are reaped
 
 
 def serve(listener: socket.socket, *, owner: int) -> dict[str, Any]:
-    """Forks a worker for each request. Returns in the worker alone, with its request.
+    """Forks a worker for each request. Returns only in the worker, with its request.
 
-    A request is JSON with the command line, the environment, the working folder, the kernel's preference to end the
-    worker for memory, and the blocked and the ignored signals. It comes with the descriptors of stdin, stdout and
-    stderr. The answer is the worker's process id. ``owner`` is a descriptor at whose end this process exits.
+    A request is JSON with the command line, the environment, the working folder, oom_score_adj, and the blocked and the
+    ignored signals. It comes with the descriptors of stdin, stdout and stderr. The answer is the worker's process id.
+    This process exits at the end of the descriptor ``owner``.
     """
     while True:
         ready = select.select([listener.fileno(), owner], [], [], REAP_S)[0]
@@ -49,13 +49,13 @@ def serve(listener: socket.socket, *, owner: int) -> dict[str, Any]:
 
 
 def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | None:
-    """Forks the worker that a connection asks for, and returns the request in the worker."""
+    """Forks the worker that a connection requests, and returns the request in the worker."""
     asked.settimeout(REQUEST_S)
     try:
         text, streams, *_ = socket.recv_fds(asked, REQUEST_BYTES, STREAMS)
-    except TimeoutError:  # the other side hangs between its connection and its request
+    except TimeoutError:  # the client hangs between its connection and its request
         return None
-    if len(streams) != STREAMS:  # the other side has ended
+    if len(streams) != STREAMS:  # the client has exited
         return None
     request: dict[str, Any] = json.loads(text)
     pid = os.fork()
@@ -64,10 +64,10 @@ def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | Non
             os.close(stream)
         try:
             asked.sendall(str(pid).encode())
-        except OSError:  # the other side waits no longer and starts a worker itself
+        except OSError:  # the client waits no longer and starts a worker itself
             os.kill(pid, signal.SIGKILL)
         return None
-    os.setpgid(0, 0)  # Ray kills the process group of a worker that has exited, which must not have the others
+    os.setpgid(0, 0)  # Ray kills the process group of an exited worker, so each worker needs its own group
     listener.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -76,14 +76,14 @@ def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | Non
 
 
 def _reap() -> None:
-    """Waits for the workers that have ended, so that none stays a zombie."""
-    with suppress(ChildProcessError):  # there is none
+    """Reaps the workers that have ended, so that none stays a zombie."""
+    with suppress(ChildProcessError):  # no children
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def become(request: Mapping[str, Any]) -> None:
-    """Executes the requested Python program in this process, as if it had been started by its command line."""
+    """Executes the requested Python program in this process, as if started by its command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in request["ignored"]:
@@ -102,21 +102,21 @@ def become(request: Mapping[str, Any]) -> None:
 
 
 def main(path: Path, modules: Sequence[str]) -> None:
-    """Imports the modules, and forks workers for those who connect to the Unix socket ``path``.
+    """Imports the modules, and forks workers for clients of the Unix socket ``path``.
 
-    Connections made before the imports have ended wait.
+    Connections wait until the imports have ended.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # a Ctrl-C reaches every process of the terminal
         signal.signal(number, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen(128)
-    gc.disable()  # during the imports: a fifth of their time would be collections, which find nothing worth freeing
+    gc.disable()  # during the imports, collections would take a fifth of the time and free almost nothing
     for name in modules:
         importlib.import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        sys.exit(f"fork server: {threads} threads after the imports, and a fork has one of them: no worker is forked")
-    gc.freeze()  # a collection in a worker would write to every object, and so copy what all of them share
+        sys.exit(f"fork server: {threads} threads after the imports, but a fork keeps only one: no worker is forked")
+    gc.freeze()  # otherwise a collection in a worker writes to every object, and copies the shared memory pages
     gc.enable()
     become(serve(listener, owner=sys.stdin.fileno()))
 

@@ -1,10 +1,10 @@
-"""Starts the run's own Ray with those of Ray's processes alone that a run uses: GCS, raylet and workers.
+"""Starts the run's own Ray with only the processes that a run needs: GCS, raylet and workers.
 
-Ray starts five more, which take four seconds of processor time and 480 MB: the dashboard, which Ray starts also without
-a dashboard, the autoscaler's monitor, the monitor of logs for a driver that prints them, and two agents. Import this
-module after the environment is set, because Ray reads it when it is imported.
+Ray itself starts five more processes, which take four seconds of CPU time and 480 MB: the dashboard (also with
+include_dashboard=False), the autoscaler's monitor, the log monitor, and two agents. Import this module after the
+environment is set, because Ray reads it at import.
 
-This file alone uses private parts of Ray, of the version `ray_session.OWN_NODE_RAY`. Without it Ray starts the ordinary
+Only this file uses private parts of Ray, of the version `ray_session.OWN_NODE_RAY`. Without it Ray starts in the usual
 way, and the programs `agent_on_demand`, `worker_start` and `fork_server` are not used.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 from ray import NodeID, _raylet
 from ray._private import node, services, utils, worker
 
-_ports: Any = _raylet  # Ray's type annotations lack what writes the files of ports
+_ports: Any = _raylet  # Ray's type annotations lack the functions for port files
 REGISTERED_S = 30.0  # Ray's own deadline for the registration of the raylet
 LOOK_S = 0.02
-NO_PORT = -1  # what Ray's own agent writes for a service that it does not have
+NO_PORT = -1  # value that Ray's agent writes for a missing service
 FOLDER = Path(__file__).parent
-# The raylet's options for its agents → the name of the port at which the raylet calls that agent, if there is one.
+# Option of the raylet for an agent → name of the port at which the raylet calls the agent, or None.
 AGENTS = {"--dashboard_agent_command=": None, "--runtime_env_agent_command=": _ports.RUNTIME_ENV_AGENT_PORT_NAME}
 UNUSED_PORTS = (
     _ports.METRICS_AGENT_PORT_NAME,
@@ -38,21 +38,21 @@ UNUSED_PORTS = (
 
 
 class OwnRayNode(node.Node):
-    """Is Ray's node of a run on this machine."""
+    """Starts a Ray node for a run on this machine, without the unused processes of Ray."""
 
     def start_monitor(self) -> None:
-        """Does nothing: the run's Ray has one node, and its number does not change."""
+        """Does nothing: the run's Ray always has one node."""
 
     def start_log_monitor(self) -> None:
         """Does nothing: the run's roles write their own logs, and the driver prints none of Ray's."""
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        """Does nothing: no part of the run asks Ray's dashboard."""
+        """Does nothing: no part of the run uses Ray's dashboard."""
         assert not include_dashboard
         self._webui_url = ""
 
     def start_raylet(self, *arguments: Any, **options: Any) -> None:
-        """Starts the raylet with programs of Relax's own for its agents and for the start of a worker."""
+        """Starts the raylet with Relax's programs for its agents and for the start of workers."""
         self._ray_params.setup_worker_path = str(FOLDER / "worker_start.py")
         for name in UNUSED_PORTS:
             _ports.persist_port(self._session_dir, self._node_id, name, NO_PORT)
@@ -61,7 +61,7 @@ class OwnRayNode(node.Node):
         def start_with_stand_ins(command: list[str], *others: Any, **more: Any) -> Any:
             return start([self._with_stand_in(word) for word in command], *others, **more)
 
-        # Ray imports what its dashboard needs, only to know whether it is there.
+        # Ray would import the dependencies of its dashboard only to check whether they exist.
         with (
             _replaced(services, "start_ray_process", start_with_stand_ins),
             _replaced(utils, "get_dashboard_dependency_error", lambda: None),
@@ -70,9 +70,9 @@ class OwnRayNode(node.Node):
         self._await_registration()
 
     def _await_registration(self) -> None:
-        """Waits until the raylet is registered, at which Ray itself looks only once a second.
+        """Waits until the raylet is registered; Ray itself checks this only once a second.
 
-        After `REGISTERED_S` it returns, and Ray says what is missing.
+        It returns after `REGISTERED_S` at the latest, and Ray then reports the failure.
         """
         assert self._node_id is not None
         deadline, own = time.monotonic() + REGISTERED_S, NodeID.from_hex(self._node_id)
@@ -80,7 +80,7 @@ class OwnRayNode(node.Node):
             time.sleep(LOOK_S)
 
     def _with_stand_in(self, word: str) -> str:
-        """Returns an option of the raylet, in which a stand-in comes before the command line of an agent."""
+        """Returns the raylet's option; in options for agents, a stand-in is put before the agent's command line."""
         for option, port_name in AGENTS.items():
             if word.startswith(option):
                 port_file = "" if port_name is None else _ports.get_port_filename(self._node_id, port_name)
@@ -107,5 +107,5 @@ def use_own_node() -> None:
 
 
 def leave_processes() -> None:
-    """Makes `ray.shutdown` of this process leave Ray's processes, which its caller kills at once, as they are."""
+    """Makes `ray.shutdown` of this process leave Ray's processes alone, because its caller kills them at once."""
     worker._global_node = None

@@ -1,4 +1,4 @@
-"""Starts Ray for one run on this machine, with its own token and folder, or joins a cluster; and ends it."""
+"""Starts Ray for one run on this machine, with a separate token and folder, or joins a Ray cluster; and ends it."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ QUIET = {
     LOOPBACK_SWITCH: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",  # no list of finished calls, with which the GCS's memory grows
+    "RAY_task_events_report_interval_ms": "0",  # no list of finished calls, which would grow the GCS's memory
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the monitor reports it in fewer words
-    "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is a lower one
-    # After this time the raylet starts another process for a worker that was lost before the raylet knew it. Ray's 60 s
+    "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is lower
+    # After this time the raylet starts another process for a worker that was lost before its registration. Ray's 60 s
     # are for imports from a slow disk; here this process has just imported the same files.
     "RAY_worker_register_timeout_seconds": "30",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that requests no GPU sees none
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # hides all GPUs from a worker that requests none
 }
-RAY_CPUS = 16  # Ray's bookkeeping only: services are not bound to cores by it
+RAY_CPUS = 16  # for Ray's bookkeeping only: it does not bind services to cores
 NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
 DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # programs of the daemons that a run needs → names in messages
 DAEMONS_S = 0.25
 FORK_SERVER_S = 1.0
-OWN_NODE_RAY = "2.60.0"  # the Ray whose private classes own_ray_node.py knows
+OWN_NODE_RAY = "2.60.0"  # the version of Ray that own_ray_node.py supports
 OWN_NODE_FILE = Path(__file__).with_name("own_ray_node.py")
 KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
 ONE_THREAD = {  # the defaults of libraries; every process sets its own number of threads later
@@ -62,10 +62,7 @@ ONE_THREAD = {  # the defaults of libraries; every process sets its own number o
 
 
 class RayUnstarted(RuntimeError):
-    """Says that the run's own Ray did not start.
-
-    Another try may succeed.
-    """
+    """Raised if the run's own Ray did not start; another try may succeed."""
 
 
 def new_token_file(path: Path) -> Path:
@@ -76,9 +73,9 @@ def new_token_file(path: Path) -> Path:
 
 
 class ForkServer:
-    """Owns the run's fork server, and starts it again at most ``max_restarts`` times if a signal ends it.
+    """Owns the run's fork server, and restarts it at most ``max_restarts`` times if a signal ends it.
 
-    Without it Ray starts each worker by itself, which takes some seconds longer.
+    Without it Ray starts each worker itself, which takes some seconds longer.
     """
 
     def __init__(self, path: Path, modules: Sequence[str], *, max_restarts: int) -> None:
@@ -87,11 +84,11 @@ class ForkServer:
         self._child = self._start()
 
     def check(self) -> Check:
-        """Returns the check that starts it again. One that ended by itself has printed why, and would end again."""
+        """Returns the check that restarts it after a signal, but not after an error, which it would hit again."""
         return Check(name="fork server", every_s=FORK_SERVER_S, look=self._look, act=self._start_again)
 
     def end(self) -> None:
-        """Kills it with the workers that are left."""
+        """Kills it with its remaining workers."""
         self._child.end(grace_s=0.0)
 
     def _start(self) -> Child:
@@ -111,15 +108,15 @@ class ForkServer:
 
 
 class RaySession:
-    """Starts or joins Ray while it is used as a context manager.
+    """Starts or joins Ray as a context manager.
 
-    A process can use it once, because Ray reads the path of its token when it is imported. Entering raises RayUnstarted
-    if the run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` says how many
-    GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``preloaded`` are modules that the
-    run's own Ray imports once (`ForkServer`), in place of each worker, if `own_node_fits`. Give none for a run on GPUs:
-    the fork of a process that used one fails. ``lost`` is called in another thread, with the cause, if the GCS or the
-    raylet of the run's own Ray dies or is stopped for ``frozen_after_s`` seconds, from their start on. ``started`` says
-    whether Ray has started, and ``daemons`` then maps their names to process ids.
+    A process can use it once, because Ray reads the path of its token at import. Entering raises RayUnstarted if the
+    run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` has the number of GPUs
+    per node; None means no GPU. ``token_file`` holds the run's bearer token. ``preloaded`` are modules that the fork
+    server imports once for all workers (`ForkServer`), if `own_node_fits`. Give none for a run on GPUs: a process that
+    used a GPU cannot be forked. ``lost`` is called in another thread, with the cause, if the GCS or the raylet of the
+    run's own Ray dies or is stopped for ``frozen_after_s`` seconds, also during the start. ``started`` says whether Ray
+    has started; ``daemons`` then maps the names of its daemons to process ids.
     """
 
     def __init__(
@@ -149,10 +146,10 @@ class RaySession:
         self.daemons: Mapping[str, int] = {}
         self._own_node = False
         self._fork_server: ForkServer | None = None
-        self._before: set[psutil.Process] = set()  # children that are not of Ray
+        self._before: set[psutil.Process] = set()  # children that existed before Ray
 
     def checks(self) -> list[Check]:
-        """Returns the checks of what this object started beside Ray."""
+        """Returns the check of the fork server, if there is one."""
         return [] if self._fork_server is None else [self._fork_server.check()]
 
     def __enter__(self) -> Self:
@@ -171,7 +168,7 @@ class RaySession:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
-            os.environ["RAY_TMPDIR"] = str(self._paths.folder)  # Ray makes a folder of the name "ray" there
+            os.environ["RAY_TMPDIR"] = str(self._paths.folder)  # Ray creates the folder "ray" in it
             self._own_node = own_node_fits()
             if self._preloaded and self._own_node:
                 path = self._paths.folder / "fork-server"
@@ -232,7 +229,7 @@ class RaySession:
         while (joined := sum(node["Alive"] for node in ray.nodes())) < self._launcher.nodes:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{joined} of launcher.nodes={self._launcher.nodes} Ray nodes are there after run.start_timeout_s="
+                    f"{joined} of launcher.nodes={self._launcher.nodes} Ray nodes are up after run.start_timeout_s="
                     f"{self._start_timeout_s:.0f} s"
                 )
             time.sleep(NODES_S)
@@ -242,7 +239,7 @@ class RaySession:
     def _end_ray(self) -> None:
         """Leaves Ray, and kills the processes of the run's own Ray.
 
-        They ignore SIGTERM, which Ray itself sends to one after the other, with a wait of a second for each.
+        They ignore SIGTERM; Ray itself would send it to one after the other, and wait a second for each.
         """
         import ray
 
@@ -261,7 +258,7 @@ class RaySession:
                 if file.stat().st_size:
                     self._log_dir.mkdir(parents=True, exist_ok=True)
                     shutil.copy(file, self._log_dir / file.name)
-        except OSError as error:  # a full disk must not hide why the run failed
+        except OSError as error:  # a full disk must not hide the cause of the run's failure
             print(f"relax: not all logs were copied: {error}", file=sys.stderr)
 
     def __exit__(
@@ -273,9 +270,9 @@ class RaySession:
 
 
 class OwnDaemons:
-    """Finds the daemons of Ray among the children of this process, without the processes ``before``.
+    """Finds Ray's daemons among the children of this process, except the processes in ``before``.
 
-    A daemon that has ended stays in the result.
+    Daemons that have ended stay in the result.
     """
 
     def __init__(self, before: set[psutil.Process]) -> None:
@@ -283,7 +280,7 @@ class OwnDaemons:
         self._found: dict[str, int] = {}
 
     def __call__(self) -> Mapping[str, int]:
-        """Returns the daemons so far: name → process id."""
+        """Returns the daemons found so far: name → process id."""
         if len(self._found) < len(DAEMONS):
             for child in set(psutil.Process().children()) - self._before:
                 with suppress(psutil.NoSuchProcess):
@@ -295,10 +292,10 @@ class OwnDaemons:
 def daemons_check(
     daemons: Callable[[], Mapping[str, int]], frozen_after_s: float, *, lost: Callable[[str], None]
 ) -> Check:
-    """Returns the check of the daemons of a run's own Ray; ``daemons`` returns those that exist: name → process id.
+    """Returns the check of the daemons of a run's own Ray; ``daemons`` returns name → process id of the known daemons.
 
     Without its GCS or its raylet, no process of the run can start or recover, and the main thread may wait for Ray
-    without end. So ``lost`` is called in another thread, with the cause, if a daemon has exited or was stopped for
+    forever. So ``lost`` is called in another thread, with the cause, if a daemon has exited or was stopped for
     ``frozen_after_s`` seconds.
     """
     elapsed, stopped_s = Elapsed(), dict.fromkeys(DAEMONS.values(), 0.0)
@@ -318,10 +315,10 @@ def daemons_check(
 
 
 def own_node_fits() -> bool:
-    """Says whether the run's Ray starts only the processes that a run uses, for which its Ray must be `OWN_NODE_RAY`.
+    """Returns whether `own_ray_node` can be used: its file exists, and Ray has the version `OWN_NODE_RAY`.
 
-    Otherwise, and without the file, `ray.init` starts all of Ray's processes, and each worker imports all of its
-    modules. That costs some seconds, and changes nothing else.
+    Otherwise `ray.init` starts all of Ray's processes, and each worker imports all of its modules. This takes some
+    seconds longer, and changes nothing else.
     """
     if not OWN_NODE_FILE.exists():
         return False

@@ -1,11 +1,11 @@
-"""The folders of a run on this machine: the temporary ones, their locks, that of run.dir, and what killed runs leave.
+"""Folders of a run on this machine: temporary folders, their locks, the lock of run.dir, and removal of stale runs.
 
-A folder is marked with its owner by a file lock, which the kernel releases when the owner's last process exits. A
-process id would not do: the kernel reuses process ids, and a container that shares the folder has its own ones.
+A file lock marks the owner of a folder; the kernel releases it when the owner's last process exits. A process id is not
+sufficient: the kernel reuses process ids, and a container that shares the folder has its own process ids.
 
-A stale run is one that was killed with its supervisor. A process belongs to it if it has the run's folder in its
-environment or writes its log there. Ray's agents outlive a killed raylet, because each agent holds the pipe that the
-other one watches.
+A stale run was killed together with its supervisor. A process belongs to it if it has the run's folder in its
+environment or writes a file there. Ray's agents outlive a killed raylet, because each agent holds the pipe that the
+other agent watches.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ POLL_S = 0.2
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"
-BASE_BYTES = 26  # a socket's path has at most 107 bytes; Ray's names below a run's folder take the rest
+BASE_BYTES = 26  # a socket path has at most 107 bytes; Ray's names below a run's folder take the rest
 
 
 # -- The locks ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def owned(folder: Path, owner: str) -> Iterator[None]:
-    """Marks a new folder on a local disk as owned by this process and its forks, until the block or the last one ends.
+    """Marks a new folder on a local disk as owned by this process and its forks, until the block or the last fork ends.
 
-    ``owner`` is a text for people, written to the owner file. The file appears when it is locked already, so a folder
-    without it is still being made.
+    ``owner`` is a readable text for the owner file. The file appears only after it is locked, so a folder without it is
+    still being created.
     """
     partial = folder / f".{OWNER_FILE}"
     with partial.open("x") as file:
@@ -75,9 +75,7 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def locked(file: IO[str]) -> bool:
-    """Takes the file's lock for this process and its forks.
-
-    Returns False if another process holds it.
+    """Takes the file's lock for this process and its forks; returns False if another process holds it.
 
     Raises OSError (such as ENOLCK) if the file system has no locks.
     """
@@ -95,10 +93,10 @@ def read_owner(folder: Path) -> str:
 
 @contextmanager
 def run_lock(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Locks the folder for this process and its forks, until the block or the last of them ends.
+    """Locks the folder for this process and its forks, until the block or the last fork ends.
 
-    Raises ValueError, which names the other process, if another run still uses the folder after ``wait_s`` seconds. If
-    the file system has no locks, it prints a warning and continues.
+    Raises ValueError with the other process if another run still uses the folder after ``wait_s`` seconds. If the file
+    system has no locks, it prints a warning and continues.
     """
     deadline = time.monotonic() + wait_s
     with (folder / LOCK_FILE).open("a+") as file:
@@ -126,9 +124,9 @@ def run_lock(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
 class RunPaths:
     """Holds the temporary paths of one attempt of a run.
 
-    All folders have mode 0700. ``folder`` is for Ray's files and its token; its path is short because names of sockets
-    are. ``weights_folder`` is for published weights. ``token_folder`` is for the run's bearer token, and every process
-    of the run can read it. ``namespace`` is the run's namespace in Ray.
+    All folders have mode 0700. ``folder`` is for Ray's files and token; its path is short because socket paths are
+    limited. ``weights_folder`` is for published weights. ``token_folder`` is for the run's bearer token, and every
+    process of the run can read it. ``namespace`` is the run's namespace in Ray.
     """
 
     folder: Path
@@ -145,24 +143,25 @@ def temporary_folder() -> Path:
 
 @contextmanager
 def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
-    """Makes the folders for one attempt of the run in ``run_dir``, and removes them when the block ends.
+    """Creates the temporary folders for one attempt of the run in ``run_dir``, and removes them when the block ends.
 
-    If the whole run is killed, the remaining folders name their owner (`owned`). With ``shared``, weights and token
-    lie in ``run_dir``, which all nodes of the run see; else the weights lie in this machine's memory.
+    If the whole run is killed, the owner files of the remaining folders have the owner's name (`owned`). With
+    ``shared``, weights and token are in ``run_dir``, which all nodes of the run share; otherwise the weights are in
+    this machine's memory.
     """
     owner = f"the run in {run_dir} (process {os.getpid()} of {socket.gethostname()})"
     namespace = f"{WEIGHTS_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     with ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary_folder()))
         undo.enter_context(owned(folder, owner))
-        # Errors ignored: a Ray daemon may still be writing its last log line.
+        # Errors are ignored, because a Ray daemon may still write its last log line.
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.callback(remove_left_scratch, folder)
         weights_folder = (run_dir if shared else SHARED_MEMORY) / namespace
         weights_folder.mkdir(mode=0o700, parents=shared)
         if not shared:  # a shared disk may have no locks
             undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
-            # Copies of weights for servers of somebody else, if one joined.
+            # Copies of weights for external servers, if any joined.
             undo.callback(shutil.rmtree, run_dir / namespace, ignore_errors=True)
         undo.callback(shutil.rmtree, weights_folder, ignore_errors=shared)  # a network file system may hold a file
         token_folder = weights_folder if shared else folder
@@ -174,8 +173,8 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
 class StaleRun:
     """Describes a temporary folder of a killed run.
 
-    ``owner`` describes the run. ``pids`` are its processes that still exist. ``problem`` says why the folder could not
-    be removed; it is empty otherwise.
+    ``owner`` describes the run. ``pids`` are its remaining processes. ``problem`` is the reason if the folder could not
+    be removed, otherwise "".
     """
 
     folder: Path
@@ -188,7 +187,7 @@ class StaleRun:
         return f"{self.folder}{alive} of {self.owner}, which was killed"
 
     def removal(self) -> str:
-        """Returns a line that says whether the folder was removed."""
+        """Returns a line about the removal of the folder or its failure."""
         return f"{self} cannot be removed: {self.problem}. Remove it by hand." if self.problem else f"removed {self}"
 
 
@@ -198,7 +197,7 @@ def find_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHAR
 
 
 def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
-    """Kills and removes this user's stale runs, and returns them; of each, ``problem`` says why its folder stays.
+    """Kills and removes this user's stale runs, and returns them, with ``problem`` set for folders that remain.
 
     It changes no other run.
     """
@@ -206,10 +205,10 @@ def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SH
 
 
 def remove_left_weights(run_dir: Path) -> None:
-    """Removes weights in a run's folder that an earlier command left there because it was killed.
+    """Removes weights that a killed command left in a run's folder.
 
-    Call it before the run publishes, while this command holds the run's lock. A file that a network file system still
-    holds stays: the run publishes into a folder of another name.
+    Call it before the run publishes, while this command holds the run's lock. Files that a network file system still
+    holds may remain, because the run publishes into a folder with another name.
     """
     for folder in run_dir.glob(f"{WEIGHTS_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -219,7 +218,7 @@ def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun]
     temporary = temporary_folder() if temporary is None else temporary
     folders = [*sorted(temporary.glob(f"{FOLDER_PREFIX}*")), *sorted(shared_memory.glob(f"{WEIGHTS_PREFIX}*"))]
     for folder in folders:
-        with suppress(FileNotFoundError), claimed(folder) as stale:  # a run that is ending may remove the folder
+        with suppress(FileNotFoundError), claimed(folder) as stale:  # an ending run may remove the folder
             if stale:
                 yield then(StaleRun(folder=folder, owner=read_owner(folder), pids=processes_of(folder)))
 
@@ -238,10 +237,10 @@ def _remove(stale_run: StaleRun) -> StaleRun:
 
 
 def processes_of(folder: Path) -> tuple[int, ...]:
-    """Returns the ids of this user's processes that have ``folder`` in their environment or write to a file in it.
+    """Returns the ids of this user's processes with ``folder`` in their environment or with a writable file in it.
 
-    It reads /proc because psutil's environ() stops at the first empty entry, and a process that has set its own title
-    has empty entries in its environment.
+    It reads /proc because psutil's environ() stops at the first empty entry, and the environment of a process that has
+    set its own title has empty entries.
     """
     found = []
     for process in Path("/proc").iterdir():
@@ -252,9 +251,9 @@ def processes_of(folder: Path) -> tuple[int, ...]:
 
 
 def _is_of(process: Path, folder: Path) -> bool:
-    """Is True if the process with the folder ``process`` in /proc belongs to the run with the temporary ``folder``.
+    """Returns whether a process (its folder in /proc) belongs to the run with the temporary ``folder``.
 
-    A process that sets its own title, as Ray's processes do, overwrites a part of its environment, or nearly all of it.
+    A process that sets its own title, as Ray's processes do, overwrites a part or nearly all of its environment.
     """
     if str(folder).encode() in (process / "environ").read_bytes():
         return True

@@ -1,8 +1,8 @@
-"""Is the program with which the run's own Ray starts a worker, in place of Ray's `setup_worker.py`.
+"""Start program for the workers of the run's own Ray, in place of Ray's `setup_worker.py`.
 
 Ray's program imports Ray, prepares the worker's runtime environment and executes the worker, which imports Ray again.
-A worker without a runtime environment needs no preparation, so this program asks the run's `fork_server` for it, or
-executes the worker at once if the run has none or it does not answer. For another worker it executes Ray's program.
+A worker without a runtime environment needs no preparation, so this program requests it from the run's `fork_server`,
+or executes it directly if there is no fork server or it does not answer. For other workers it executes Ray's program.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Sequence
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
 NO_ENVIRONMENT = "{}"
-FORK_SERVER = "RELAX_FORK_SERVER"  # the environment variable with the path of the fork server's socket
-FORK_S = 20.0  # the limit for the fork server; the raylet starts another process after 30 s
+FORK_SERVER = "RELAX_FORK_SERVER"  # environment variable with the path of the fork server's socket
+FORK_S = 20.0  # timeout for the fork server; the raylet starts another process after 30 s
 
 
 def is_plain(words: Sequence[str]) -> bool:
-    """Says whether a worker needs no runtime environment.
+    """Returns whether a worker needs no runtime environment.
 
-    ``words`` are those that the raylet gives to Ray's program: the path of the worker's program, and its arguments.
+    ``words`` are the raylet's arguments for Ray's program: the path of the worker's program, and its arguments.
     """
     options = dict(word.partition("=")[::2] for word in words if word.startswith((CONTEXT, LANGUAGE)))
     return options == {CONTEXT: NO_ENVIRONMENT, LANGUAGE: "PYTHON"} or options == {LANGUAGE: "PYTHON"}
 
 
 def worker_command(words: Sequence[str]) -> list[str]:
-    """Returns the command line of the program that is executed, without the interpreter."""
+    """Returns the command line of the program to execute, without the interpreter."""
     if is_plain(words):
         return [word for word in words if not word.startswith((CONTEXT, LANGUAGE))]
     return [os.path.join(os.path.dirname(words[0]), "setup_worker.py"), *words]
 
 
 def ask_fork_server(path: str, command: Sequence[str]) -> bool:
-    """Asks for a process that executes ``command``; returns False, and prints why, if there is no answer."""
+    """Requests a process that executes ``command``; returns False, and prints why, if there is no answer."""
     import json
     import signal
     import socket
@@ -62,7 +62,7 @@ def ask_fork_server(path: str, command: Sequence[str]) -> bool:
 
 
 def _oom_score_adj() -> str:
-    """Returns how much rather than others the kernel ends this process for memory, which the raylet has set."""
+    """Returns this process's oom_score_adj (the kernel's preference to kill it for memory), as set by the raylet."""
     with open("/proc/self/oom_score_adj", encoding="ascii") as file:
         return file.read()
 

@@ -1,4 +1,4 @@
-"""Encodes images, videos and sounds in worker processes that can be killed, many at the same time."""
+"""Encodes images, videos and sounds in parallel, in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from relax_core.families.architecture import AudioSettings, PatchSettings
 
 
 class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what a worker needs: ``root`` is data.media_root, and ``folder`` is where it writes the items.
+    """Holds the settings of a worker: ``root`` is data.media_root, and ``folder`` is the output folder of the items.
 
-    ``tower`` and ``audio`` may be whole towers; only their settings are sent. ``audio`` is None for a model that does
-    not hear. With ``audio_in_video`` a video is one item together with its sound.
+    ``tower`` and ``audio`` may be whole towers; only their settings are sent. ``audio`` is None for a model without
+    audio input. With ``audio_in_video`` a video and its sound are one item.
     """
 
     model_folder: str
@@ -35,7 +35,7 @@ class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a source; its ``data_bytes`` bytes follow the message as they are if it has no path."""
+    """Names a source. If it has no path, its ``data_bytes`` raw bytes follow the message."""
 
     kind: MediaKind
     path: str | None
@@ -43,7 +43,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the item, or why there is none."""
+    """Holds the item, or the reason and text of its refusal."""
 
     item: MediaItem | None = None
     word: MediaReason | None = None
@@ -58,7 +58,7 @@ class EncodePool:
     """Encodes sources in ``workers`` child processes, one source at a time in each.
 
     A worker that takes longer than ``settings.limits.worker_timeout_s`` seconds for an item, or dies, is replaced. An
-    item that took too long is refused. An item whose worker died is tried once more, because something else may have
+    item that took too long is refused. An item whose worker died is retried once, because something else may have
     killed the worker, and is refused if the next worker dies too. The media folder must exist.
     """
 
@@ -75,7 +75,7 @@ class EncodePool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="encode")
 
     async def encode(self, source: MediaSource) -> MediaItem:
-        """Returns the item of a source, whose file is in the media folder then.
+        """Encodes a source into a file in the media folder, and returns its item.
 
         Raises MediaError if the source is refused, and RuntimeError if a worker cannot start or the pool was closed.
         """
@@ -99,13 +99,13 @@ class EncodePool:
         return msgspec.msgpack.decode(answer, type=EncodeAnswer)
 
     def _ask(self, worker: WorkerProcess, request: EncodeRequest, data: bytes) -> bytes:
-        """Returns the worker's answer; raises `ChildLost` if it is late or dies twice."""
+        """Returns the worker's answer. Raises `ChildLost` if the worker is late or dies twice."""
         try:
             return worker.ask(request, limit_s=self._timeout_s, content=data)
         except ChildLost as lost:
             if lost.late:
                 raise
-            log.warning("%s; the item is encoded again by another one", lost)
+            log.warning("%s; the item is encoded again by another worker", lost)
             return worker.ask(request, limit_s=self._timeout_s, content=data)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class EncodePool:
         """
         for worker in self.workers:
             worker.stop()
-        self._threads.shutdown(wait=True)  # what still waits for a worker finds it stopped
+        self._threads.shutdown(wait=True)  # items that wait for a worker find it stopped
         for worker in self.workers:
             worker.close_pipes()
 

@@ -67,7 +67,7 @@ def _tokenize(model_folder: Path) -> Tokenize:
 
 
 def _missing_library(*, hears: bool) -> str:
-    """Returns what to install if a decoder is missing, else an empty text."""
+    """Returns an error with the install command if a decoder is missing, else an empty text."""
     try:
         import av  # noqa: F401
         from PIL import Image  # noqa: F401

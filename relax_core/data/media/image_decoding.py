@@ -1,7 +1,7 @@
-"""Decodes still images with Pillow: bounded by their header, complete, upright, in 8-bit RGB on white.
+"""Decodes still images with Pillow to upright 8-bit RGB on white, and checks their size and completeness.
 
-Pillow fills the rows that a file lacks without an error: libjpeg with grey, and in a PNG they stay 0. Therefore an
-image that ends in such rows is looked through once more.
+Pillow fills missing rows without an error: grey in a JPEG (by libjpeg), 0 in a PNG. Therefore an image that ends in
+such rows is checked a second time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-_GREY = 128  # Libjpeg fills in this level, also for each of four inks, where it may be inverted.
-_END = 4  # pixels at the end of a JPEG's last row, which are filled in if any are
-_BLOCK = 1 << 14  # bytes that are unpacked at a time, into at most 1,032 times as many
-_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of a PNG's colour types
+_GREY = 128  # libjpeg's fill level, also for each of four inks, which may be inverted
+_END = 4  # pixels at the end of a JPEG's last row: if any pixels are missing, these are
+_BLOCK = 1 << 14  # packed bytes per step; they unpack to at most 1,032 times as many
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of each PNG colour type
 # The first column and row of each pass of an interlaced PNG, and its steps (W3C PNG, third edition, 8.2).
 _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 
 def check_all_rows(image: Image.Image, file: IO[bytes]) -> None:
-    """Raises MediaError if a decoded PNG or JPEG has not all the rows of its header; ``file`` is what it was read from.
+    """Raises MediaError if a decoded PNG or JPEG lacks rows of its header; ``file`` is its source.
 
-    The call comes before the image is changed.
+    Call this before the image is changed.
     """
     if image.format not in ("PNG", "JPEG", "MPO"):
         return
     width, height = image.size
-    if image.format == "PNG":  # Of an interlaced one, each pass fills every second row or less.
+    if image.format == "PNG":  # In an interlaced PNG, each pass fills at most every second row.
         suspicious = any(not row.any() for row in np.asarray(image.crop((0, max(0, height - 2), width, height))))
     else:
         end = np.asarray(image.crop((max(0, width - _END), height - 1, width, height)))
@@ -95,10 +95,10 @@ _MAY_MOVE = ("GIF", "PNG", "WEBP")
 
 @contextmanager
 def opened_image(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[Image.Image]:
-    """Opens an image of which only the header is read; raises MediaError if its header breaks a limit."""
+    """Opens an image and reads only its header. Raises MediaError if the header breaks a limit."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # our own limit holds instead; Pillow's refuses twice as much and else only warns
+    Image.MAX_IMAGE_PIXELS = None  # our own limit applies instead; Pillow only warns up to twice its limit
     if form == "WEBP":
         _check_canvas(file, limits)  # because Pillow allocates a WebP's canvas when it opens the file
     with _refused_if_damaged():
@@ -113,14 +113,14 @@ def opened_image(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[Im
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Returns height and width of an opened image after the rotation that its EXIF data asks for."""
+    """Returns height and width of an opened image after the rotation in its EXIF data."""
     with _refused_if_damaged():
         turned = image.getexif().get(_ORIENTATION, _UPRIGHT) in (5, 6, 7, 8)
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def decoded_image(image: Image.Image, file: IO[bytes]) -> Image.Image:
-    """Returns the pixels of an image opened from ``file``, upright, as 8-bit RGB; what is transparent is white.
+    """Returns the pixels of an image opened from ``file``, upright, as 8-bit RGB; transparent pixels are white.
 
     Raises MediaError for an image that is truncated or damaged.
     """
@@ -172,7 +172,7 @@ def _refused_if_damaged() -> Iterator[None]:
         yield
     except (MediaError, MemoryError):
         raise
-    except Exception as error:  # foreign code over hostile bytes: its decoders raise any error
+    except Exception as error:  # for malformed bytes, the decoders may raise any exception
         if "MAX_TEXT" in str(error):
             raise MediaError("image", "too_many_bytes", f"a text in it unpacks to too much: {error}") from error
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -180,7 +180,7 @@ def _refused_if_damaged() -> Iterator[None]:
 
 
 def _check_canvas(file: IO[bytes], limits: MediaLimits) -> None:
-    """Raises MediaError if a WebP's header is incomplete or breaks a limit; the file stays at its begin."""
+    """Raises MediaError if a WebP's header is incomplete or breaks a limit; the file is at position 0 again."""
     head = file.read(30)
     file.seek(0)
     try:

@@ -53,8 +53,8 @@ def encode_item(
     """Returns the item of a source and its tensors (`relax_core.contracts.media.MediaItem`).
 
     ``tokenize`` returns the ids of a video's time stamps. ``audio`` is needed for sounds and, with ``audio_in_video``,
-    for videos, which become one item with their sound track then. Sources with the same pixels, times and sounds give
-    the same digest. Raises MediaError, whose text begins with the name of the source.
+    for videos, which then become one item with their sound track. Sources with the same pixels, times and sounds give
+    the same digest. Raises MediaError, with a text that begins with the name of the source.
     """
     try:
         opened = open_source(source, limits, root=root)
@@ -64,7 +64,7 @@ def encode_item(
             if source.kind == "video":
                 heard = audio if audio_in_video else None
                 return _encode_video(opened.file, opened.form, tower, limits, tokenize=tokenize, audio=heard)
-            assert audio is not None, "the checks before the start refuse sounds for a family that does not hear"
+            assert audio is not None, "the checks before the start refuse sounds for a family without audio input"
             return clip_item(audio, *clip_features(opened.file, opened.form, audio, limits))
     except MediaError as error:
         raise MediaError(source.kind, error.word, f"{source.words}: {error}") from error

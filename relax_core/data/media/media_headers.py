@@ -1,4 +1,4 @@
-"""Reads what media say about themselves, without decoding them, so that a plan can count their rows."""
+"""Reads the headers of media without decoding them, so that a plan can count their rows and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.data.media.source_files import open_source
 from relax_core.data.media.video_decoding import sample_frames, stamp_seconds, stamp_text, video_header
 from relax_core.families.architecture import AudioSettings, PatchSettings
 
-STAMP_TOKENS = 10  # of a time stamp such as "<12.3 seconds>"; tokenizers make 7 to 14 of it
+STAMP_TOKENS = 10  # tokens of a time stamp such as "<12.3 seconds>"; tokenizers give 7 to 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class MediaHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """Is what a source would become: rows in the tree, patches that pass the vision tower, bytes of its tensors.
+    """Holds the sizes of a source's item: rows in the tree, patches for the vision tower, bytes of its tensors.
 
-    ``source_pixels`` is the size of the source's image or frame before its resize, and ``audio_frames`` counts the
-    frames of features that pass the audio tower.
+    ``source_pixels`` is the size of the source's image or frame before its resize, and ``audio_frames`` is the number
+    of feature frames for the audio tower.
     """
 
     kind: MediaKind
@@ -51,10 +51,10 @@ class PlannedItem:
 def read_media_header(
     source: MediaSource, limits: MediaLimits, *, root: Path, audio_in_video: bool = False
 ) -> MediaHeader:
-    """Returns the header of a source. Raises MediaError as encoding it would, as far as headers show it.
+    """Returns the header of a source. Raises MediaError as encoding does, if the header shows the problem.
 
-    A sound whose header does not tell its length counts as the longest one that the limits allow. The rotation of a
-    video is in its frames and not seen here: height and width of a phone's video may be exchanged.
+    A sound without a length in its header counts as the longest sound that the limits allow. The rotation of a video is
+    stored in its frames and not read here: height and width of a phone's video may be swapped.
     """
     try:
         opened = open_source(source, limits, root=root)
@@ -86,7 +86,7 @@ def planned_item(
     audio: AudioSettings | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
 ) -> PlannedItem:
-    """Returns what encoding gives for a header.
+    """Returns the sizes of the item that encoding gives for a header.
 
     ``tokenize`` returns the ids of a video's time stamps; without it each counts as `STAMP_TOKENS`. ``audio`` is needed
     for a header with sound. Raises MediaError for an item that has too many rows at its smallest size.
@@ -129,7 +129,7 @@ def planned_item(
 def _planned_sound(header: MediaHeader, audio: AudioSettings | None) -> PlannedItem:
     if not header.audio_seconds:
         return PlannedItem(kind="audio", rows=0, patches=0, nbytes=0, source_pixels=0)
-    assert audio is not None, "a header has sound only for a model that hears"
+    assert audio is not None, "a header has sound only for a model with audio input"
     frames = audio.frames_of_seconds(header.audio_seconds)
     rows, nbytes = audio.rows_of_frames(frames), 4 * audio.mel_bins * frames
     return PlannedItem(kind="audio", rows=rows, patches=0, nbytes=nbytes, source_pixels=0, audio_frames=frames)

@@ -1,6 +1,6 @@
-"""Decodes six built-in files, as `relax doctor` asks: ``python -m relax_core.data.media.media_trial_main``.
+"""Decodes six generated files for `relax doctor`: ``python -m relax_core.data.media.media_trial_main``.
 
-It runs in a process of its own, because a broken build of a decoder ends its process.
+It runs in a separate process, because a broken build of a decoder crashes its process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.families.architecture import AudioSettings, PatchSettings
 
 _SIDE = 64
-# The patches of Qwen3-VL, with tokens of no tokenizer; images may be as small as those of this trial.
+# The patches of Qwen3-VL, with arbitrary token ids; images may be as small as those of this trial.
 TRIAL_SETTINGS = PatchSettings(
     patch_size=16,
     temporal_patch_size=2,
@@ -48,7 +48,7 @@ _BIN = 42  # of 128 mel bins, the one around 1,000 Hz
 
 
 def main() -> None:
-    """Prints the formats that were decoded; ends with an exception if one of them cannot be, or is decoded wrongly."""
+    """Prints the formats that were decoded. Raises an exception if a file cannot be decoded or is decoded wrongly."""
     files: dict[str, tuple[MediaKind, bytes]] = {
         "PNG": ("image", _image("PNG")),
         "WebP": ("image", _image("WEBP")),

@@ -1,4 +1,4 @@
-"""Chooses which media of a run are kept for the page of its samples, and keeps sounds and videos as playable files."""
+"""Keeps sounds and videos of a run as playable files for its samples page, and limits how many media are kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from relax_core.contracts.media import MediaError, MediaItem, MediaSource
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.source_files import open_source, sniffed_format
 
-# All of the first items, then one each 2 s, 4 s, …; the pause grows with every 500 of them.
+# All of the first items are kept, then one per pause. The pause begins at 2 s and doubles after every 500 kept items.
 ALL_OF, PAUSE_S, DOUBLED_EACH, MOST_KEPT = 64, 2.0, 500, 4000
 
 
 class KeptRate:
-    """Says of one item after the other whether it is kept, so that keeping costs a run at most 1% of a core."""
+    """Decides for each item whether it is kept, so that keeping items costs a run at most 1% of a core."""
 
     def __init__(self) -> None:
         self._kept, self._next = 0, 0.0
@@ -33,8 +33,8 @@ class KeptRate:
 
 
 log = logging.getLogger(__name__)
-MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # of one file, and of those that one process keeps
-HEAD_BYTES = 32  # from which a format is known
+MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # of one file, and of all files of one process
+HEAD_BYTES = 32  # first bytes of a file, which show its format
 TYPES = {
     "WAV": "audio/wav",
     "FLAC": "audio/flac",
@@ -48,8 +48,8 @@ TYPES = {
 class PlayedFiles:
     """Copies sources of sounds and videos into ``folder``, each in a thread; a file's name is the item's digest.
 
-    All are kept until they have half of `MOST_BYTES`, and then some until they have all of it. A larger file than
-    `MOST_FILE_BYTES` is left out. What cannot be read or written costs the page this file alone.
+    All are kept up to half of `MOST_BYTES`, then a selection (`KeptRate`) up to `MOST_BYTES`. A file above
+    `MOST_FILE_BYTES` is left out. A file that cannot be read or written is only missing from the page.
     """
 
     def __init__(self, folder: Path, *, root: Path, limits: MediaLimits) -> None:
@@ -59,7 +59,7 @@ class PlayedFiles:
         self._bytes = 0
 
     def add(self, item: MediaItem, source: MediaSource) -> None:
-        """Begins to copy the source of an item, if it is to be kept."""
+        """Starts to copy the source of an item, if it is kept."""
         file = self._folder / item.digest
         if item.kind == "image" or self._bytes >= MOST_BYTES or file.exists():
             return
@@ -84,6 +84,6 @@ class PlayedFiles:
 
 
 def played_type(file: Path) -> str | None:
-    """Returns the type, such as "audio/wav", that the first bytes of a kept file show; None for anything else."""
+    """Returns the MIME type, such as "audio/wav", that the first bytes of a kept file show; None for other content."""
     with file.open("rb") as opened:
         return TYPES.get(sniffed_format(opened.read(HEAD_BYTES)))

@@ -1,8 +1,8 @@
-"""Reads sounds: files and the sound tracks of videos, within limits, and Whisper's features of them.
+"""Decodes sounds (audio files and sound tracks of videos) within limits, and computes Whisper's log-mel features.
 
-Headers are read by our own code first, because libsndfile may only shorten a file that is cut. The features are the
-logarithm of the energy in mel bins, with numpy in float64: transformers' WhisperFeatureExtractor computes the same in
-float64 with numpy, or in float32 with torch if it is installed, which a worker process does not import.
+Our own code reads the headers first, because libsndfile may shorten a truncated file without an error. The features
+are computed with numpy in float64: transformers' WhisperFeatureExtractor does the same with numpy, or in float32 with
+torch if it is installed, which a worker process does not import.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from relax_core.families.architecture import AudioSettings
 
 MOST_CHANNELS = 8
 RATES = (4_000, 192_000)  # samples a second of the source
-PACKET = 2048  # samples of padding that an encoder sets behind a sound at most
-_ROUNDING_S = 0.001  # that a length may exceed a limit by, because files count whole packets or samples
+PACKET = 2048  # samples of padding that an encoder appends to a sound at most
+_ROUNDING_S = 0.001  # tolerance of the limits of a length, because files count whole packets or samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoundHeader:
-    """Holds what a file says about its sound; ``seconds`` is None if it does not say the length."""
+    """Holds the header of a sound; ``seconds`` is None if the file does not state the length."""
 
     rate: int
     channels: int
@@ -67,7 +67,7 @@ def most_samples(rate: int, limits: MediaLimits) -> int:
 
 
 def without_padding(samples: np.ndarray, length: int) -> np.ndarray:
-    """Returns the first ``length`` of decoded samples if what follows them may be padding, or else all of them."""
+    """Returns the first ``length`` decoded samples if the remaining samples may be padding, else all samples."""
     return samples[:length] if len(samples) - length <= PACKET else samples
 
 
@@ -78,18 +78,18 @@ def check_samples(samples: np.ndarray, rate: int, limits: MediaLimits) -> None:
         raise MediaError("audio", "not_finite", "it has samples that are infinite or not a number.")
 
 
-# What programs that write a WAV into a pipe put as the size of its samples: SoX, FFmpeg and others.
+# The size of the samples in a WAV header that SoX, FFmpeg and other programs write into a pipe.
 _UNKNOWN = frozenset({0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFDB, 0xFFFFFFFF})
 _SMALLEST_UNKNOWN = min(_UNKNOWN)
-_EVEN = (1, 3, 6, 7, 0xFFFE)  # the codes of a WAV whose samples have one size: PCM, floats, A-law, mu-law, extensible
+_EVEN = (1, 3, 6, 7, 0xFFFE)  # codes of WAV formats with samples of fixed size: PCM, floats, A-law, mu-law, extensible
 _MOST_CHUNKS = 1_000  # before a WAV's samples
 _OGG_END = 4  # the flag of a page that ends its stream
-_FIRST_FRAME = 192  # bytes of an MP3's first frame that hold the count of the frames, if there is one
-_END = 1 << 45  # the size that an MP3 without such a count seems to have
+_FIRST_FRAME = 192  # bytes of an MP3's first frame that may hold the frame count
+_END = 1 << 45  # the reported size of an MP3 without a frame count
 
 
 class _WavData(NamedTuple):
-    """Holds a WAV's header, and where the ``size`` of its samples stands; the file says ``said`` there."""
+    """Holds a WAV's header, the offset of the field with the samples' size, their real size, and the field's value."""
 
     header: SoundHeader
     at: int
@@ -98,9 +98,9 @@ class _WavData(NamedTuple):
 
 
 def written_header(file: IO[bytes], form: str) -> SoundHeader | None:
-    """Returns the header of a WAV or FLAC file, None for other formats; an Ogg file is only looked through.
+    """Returns the header of a WAV or FLAC file, None for other formats; the pages of an Ogg file are only checked.
 
-    Raises MediaError for a file that is not complete. The file stays at its begin.
+    Raises MediaError for a file that is not complete. The file is at position 0 again.
     """
     try:
         file.seek(0)
@@ -118,11 +118,11 @@ def written_header(file: IO[bytes], form: str) -> SoundHeader | None:
 
 
 def readable_file(file: IO[bytes], form: str) -> Any:
-    """Returns a file object that libsndfile reads to the end of the sound, at its begin.
+    """Returns a file object, at position 0, that libsndfile reads to the end of the sound.
 
-    It takes the size 0 of a WAV from a pipe for no samples. The length of an MP3 without a count of its frames it
-    guesses from the size of the file and the first frame, and it stops there, so a variable bit rate loses its end.
-    The file must have passed `written_header`.
+    libsndfile reads no samples from a WAV with size 0 in its header, as pipes give. It guesses the length of an MP3
+    without a frame count from the size of the file and the first frame, and so cuts the end of a file with a variable
+    bit rate. The file must have passed `written_header`.
     """
     file.seek(0)
     if form == "WAV":
@@ -141,11 +141,11 @@ def readable_file(file: IO[bytes], form: str) -> Any:
 
 
 class _Endless:
-    """Reads a file whose end seems to be far behind its bytes, so that no length is guessed from its size."""
+    """Wraps a file and reports an end far after its bytes, so that no length is guessed from its size."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._behind: int | None = None  # a place near the seeming end
+        self._behind: int | None = None  # the position after a seek from the reported end
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._behind = _END + offset if whence == io.SEEK_END else None
@@ -159,7 +159,7 @@ class _Endless:
 
 
 def _counts_frames(file: IO[bytes]) -> bool:
-    """Returns whether the first frame of an MP3, behind an ID3 tag, holds the number of its frames."""
+    """Returns whether the first frame of an MP3, after an ID3 tag, holds the frame count."""
     head = file.read(10)
     at = 0
     if head[:3] == b"ID3" and len(head) == 10:
@@ -216,7 +216,7 @@ def _check_pages(file: IO[bytes]) -> None:
         file.seek(at)
         head = file.read(27)
         if head[:4] != b"OggS" and at > 0:
-            break  # what follows the last page is no sound
+            break  # data after the last page is not sound
         (flags, count) = struct.unpack_from("<5xB20xB", head)
         at += 27 + count + sum(file.read(count))
     if at > size or not flags & _OGG_END:
@@ -227,10 +227,10 @@ def _cut(text: str) -> MediaError:
     return MediaError("audio", "truncated", f"it is truncated or damaged: {text}")
 
 
-# What libsndfile must find in a file whose first bytes show the format.
+# For each format that the first bytes of a file show, the formats that libsndfile may find in it.
 _FOUND = {"WAV": ("WAV", "WAVEX"), "FLAC": ("FLAC",), "OGG": ("OGG",), "MP3": ("MP3",)}
 _BLOCK = 1 << 16  # samples that are decoded at a time
-_UNKNOWN_LENGTH = 1 << 40  # libsndfile says more samples than this if a file does not say how many it has
+_UNKNOWN_LENGTH = 1 << 40  # libsndfile reports more samples than this if a file does not state their number
 
 
 def file_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
@@ -247,7 +247,7 @@ def file_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
 def decode_file(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.ndarray, int]:
     """Returns the mean of a sound's channels, float32 ``[samples]`` of full scale 1, and its samples a second."""
     header = file_header(file, form, limits)
-    is_padded = form == "MP3" and header.seconds is None  # a count of the frames tells the padding, too
+    is_padded = form == "MP3" and header.seconds is None  # a frame count gives the padding, too
     most = most_samples(header.rate, limits) + (PACKET if is_padded else 0)
     blocks, count = [np.zeros(0, np.float32)], 0
     with _opened(file, form) as sound:
@@ -276,12 +276,12 @@ def _header(sound: Any) -> SoundHeader:
 
 @contextmanager
 def _opened(file: IO[bytes], form: str) -> Iterator[Any]:
-    """Opens a sound, to be read in order; errors of libsndfile inside the block become MediaError."""
+    """Opens a sound for sequential reading; errors of libsndfile inside the block become MediaError."""
     import soundfile
 
     try:
         with soundfile.SoundFile(readable_file(file, form)) as sound:
-            sound.seekable = lambda: False  # it seeks behind each block, which fails at the end of a FLAC from a pipe
+            sound.seekable = lambda: False  # it seeks after each block, which fails at the end of a FLAC from a pipe
             if sound.format not in _FOUND[form]:
                 told = f"its content is {sound.format} and not {form}. Convert it."
                 raise MediaError("audio", "unknown_format", told)
@@ -290,10 +290,10 @@ def _opened(file: IO[bytes], form: str) -> Iterator[Any]:
         raise MediaError("audio", "truncated", f"it is truncated or damaged: {error.error_string}") from error
 
 
-# What phones, cameras, browsers and data sets write, beside uncompressed samples (pcm_*).
+# The codecs of phones, cameras, browsers and data sets, in addition to uncompressed samples (pcm_*).
 _CODECS = ("aac", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3")
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
-_TRACK_ROUNDING_S = 0.1  # that a track may be shorter than its header says; encoders count whole packets
+_TRACK_ROUNDING_S = 0.1  # tolerance for a track that is shorter than its header says; encoders count whole packets
 
 
 def track_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
@@ -305,7 +305,7 @@ def track_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader
 def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.ndarray, int]:
     """Returns the mean of a track's channels, float32 ``[samples]`` of full scale 1, and its samples a second.
 
-    The padding of the last packet, behind the track's length, is left out.
+    The padding of the last packet, after the track's length, is left out.
     """
     import av
 
@@ -355,21 +355,21 @@ def _seconds(track: Any) -> float | None:
     """Returns the length of a track, None if only the length of the whole container is known."""
     if track.duration is not None and track.time_base:
         return float(track.duration * track.time_base)
-    said = _CLOCK.match(track.metadata.get("DURATION", ""))  # where FFmpeg writes it in Matroska
+    said = _CLOCK.match(track.metadata.get("DURATION", ""))  # FFmpeg writes it there in Matroska
     return None if said is None else int(said[1]) * 3600 + int(said[2]) * 60 + float(said[3])
 
 
-_LEAST = 1e-10  # of the energy in a bin
-_RANGE = 8.0  # decades below the largest energy of the sound, under which all is the same
+_LEAST = 1e-10  # lower bound of the energy in a bin
+_RANGE = 8.0  # decades below the largest energy of the sound; smaller energies are clipped
 _FRAMES_AT_ONCE = 4096  # frames that are computed at a time
-_LINEAR_HZ = 200 / 3  # of a mel on Slaney's scale, up to 1,000 Hz
+_LINEAR_HZ = 200 / 3  # per mel on Slaney's scale, up to 1,000 Hz
 _BREAK_HZ, _BREAK_MEL = 1_000.0, 15.0
 _LOG_STEP = np.log(6.4) / 27
 _TOP_HZ = 8_000.0
 
 
 def log_mel(samples: np.ndarray, *, sampling_rate: int, mel_bins: int, fft_size: int, hop_length: int) -> np.ndarray:
-    """Returns the features of ``samples``, float32 ``[mel_bins, len(samples) // hop_length]``.
+    """Returns Whisper's log-mel features of ``samples``, float32 ``[mel_bins, len(samples) // hop_length]``.
 
     ``samples`` is float32 ``[samples]``, more than half of ``fft_size``. The sound is mirrored at both ends.
     """
@@ -409,15 +409,15 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 
 
 def sound_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
-    """Returns what a file says about its sound, without decoding it. Raises MediaError if that breaks a limit."""
+    """Returns the header of a sound without decoding it. Raises MediaError if it breaks a limit."""
     return track_header(file, form, limits) if form in VIDEO_FORMATS else file_header(file, form, limits)
 
 
 def clip_features(file: IO[bytes], form: str, audio: AudioSettings, limits: MediaLimits) -> tuple[np.ndarray, float]:
     """Returns the features of a sound, float32 ``[mel bins, frames]``, and its length in seconds.
 
-    The channels are averaged, and the mean is resampled to the model's rate. A sound is encoded alone, padded to no
-    length, so that its features do not depend on others. Raises MediaError.
+    The channels are averaged, and the mean is resampled to the model's rate. A sound is encoded alone and without
+    padding, so that its features do not depend on others. Raises MediaError.
     """
     import soxr
 

@@ -1,6 +1,6 @@
-"""Opens the sources of media: regular files below the media root, within the limit of bytes, of a known format.
+"""Opens media sources: regular files below the media root, within the size limit, of a known format.
 
-Decoders get open files and never paths, because FFmpeg opens other files of the machine by what a path's file says.
+Decoders get open files and never paths, because FFmpeg opens other files of the machine that a file at a path names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.media.media_limits import MediaLimits
 
-# A word before "://", or one of the words that FFmpeg, Pillow or a browser opens without "//".
+# A URL scheme before "://", or a scheme that FFmpeg, Pillow or a browser opens without "//".
 _REMOTE = re.compile(
     r"[a-z][a-z0-9+.-]*://|(?:https?|ftps?|file|data|concat|subfile|pipe|cache|crypto):", re.IGNORECASE
 )
@@ -70,8 +70,8 @@ def _open_path(kind: MediaKind, path: str, limits: MediaLimits, *, root: Path) -
         real = os.path.realpath(root / path, strict=True)
         _check_place(kind, real, root)
         if not stat.S_ISREG(os.stat(real).st_mode):
-            raise MediaError(kind, "unknown_format", f"{real} is no regular file.")
-        # The flags keep an entry that was exchanged since then from blocking this process or leading elsewhere.
+            raise MediaError(kind, "unknown_format", f"{real} is not a regular file.")
+        # If the entry was replaced after the check, the flags keep it from blocking this process or leading elsewhere.
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         if isinstance(error, MediaError):
@@ -83,7 +83,7 @@ def _open_path(kind: MediaKind, path: str, limits: MediaLimits, *, root: Path) -
         found = os.fstat(descriptor)
         _check_place(kind, os.readlink(f"/proc/self/fd/{descriptor}"), root)
         if not stat.S_ISREG(found.st_mode):
-            raise MediaError(kind, "unknown_format", f"{real} is no regular file.")
+            raise MediaError(kind, "unknown_format", f"{real} is not a regular file.")
         _check_bytes(kind, found.st_size, limits)
     except BaseException:
         file.close()
@@ -115,7 +115,7 @@ def _format_of(kind: MediaKind, head: bytes) -> str:
 
 
 def sniffed_format(head: bytes) -> str:
-    """Returns the format that a file's first 32 bytes show, an empty text for none that Relax knows."""
+    """Returns the format that a file's first 32 bytes show, an empty text for an unknown format."""
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return "PNG"
     if head.startswith(b"\xff\xd8\xff"):

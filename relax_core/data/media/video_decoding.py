@@ -1,4 +1,4 @@
-"""Decodes the sampled frames of a video with PyAV: bounded by its header, by its packets and while it decodes."""
+"""Decodes the sampled frames of a video with PyAV; checks the limits by header, by packets and while decoding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 from relax_core.contracts.media import MediaError
 from relax_core.data.media.media_limits import MediaLimits, check_source_size
 
-# What phones, cameras, browsers and data sets write. FFmpeg knows hundreds more, most of them old and little tested.
+# The codecs of phones, cameras, browsers and data sets. FFmpeg has hundreds more, most of them old and little tested.
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
-_CLOCK_S = 0.002  # that times may be off, because Matroska counts in milliseconds
+_CLOCK_S = 0.002  # tolerance of times, because Matroska counts in milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoHeader:
-    """Holds what a video says about itself: frames, frames per second, and the size of a frame before rotation."""
+    """Holds the header of a video: frames, frames per second, and the size of a frame before rotation."""
 
     frames: int
     fps: float
@@ -38,7 +38,7 @@ class VideoHeader:
 class VideoIndex:
     """Holds the presentation times of a video's frames in order, and which of them begin a group of pictures.
 
-    ``times`` is None if the container does not tell a distinct time for each frame.
+    ``times`` is None if the container does not give each frame a distinct time.
     """
 
     header: VideoHeader
@@ -47,7 +47,7 @@ class VideoIndex:
 
 
 def sample_frames(frames: int, fps: float, limits: MediaLimits) -> list[int]:
-    """Returns which frames are used: uniformly many, ``limits.video_fps`` per second, as Qwen3-VL's processor does."""
+    """Returns the numbers of the sampled frames: evenly spaced, ``limits.video_fps`` per second, as Qwen3-VL does."""
     count = int(frames / fps * limits.video_fps)
     count = min(max(count, limits.video_frames_min), limits.video_frames_max, frames)
     indices: list[int] = np.linspace(0, frames - 1, count).round().astype(int).tolist()
@@ -66,17 +66,17 @@ def stamp_text(seconds: float) -> str:
 
 
 def step_seconds(indices: Sequence[int], fps: float, step: int) -> float:
-    """Returns the time between two frame steps in seconds, as Qwen-Omni's tools tell it to transformers.
+    """Returns the time between two frame steps in seconds, as Qwen-Omni's tools pass it to transformers.
 
-    It is that of a video whose sampled frames are spread evenly over its whole length.
+    The sampled frames count as evenly spread over the whole length of the video.
     """
     return step * (indices[-1] + 1) / fps / len(indices)
 
 
 def video_header(file: IO[bytes], form: str, limits: MediaLimits) -> VideoHeader:
-    """Returns a video's header; only if it does not say the number of frames, the packets are counted.
+    """Returns a video's header. Packets are counted only if it lacks the number of frames or the frame rate.
 
-    They are counted too if it does not say the frame rate. Raises MediaError if the header breaks a limit.
+    Raises MediaError if the header breaks a limit.
     """
     with _opened(file, form, limits) as (_, stream):
         header = _header(stream, limits)
@@ -84,7 +84,7 @@ def video_header(file: IO[bytes], form: str, limits: MediaLimits) -> VideoHeader
 
 
 def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
-    """Returns what the packets of a video say, without decoding them. Raises MediaError as `video_header` does."""
+    """Returns the index of a video's packets, without decoding them. Raises MediaError as `video_header` does."""
     with _opened(file, form, limits) as (container, stream):
         said = _header(stream, limits)
         times: list[int | None] = []
@@ -118,10 +118,10 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
 
 
 def _mean_rate(said: float, frames: int, seconds: float) -> float:
-    """Returns frames per second: ``said`` by the header if that fits, or else those of the measured ``seconds``.
+    """Returns frames per second: ``said`` by the header if it fits the measured ``seconds``, else the measured rate.
 
     A header of Matroska has the shortest time between two frames, or none. ``seconds`` may lack the last frame's time,
-    and are 0 if they are not known.
+    and is 0 if it is not known.
     """
     if seconds > 0 and (said <= 0 or abs(seconds - frames / said) > 1 / said + _CLOCK_S):
         return frames / seconds
@@ -138,7 +138,7 @@ def _display_matrix(frame: Any) -> tuple[int, ...]:
 
 
 def _upright(pixels: np.ndarray, matrix: tuple[int, ...]) -> np.ndarray:
-    """Returns pixels ``[height, width, 3]`` turned and mirrored; only maps of the axes on themselves are applied."""
+    """Returns pixels ``[height, width, 3]`` rotated and mirrored; only multiples of 90 degrees are applied."""
     a, b, c, d = matrix
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels, a, d = pixels.transpose(1, 0, 2), c, b
@@ -150,8 +150,8 @@ def decode_frames(
 ) -> Iterator[np.ndarray]:
     """Yields the frames with the given numbers, in order, upright, uint8 ``[height, width, 3]``.
 
-    A part of the video that holds no such frame is skipped if a group of pictures begins behind it. Raises MediaError
-    for a frame that is damaged or breaks a limit.
+    Decoding skips to the last group of pictures that begins at or before the next such frame. Raises MediaError for a
+    frame that is damaged or breaks a limit.
     """
     with _opened(file, form, limits) as (container, stream):
         stream.codec_context.options = {"max_pixels": str(limits.source_pixels)}
@@ -165,7 +165,7 @@ def decode_frames(
                 check_source_size("video", limits, height=frame.height, width=frame.width)
                 if matrix is None:  # all frames of a video have the same
                     matrix = _display_matrix(frame)
-                    gc.collect(0)  # PyAV's side data and its frame hold each other, and the frame holds the decoder
+                    gc.collect(0)  # PyAV's side data and frame form a reference cycle, which holds the decoder
                 yield _upright(frame.to_ndarray(format="rgb24"), matrix)
                 number = next(wanted, None)
             if number is None:

@@ -31,7 +31,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--beyond-loopback", action="store_true", help="allow a --host that other machines can reach")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free port")
-    parser.add_argument("--listener", type=int, help="descriptor of a listening socket that takes the place of --port")
+    parser.add_argument("--listener", type=int, help="descriptor of a listening socket, instead of --port")
     parser.add_argument("--token-file", type=Path, required=True, help="file with the bearer token")
     parser.add_argument("--max-running-samples", type=int, default=256)
     parser.add_argument("--max-total-tokens", type=int, default=65536, help="tokens in the KV cache")
@@ -40,13 +40,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--load-weights", action="store_true", help="serve the folder's own weights at once")
-    parser.add_argument("--stay", action="store_true", help="go on when stdin is closed, as a server of its own")
+    parser.add_argument("--stay", action="store_true", help="keep running when stdin is closed, as a standalone server")
     parser.add_argument("--weight-version", type=int, default=0, help="the version of --load-weights")
     return parser.parse_args(argv)
 
 
 def _listener(host: str, port: int, *, inherited: int | None, beyond_loopback: bool) -> socket.socket:
-    """Returns the socket that the owner has passed down, or one that listens on the port."""
+    """Returns the socket that the owner has passed, or a new socket that listens on the port."""
     if not beyond_loopback and host != "localhost" and not ipaddress.ip_address(host).is_loopback:
         raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1, or add --beyond-loopback")
     if inherited is not None:
@@ -60,7 +60,7 @@ def _listener(host: str, port: int, *, inherited: int | None, beyond_loopback: b
 
 
 def _end_with_stdin() -> None:
-    """Ends the process as soon as its stdin is closed, which says that its owner has ended."""
+    """Ends the process as soon as its stdin is closed, because its owner has ended."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):

@@ -149,14 +149,14 @@ def group_address(body: InitGroupBody) -> WeightGroupAddress:
 
 
 DEADLINE_S = 20.0  # the deadline of SGLang's own probe
-REUSE_S = 1.0  # seconds for which one answer is given to further probes
+REUSE_S = 1.0  # seconds for which further probes get the same answer
 
 
 class HealthGenerate:
-    """Runs at most one forward pass of two tokens a second, however many probes come.
+    """Answers health probes with a forward pass of two tokens, at most once a second for any number of probes.
 
     The route needs no token. The pass runs in the decode thread between two steps. It takes no slot and shares no
-    batch, so that the tokens of requests are the same with it and without it.
+    batch, so that it does not change the tokens of requests.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -256,7 +256,7 @@ class ControlRoutes:
         return {"success": True, "status": "ok"}
 
     async def _flush_cache(self, body: bytes) -> dict[str, Any]:
-        """Drops kept prefixes, and what the tower gave for images and videos; no other cache outlives a request.
+        """Drops kept prefixes, and the features of media items; no other cache outlives a request.
 
         It is refused, as in SGLang, while samples hold cache.
         """
@@ -343,7 +343,7 @@ CONTROL_BODY_BYTES = 16 << 20
 
 
 class EngineApp:
-    """The ASGI application of one engine answers /generate and all control routes."""
+    """Implements the ASGI application of one engine: /generate and all control routes."""
 
     def __init__(self, generate: GenerateRoute, control: ControlRoutes, *, token: str) -> None:
         self._generate = generate

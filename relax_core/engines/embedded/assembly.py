@@ -86,7 +86,7 @@ def read_token(file: Path) -> str:
 
 
 def _features(config: ModelConfig, weights: FusedWeights, reader: FolderReader | None) -> MediaFeatures | None:
-    """Returns the features of a model with towers, None for another."""
+    """Returns the features of a model with towers, None for other models."""
     towers = Towers.of(config)
     return None if towers is None else MediaFeatures(towers, reader, vision=weights.vision, audio=weights.audio)
 
@@ -146,7 +146,7 @@ async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *
         http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
         ws="none",
         lifespan="off",
-        log_level="error",  # a client's mistakes are answered to the client and not logged
+        log_level="error",  # client errors are sent to the client and not logged
         access_log=False,
         server_header=False,
         date_header=False,

@@ -1,6 +1,6 @@
-"""Batches samples continuously over slots: prefills prefixes, decodes a token for each sample, frees finished slots.
+"""Implements continuous batching over slots: prefills prefixes, decodes a token per sample, frees finished slots.
 
-The decoder knows nothing of requests, weight versions or HTTP. A slot is an entry of the `SlotTable` and of the
+The decoder does not handle requests, weight versions or HTTP. A slot is an entry of the `SlotTable` and of the
 `KVCache`. `score` computes log-probs of given tokens by a prefill that returns the logits of every position to be
 scored. The caller enters ``torch.inference_mode`` once, because entering it for each token would cost more than an
 operator.
@@ -55,14 +55,14 @@ FIRST_ROUTES = 16
 class PromptRoutes:
     """Holds the experts of a prompt's tokens, uint8 or uint16 ``[prompt, layers, per_token]``.
 
-    The first prefill sets them. They stay when the prompt is computed anew under other weights.
+    The first prefill sets them. They stay the same when the prompt is computed again under other weights.
     """
 
     experts: np.ndarray | None = None
 
 
 class RouteTable:
-    """Holds the experts of the running samples' response tokens, one entry a slot, moved with the `SlotTable`.
+    """Holds the experts of the running samples' response tokens, one entry per slot, moved with the `SlotTable`.
 
     A token is routed when it passes through the model, so that the newest token of a sample has no experts yet.
     """
@@ -70,7 +70,7 @@ class RouteTable:
     def __init__(self, capacity: int, *, layers: int, per_token: int, experts: int) -> None:
         self.dtype = np.dtype(np.uint8 if experts <= 256 else np.uint16)
         self.shape = (layers, per_token)
-        self._experts = np.zeros((capacity, 0, *self.shape), dtype=self.dtype)  # grows once experts are asked for
+        self._experts = np.zeros((capacity, 0, *self.shape), dtype=self.dtype)  # grows once experts are requested
 
     def reserve(self, tokens: int) -> None:
         """Makes room for ``tokens`` tokens of every slot; the room grows by doubling."""
@@ -86,7 +86,7 @@ class RouteTable:
         self._experts[slot, start : start + len(experts)] = experts
 
     def record(self, tokens: np.ndarray, chosen: np.ndarray) -> None:
-        """Writes ``chosen`` ``[slots, layers, per_token]``: of each slot the experts of its token ``tokens[slot]``."""
+        """Writes ``chosen`` ``[slots, layers, per_token]``: the experts of token ``tokens[slot]`` of each slot."""
         self.reserve(int(tokens.max()) + 1)
         self._experts[np.arange(len(tokens)), tokens] = chosen
 
@@ -108,14 +108,14 @@ NO_SLOTS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Holds tokens that are computed once, and the samples that go on from them.
+    """Holds tokens that are computed once, and the samples that continue from them.
 
-    ``token_ids`` is the prompt, or the prompt and what a retracted sample had already generated. ``keys`` holds one
-    uint64 for each sample. ``done`` and ``done_logprobs`` are what the retracted sample had generated, the end of
-    ``token_ids``. ``routes`` is given if the experts are asked for. ``done_routes`` are the experts of ``done`` except
-    its last token, which only the prefill computes. ``done_kept`` holds the sets that ``done`` was sampled from, if
-    they are asked for. ``media`` holds what the images and videos of ``token_ids`` change; ``items`` says which they
-    are.
+    ``token_ids`` is the prompt, or the prompt and the generated tokens of a retracted sample. ``keys`` holds one uint64
+    for each sample. ``done`` and ``done_logprobs`` are the generated tokens of the retracted sample, the end of
+    ``token_ids``, and their log-probs. ``routes`` is given if the experts are requested. ``done_routes`` are the
+    experts of ``done`` except its last token, which only the prefill computes. ``done_kept`` holds the sets that
+    ``done`` was sampled from, if they are requested. ``media`` holds the media inputs of ``token_ids``, and ``items``
+    places the media items.
     """
 
     token_ids: Sequence[int]
@@ -139,7 +139,7 @@ class SlotTable:
     """Holds the running samples in slots 0 to ``count`` - 1.
 
     `look_ahead` prepares several steps together: random numbers for all of them, and at most as many steps as the
-    first sample needs to reach its token limit, so that the steps on the way only compare with stop tokens.
+    first sample needs to reach its token limit, so that the steps before only compare with stop tokens.
     """
 
     def __init__(self, capacity: int, *, vocab_size: int) -> None:
@@ -149,7 +149,7 @@ class SlotTable:
         self._vocab_size = vocab_size
         self._settings: list[SamplingSettings] = []
         self._plan: SamplingPlan | None = None
-        self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, which the cache does not hold
+        self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, not yet in the cache
         self.rotary_shift = np.zeros(capacity)  # what to add to a new token's column for its rotary position
         self.columns = np.zeros(capacity, dtype=np.int64)  # the most KV columns that the sample may need
         self.fresh = np.zeros(capacity, dtype=bool)  # whether the weights in force computed all of the slot's cache
@@ -218,7 +218,7 @@ class SlotTable:
 
     # -- steps of all samples -----------------------------------------------------------------------------------------
     def look_ahead(self) -> int:
-        """Prepares the next steps, at least one; returns how many. They are lost if a sample is added or removed."""
+        """Prepares the next steps, at least one; returns how many. Adding or removing a sample discards them."""
         self.settle()
         slots = slice(0, self.count)
         self.ahead = min(STEPS_AHEAD, int((self._limit[slots] - self._length[slots]).min()))
@@ -315,8 +315,9 @@ class SlotTable:
 class Decoder:
     """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns.
 
-    ``dtype`` is that of the model's weights. Beside the samples it keeps up to ``prefix_cache_tokens`` tokens of ended
-    ones. ``cached`` says of each prefix of the newest admission how many of its tokens were not computed for it.
+    ``dtype`` is that of the model's weights. In addition to the running samples it keeps up to ``prefix_cache_tokens``
+    tokens of ended samples. ``cached`` has for each prefix of the newest admission the number of its tokens that were
+    not computed for it: tokens of a kept prefix, or all tokens if an equal prefix was computed.
     """
 
     def __init__(
@@ -333,13 +334,13 @@ class Decoder:
         config = model.config
         dtype = computing_dtype(dtype)
         self._model = model
-        self.features = features  # for a model that sees only
+        self.features = features  # for a model with towers only
         self.max_samples = max_samples
         self._max_tokens = max_tokens
         self._dtype = dtype
         self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
         self.states: StateTable | None = None  # for a model with a gated delta net only
-        self.state_columns = 0  # what a sample's state takes of the cache's memory, in columns
+        self.state_columns = 0  # size of a sample's state, in columns of the cache
         if config.delta_net is not None:
             self.states = StateTable(config, dtype)
             column = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
@@ -352,17 +353,17 @@ class Decoder:
             one = config.experts
             self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
         self.kept = KeptTable(max_samples, vocab_size=config.vocab_size)
-        self._recording_routes = False  # whether the experts of a running sample are asked for
+        self._recording_routes = False  # whether the experts of a running sample are requested
         self._views = CacheViews(self.cache)
         self._attention: DecodeAttention | None = None  # attention of the steps that the slots have prepared
 
     def see(self, sequences: Sequence[tuple[int, Sequence[Media]]]) -> Sequence[SequenceMedia | MediaGone | None]:
-        """Returns what the items of sequences change, as `MediaFeatures.of_sequences` does; None for a text model."""
+        """Returns the media inputs of sequences, as `MediaFeatures.of_sequences` does; None each for a text model."""
         return [None] * len(sequences) if self.features is None else self.features.of_sequences(sequences)
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
-        """Is True if ``samples`` more samples can run beside the running ones; the longest may need ``columns``.
+        """Returns whether ``samples`` more samples can run with the running samples; the longest may need ``columns``.
 
         The states of a gated delta net count as the columns that would take their memory.
         """
@@ -371,16 +372,16 @@ class Decoder:
 
     @property
     def token_usage(self) -> float:
-        """Is the share of ``max_tokens`` that the running samples may come to need."""
+        """Returns the share of ``max_tokens`` that the running samples may need."""
         return self._needed(self.slots.count, 0) / self._max_tokens
 
     @property
     def columns(self) -> int:
-        """Is the number of columns of the cache that the newest decode step has read in a layer, over all slots."""
+        """Returns the number of cache columns that the newest decode step has read in a layer, over all slots."""
         return 0 if self._attention is None else self._attention.columns
 
     def _needed(self, slots: int, columns: int) -> int:
-        """Returns the tokens of so many slots if the longest sample is as long as the running ones or ``columns``."""
+        """Returns the tokens of ``slots`` slots, each as long as ``columns`` or the longest running sample."""
         if self.slots.count:
             columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
         return slots * (columns + self.state_columns)
@@ -461,8 +462,8 @@ class Decoder:
     ) -> tuple[Tensor, PrefillStates | None, Tensor]:
         """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim], states and last tokens' output.
 
-        ``found`` is what is kept of each prefix already. ``owners`` holds each prefix that these stand for, its first
-        slot, and which of these it is.
+        ``found`` has the kept part of each prefix, or None. ``owners`` holds (prefix, its first slot, index of its
+        equal in ``prefixes``) for each admitted prefix.
         """
         token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
@@ -521,7 +522,7 @@ class Decoder:
         """Decodes one more token for every running sample; returns the slots that it finishes.
 
         Raises NonFiniteLogits; no sample then has its token, and the samples that stay get the same token in the next
-        step. The states of a gated delta net have then gone on, so that its samples must be prefilled again.
+        step. The states of a gated delta net have then advanced, so that its samples must be prefilled again.
         """
         slots = self.slots
         attention = self._next_attention()
@@ -580,10 +581,10 @@ class Decoder:
 
     # -- kept prefixes --------------------------------------------------------------------------------------------
     def keep(self, slot: int, token_ids: Sequence[int], items: Sequence[Media], routes: PromptRoutes | None) -> None:
-        """Keeps what is computed of a sample that ends, unless older weights have computed a part of it.
+        """Keeps the prefix of a sample that ends for later prompts, unless older weights have computed a part of it.
 
         ``token_ids`` are its prompt and its response; the newest token is not computed. ``items`` places its images and
-        videos, and ``routes`` has the experts of its prompt, if they were asked for.
+        videos, and ``routes`` has the experts of its prompt, if they were requested.
         """
         computed = token_ids[:-1]
         if not self.prefixes.is_on or not self.slots.fresh[slot] or self.prefixes.covers(computed, items):
@@ -606,10 +607,10 @@ class Decoder:
         )
 
     def forget(self) -> None:
-        """Drops all that outlives a sample: kept prefixes, and features of images and videos.
+        """Drops everything that outlives a sample: kept prefixes, and features of media items.
 
-        What is computed of the running samples is not kept either, because it may come from other weights than those
-        that are in force when they end.
+        The prefixes of the running samples are not kept later either, because they may come from other weights than
+        those that are in force when the samples end.
         """
         self.prefixes.forget()
         self.slots.fresh[:] = False
@@ -651,7 +652,7 @@ class Decoder:
 
 
 def _put(found: FoundPrefix, row: int, *, kv: Tensor, states: PrefillStates | None, routes: np.ndarray | None) -> None:
-    """Copies what is kept of a prefix to its row of a prefill."""
+    """Copies the kept part of a prefix to its row of a prefill."""
     kv[:, :, row, :, : found.tokens] = found.kept.kv[:, :, :, : found.tokens]
     if states is not None and found.kept.states is not None:
         states.fill(row, found.kept.states, torch.zeros(1, dtype=torch.int64))
@@ -710,9 +711,8 @@ def score(
 ) -> list[Scores]:
     """Scores ``items``, which share their banned tokens; returns the scores in their order.
 
-    One call is fastest with items of similar length (`like_lengths`). ``media`` holds what each item's images and
-    videos change. Raises NonFiniteLogits if the weights yield
-    logits that are not finite.
+    One call is fastest with items of similar length (`like_lengths`). ``media`` holds the media inputs of each item.
+    Raises NonFiniteLogits if the weights yield logits that are not finite.
     """
     dtype = computing_dtype(dtype)
     # The logits of the last token are not computed, because they score no token of the item.

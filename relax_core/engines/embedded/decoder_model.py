@@ -30,7 +30,7 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Recur(Protocol):
-    """Computes the rows of a gated delta net; only it knows which token follows which, and from which state."""
+    """Computes the rows of a gated delta net; only the implementation knows the tokens' order and states."""
 
     def __call__(self, layer: int, mixed: Tensor, convolution: Tensor, decay: Tensor, strength: Tensor, /) -> Tensor:
         """Returns the heads' outputs, float32 ``[tokens, value_heads, value_dim]``.
@@ -43,11 +43,11 @@ class Recur(Protocol):
 
 
 class MediaRows(NamedTuple):
-    """Holds what images and videos change in one pass.
+    """Holds the media inputs of one pass.
 
     ``rows`` are the tokens whose embedding is replaced by ``features`` ``[rows, hidden]``; ``deepstack[k]`` is added to
-    them after layer k. ``placed`` are all tokens of the sequences that have items, and ``positions`` ``[3,
-    placed]`` are their rotary positions in time, height and width.
+    them after layer k. ``placed`` are all tokens of the sequences that have items, and ``positions`` ``[3, placed]``
+    are their rotary positions in time, height and width.
     """
 
     rows: Tensor
@@ -58,7 +58,7 @@ class MediaRows(NamedTuple):
 
 
 class LanguageModel:
-    """Computes tokens of different samples and positions together; only ``attend`` knows which token sees which."""
+    """Computes tokens of different samples and positions together; only ``attend`` knows the attention mask."""
 
     def __init__(self, config: ModelConfig, weights: FusedWeights, *, context_length: int) -> None:
         self.config = config
@@ -133,7 +133,7 @@ class LanguageModel:
         ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary ones: int64 below the context's length, or
         float64. ``recur`` is given for a model with a gated delta net. ``media`` are the images and videos of the
         tokens. The experts of each layer, int64 ``[tokens, per_token]``, are appended to ``routes`` if it is given.
-        ``wanted``, if given, holds int64 indices of the tokens whose output is asked for; after its attention the last
+        ``wanted``, if given, holds int64 indices of the tokens whose output is requested; after its attention the last
         layer is computed for these tokens only.
         """
         config = self.config
@@ -144,7 +144,7 @@ class LanguageModel:
         deepstack: Sequence[Tensor] = () if media is None else media.deepstack
         if media is not None:
             x.index_copy_(0, media.rows, media.features.to(x.dtype))
-        # In this layer only the wanted tokens go on; there is none if deepstack rows are added after every layer.
+        # After the attention of this layer only the wanted tokens are computed; -1 if every layer has deepstack rows.
         last = config.num_layers - 1 if len(deepstack) < config.num_layers else -1
         for index, layer in enumerate(self.weights.layers):
             normed = self._norm(x, layer.input_norm)

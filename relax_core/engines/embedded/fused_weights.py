@@ -19,7 +19,7 @@ from relax_core.engines.embedded.half_products import HalfMatrix, computing_dtyp
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.architecture import AudioTower, VisionTower
 
-# A transposed view [in, out], or what stands for it where bfloat16 is slow.
+# A transposed view [in, out], or a HalfMatrix where bfloat16 is slow.
 Matrix = Tensor | HalfMatrix
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors
 
@@ -96,7 +96,7 @@ class FusedWeights:
     """Holds all weights of one model, which are zeros until `apply`.
 
     ``vision`` and ``audio`` are the towers of the model, Hugging Face's modules as they are; None if it has none.
-    ``dtype`` is the type of the numbers that the language model computes in (`computing_dtype`).
+    ``dtype`` is the dtype in which the language model is computed (`computing_dtype`).
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -210,7 +210,7 @@ class FusedWeights:
     def _experts(
         self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype, *, layout: ExpertLayout
     ) -> ExpertWeights:
-        """Adds a layer's experts in the layout of the folder, and the shared one if there is one."""
+        """Adds a layer's experts in the layout of the folder, and the shared expert if there is one."""
         router = torch.zeros(experts.count, hidden, dtype=dtype)
         self._whole(f"{prefix}gate.weight", router)
         shared: DenseWeights | None = None
@@ -248,7 +248,7 @@ class FusedWeights:
     def checked(self, tensors: Iterable[tuple[str, Tensor]], *, held: Collection[str] = ()) -> dict[str, Tensor]:
         """Returns an update's tensors by name; those in ``held`` stay as they are if the update lacks them.
 
-        Raises ValueError that names the missing, unknown and misshapen ones.
+        Raises ValueError that names the missing, unknown and misshapen tensors.
         """
         found = {name: one for name, one in tensors if name not in self._ignored and not self.passes(name)}
         faults = [f"missing: {name}" for name in self._targets if name not in found and name not in held]
@@ -260,7 +260,7 @@ class FusedWeights:
         return found
 
     def fault(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
-        """Returns why a tensor of an update is not one of the model's, or None if it is."""
+        """Returns why a tensor of an update does not fit the model, or None if it fits."""
         target = self._targets.get(name)
         if name in self._ignored:  # `checked` leaves it out, but its size is bounded too
             if len(shape) > 2 or not 0 <= math.prod(shape) <= self._most_numbers:
@@ -313,7 +313,7 @@ def add_product(x: Tensor, tokens: Tensor, weight_t: Matrix) -> Tensor:
 
 
 def _for_onednn(tokens: Tensor, weight_t: Tensor) -> bool:
-    """Is True for large float32 products of enough tokens; in bfloat16 torch uses oneDNN by itself.
+    """Returns True for large float32 products of enough tokens; in bfloat16 torch uses oneDNN by itself.
 
     Fewer tokens than `_STEP` would mostly multiply the padding.
     """
@@ -361,11 +361,11 @@ def choose_experts(tokens: Tensor, router_t: Matrix, experts: Experts) -> tuple[
 def mix_experts(
     tokens: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeights, *, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Returns the weighted sum of the chosen experts' outputs, plus the shared one's, ``[tokens, hidden]``.
+    """Returns the weighted sum of the chosen experts' outputs, plus the shared expert's, ``[tokens, hidden]``.
 
     Tokens are sorted by expert, so that each chosen expert computes one product. Compared with one product over all
-    experts and with products padded to the busiest expert, this was measured as the fastest from a hundred tokens on
-    at every size, and it is the only one that is affordable for a large model.
+    experts and with products padded to the busiest expert, this measured fastest from a hundred tokens on at every
+    size, and it is the only affordable way for a large model.
     """
     per_token = chosen.shape[1]
     flat = chosen.view(-1)

@@ -1,4 +1,4 @@
-"""Parses and bounds the body of /generate; a field that this engine lacks is refused unless its value is neutral."""
+"""Parses and checks the body of /generate; an unsupported field is refused unless its value is neutral."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Holds the engine's sizes that bound a request, in tokens and samples.
+    """Holds the engine's limits on a request, in tokens and samples.
 
-    ``state_tokens`` is what the states of a sample's gated delta nets take of the cache, 0 for other models.
+    ``state_tokens`` is the size of the states of a sample's gated delta nets in cache tokens, 0 for other models.
     """
 
     context_length: int
@@ -50,7 +50,7 @@ class RequestLimits:
 
 
 def is_temperature(value: float) -> bool:
-    """Is True if the engine samples at this temperature; 0 stands for greedy decoding."""
+    """Returns whether the engine samples at this temperature; 0 stands for greedy decoding."""
     return value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
 
 
@@ -80,7 +80,7 @@ def token_set(key: str, ids: Sequence[int], *, vocab_size: int, limit: int) -> t
 
 
 def same_length(key: str, found: int, count: int) -> None:
-    """Raises HttpError 400 if a list has not one entry for each of the ``count`` prompts."""
+    """Raises HttpError 400 if a list does not have one entry for each of the ``count`` prompts."""
     if found != count:
         raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
 
@@ -123,7 +123,7 @@ PlacedDigests = list[tuple[str, int]]
 
 
 class RequestMedia:
-    """Finds the items that requests name in the folder that ``--media-folder`` gives."""
+    """Finds the media items that requests name in the folder of ``--media-folder``."""
 
     def __init__(self, reader: FolderReader | None, model: ModelConfig) -> None:
         self._reader = reader
@@ -134,8 +134,8 @@ class RequestMedia:
     ) -> list[list[Media]]:
         """Returns the items of each prompt, in order of their rows.
 
-        Raises HttpError 400 for an item that is not in the folder or does not fit the prompt's tokens, and for tokens
-        of an item that nothing explains, because the model would be blind or deaf there.
+        Raises HttpError 400 for an item that is not in the folder or does not fit the prompt's tokens, and for
+        placeholder tokens without an item, because the model would lack the image, video or sound there.
         """
         entries = [None] * len(prompts) if given is None else list(given)
         same_length("media", len(entries), len(prompts))
@@ -157,7 +157,7 @@ class RequestMedia:
             end = start + item.rows
             if start < done or end > len(ids):
                 raise HttpError(
-                    400, f"{where}: its {item.rows} rows do not fit the {len(ids)} input_ids behind row {done}"
+                    400, f"{where}: its {item.rows} rows do not fit the {len(ids)} input_ids after row {done}"
                 )
             if not np.array_equal(ids[start:end], item.ids):
                 raise HttpError(400, f"{where}: input_ids {start} to {end - 1} are not the item's {item.rows} ids")
@@ -184,12 +184,11 @@ class RequestMedia:
 
 
 def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
-    """Raises HttpError 400 for an item that was encoded for another model, because the towers could not take it."""
+    """Raises HttpError 400 for an item that was encoded for another model, because the towers cannot process it."""
     if len(item.grid) != 3:
         raise HttpError(
             400,
-            f"{where}: a grid of {item.grid}, where time, height and width are meant; the item was encoded for another "
-            "model",
+            f"{where}: a grid of {item.grid}, expected time, height and width; the item was encoded for another model",
         )
     ids = item.ids
     rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
@@ -215,9 +214,10 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
 
 
 def _moves_on(item: MediaItem, towers: Towers) -> bool:
-    """Is True if an item's rotary offsets are those of its rows, and it moves the positions no further than it may.
+    """Returns whether an item's rotary offsets fit its rows, and its advance of the positions is within the limit.
 
-    A video without time stamps moves them by its seconds, as far as its offsets reach; others by their rows at most.
+    A video without time stamps advances them by its seconds, up to the end of its offsets; others by at most their
+    number of rows.
     """
     if not item.rows or len(item.offsets) != 3 * len(item.token_ids):
         return False
@@ -347,7 +347,7 @@ def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> Reque
 
 
 def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits, stops: StopTable) -> Call:
-    """Checks a body that asks for new tokens. Raises HttpError 400 with key, value and fix."""
+    """Checks a body that requests new tokens. Raises HttpError 400 with key, value and fix."""
     raw, prompts, sampling = body.raw, body.prompts, body.sampling
     for name in _SCORE_ONLY:
         if getattr(raw, name) not in (None, getattr(_defaults_generate, name)):
@@ -405,7 +405,7 @@ def _neutral(raw: Any, defaults: Any, names: tuple[str, ...], *, where: str) -> 
         if value != neutral and value is not None:
             raise HttpError(
                 400,
-                f"{where}{name}={reprlib.repr(value)}: the embedded engine has none; leave it out, or use "
+                f"{where}{name}={reprlib.repr(value)}: the embedded engine does not support it; leave it out, or use "
                 "engine=sglang",
             )
 
@@ -463,7 +463,7 @@ def _versions(given: int | list[int], count: int) -> list[int]:
 
 
 def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> list[list[int]]:
-    """Returns the indices of the responses that are asked for, of each prompt."""
+    """Returns the indices of the requested responses of each prompt."""
     if given is None:
         return [list(range(n))] * count
     same_length("samples", len(given), count)
@@ -474,7 +474,7 @@ def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> lis
 
 
 def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
-    """Returns for each prompt how many tokens at its end belong to the response."""
+    """Returns for each prompt the number of tokens at its end that belong to the response."""
     counts = per_prompt("generated", given, len(prompts))
     for index, (count, ids) in enumerate(zip(counts, prompts, strict=True)):
         if not 0 <= count < len(ids):
@@ -552,7 +552,7 @@ class ScoreRequest:
 
 
 def asks_for_scores(body: RequestBody) -> bool:
-    """Is True if a prompt of the request asks for no new token."""
+    """Returns whether a prompt of the request requests no new token."""
     return any(one.max_new_tokens == 0 for one in body.sampling)
 
 

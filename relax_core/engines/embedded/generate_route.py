@@ -173,7 +173,7 @@ def _finish_reason(news: Progress) -> dict[str, Any] | None:
 async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Receive, send: Send) -> None:
     """Scores the request's tokens and answers with JSON.
 
-    Raises HttpError 409 if the weights asked for are not in force, 500 if the weights yield logits that are not finite.
+    Raises HttpError 409 if the requested weights are not in force, 500 if the weights yield logits that are not finite.
     """
     if scheduler.version == NOTHING_ATTESTED or scheduler.version < request.min_version:
         raise HttpError(
@@ -210,21 +210,21 @@ async def _disconnected(receive: Receive) -> None:
 
 
 MAX_BODY_BYTES = 64 << 20
-QUICK_BYTES = 1 << 18  # a larger body is parsed beside the event loop
+QUICK_BYTES = 1 << 18  # a larger body is parsed outside the event loop
 MAX_OPEN_SAMPLES = 4 * MAX_SAMPLES  # samples that run or wait, of all requests
 
 
 class Failure(msgspec.Struct):
-    """Says that the call has failed; ``message`` goes to the client."""
+    """Reports that the call has failed; ``message`` is sent to the client."""
 
     message: str
 
 
-News = list[Progress] | Failure | None  # None says that the client has disconnected
+News = list[Progress] | Failure | None  # None: the client has disconnected
 
 
 class GenerateRoute:
-    """The handler of /generate aborts the samples of a client that disconnects."""
+    """Handles /generate; aborts the samples of a client that disconnects."""
 
     def __init__(
         self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits, stops: StopTable, media: RequestMedia
@@ -249,7 +249,7 @@ class GenerateRoute:
             _check_kept_lists(request, vocab_size=self._model.vocab_size)
         samples = request.samples
         if self._open_samples + samples > MAX_OPEN_SAMPLES:
-            raise HttpError(503, f"/generate: {self._open_samples} samples run or wait; ask again when some have ended")
+            raise HttpError(503, f"/generate: {self._open_samples} samples run or wait; retry when some have ended")
         self._open_samples += samples
         try:
             await self._generate(request, receive, send, compact=compact)

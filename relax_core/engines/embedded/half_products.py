@@ -17,7 +17,7 @@ _FLOAT16_MAX = 65504.0
 
 
 def computing_dtype(stored: torch.dtype) -> torch.dtype:
-    """Returns the type of the numbers that a model computes in whose weights have the type ``stored``."""
+    """Returns the dtype in which a model with weights of dtype ``stored`` is computed."""
     slow = stored == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow and "fbgemm" in torch.backends.quantized.supported_engines else stored
 

@@ -58,7 +58,7 @@ class KVCache:
         return self.data.numel() * self.data.element_size()
 
     def reserve(self, slots: int, columns: int, *, used_slots: int) -> bool:
-        """Makes room for ``slots`` by ``columns`` and keeps the first ``used_slots``; is True if ``data`` was replaced.
+        """Makes room for ``slots`` by ``columns``, keeps the first ``used_slots``; returns whether ``data`` is new.
 
         The product of ``slots`` and ``columns`` must not exceed ``max_tokens``.
         """
@@ -101,13 +101,13 @@ class KVCache:
 
 
 MOST_ALONE = 16  # slots whose attention is computed alone, at most
-ALONE_COLUMNS = 1500  # what computing a slot alone costs beside its columns, in columns
+ALONE_COLUMNS = 1500  # the extra cost of computing a slot alone, in columns
 
 
 def slots_alone(lengths: np.ndarray) -> np.ndarray:
     """Returns the longest slots whose attention is better computed alone, int64; ``lengths`` ``[slots]`` in columns.
 
-    All other slots are computed together, with as many columns as the longest one of them has.
+    All other slots are computed together, with as many columns as the longest of them has.
     """
     most = min(MOST_ALONE, len(lengths) - 1)
     longest = np.argsort(-lengths, kind="stable")[: most + 1]
@@ -141,15 +141,14 @@ class CacheViews:
 
 
 class DecodeAttention:
-    """Computes the attention of up to ``steps`` steps of the same samples; `advance` goes on to the next step.
+    """Computes the attention of up to ``steps`` steps of the same samples; `advance` moves to the next step.
 
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
-    pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes;
-    The attention of a few slots that are much longer than the others is computed alone, so that the others do not read
-    columns that they do not have (`slots_alone`).
-    ``rotary_shift`` ``[slots]``, if given, is what to add to them for the rotary positions. ``rotary`` ``[slots]`` has
-    the rotary positions of the current step: int64, or float64 if one has a fraction or is greater than its column,
-    since a table has those of the columns only.
+    pads the query. The attention of a few slots that are much longer than the others is computed alone, so that the
+    others do not read columns that they do not have (`slots_alone`). ``positions`` ``[slots]`` holds the columns of the
+    tokens that the first step computes. ``rotary_shift`` ``[slots]``, if given, is added to them for the rotary
+    positions. ``rotary`` ``[slots]`` has the rotary positions of the current step: int64, or float64 if a position has
+    a fraction or is greater than its column, because the rotary table covers the columns only.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class DecodeAttention:
         moving = torch.cat((columns.view(-1), (views.first_vectors[:count] + columns).view(-1)))
         self._moving = moving  # all indices that a step increases by one
         self.rotary, self._vectors = moving[:count], moving[count:]
-        self._apart: Tensor | None = None  # rotary positions that are not among the indices
+        self._apart: Tensor | None = None  # float64 rotary positions, which `_moving` does not hold
         if rotary_shift is not None and np.count_nonzero(rotary_shift):
             self._shift_rotary(rotary_shift)
         self._bias: Tensor | None = None
@@ -208,11 +207,11 @@ class DecodeAttention:
 
     @property
     def columns(self) -> int:
-        """Is the number of columns of the cache that the current step reads in a layer; see `columns_read`."""
+        """Returns the number of cache columns that the current step reads in a layer; see `columns_read`."""
         return self._used // self._kv_heads * self._width + sum(length for _, length in self._alone)
 
     def advance(self) -> None:
-        """Goes on to the next step."""
+        """Moves to the next step."""
         self._moving.add_(1)
         if self._apart is not None:
             self._apart.add_(1)
@@ -234,15 +233,15 @@ class DecodeAttention:
         return attended.view(q.shape[0], -1)
 
 
-BLOCK = 32  # tokens; a shorter common prefix is prefilled anew, because that takes no longer than to find and copy it
+BLOCK = 32  # tokens; a shorter common prefix is prefilled again, because finding and copying it takes as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptPrefix:
-    """Holds what the weights in force have computed of one sequence.
+    """Holds the keys, values and states of one sequence under the weights in force.
 
     ``token_ids`` is int64 ``[tokens]``, and ``media`` places the sequence's images, videos and sounds. ``kv`` is
-    ``[layers, 2, kv_heads, tokens, head_dim]``. ``states`` are those behind the last token, for a model with a gated
+    ``[layers, 2, kv_heads, tokens, head_dim]``. ``states`` are those after the last token, for a model with a gated
     delta net. ``experts`` ``[tokens, layers, per_token]`` is given if the experts of all tokens are known.
     """
 
@@ -258,7 +257,7 @@ class KeptPrefix:
         return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def common(self, token_ids: np.ndarray, media: Sequence[Media]) -> int:
-        """Returns how many first tokens it has in common with another sequence."""
+        """Returns the number of first tokens that it has in common with another sequence."""
         most = min(len(token_ids), len(self.token_ids))
         differ = np.flatnonzero(self.token_ids[:most] != token_ids[:most])
         if len(differ):
@@ -269,14 +268,14 @@ class KeptPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPrefix:
-    """Says that the first ``tokens`` tokens of a prompt are those of ``kept``."""
+    """Holds a kept prefix whose first ``tokens`` tokens are those of a prompt."""
 
     kept: KeptPrefix
     tokens: int
 
     @property
     def whole(self) -> bool:
-        """Is True if the prompt goes on from all that is kept, as an episode's next turn does."""
+        """Returns whether the prompt continues the whole kept prefix, as an episode's next turn does."""
         return self.tokens == len(self.kept.token_ids)
 
 
@@ -298,13 +297,13 @@ class PrefixStore:
 
     @property
     def is_on(self) -> bool:
-        """Is True if anything can be kept."""
+        """Returns whether anything can be kept."""
         return self._most > 0
 
     def find(self, token_ids: Sequence[int], media: Sequence[Media], *, experts: bool = False) -> FoundPrefix | None:
-        """Returns what serves most tokens of a prompt, but never its last one, whose output is always computed.
+        """Returns the kept prefix with the most tokens of a prompt; the prompt's last token is always computed.
 
-        ``experts`` says that the experts of the served tokens are needed.
+        With ``experts`` the prefix has the experts of its tokens.
         """
         if not self._blocks:
             return None
@@ -324,14 +323,14 @@ class PrefixStore:
         return None
 
     def covers(self, token_ids: Sequence[int], media: Sequence[Media]) -> bool:
-        """Is True if a sequence need not be kept: all of it is kept already, or it is too short or too long."""
+        """Returns whether a sequence need not be kept: all of it is kept already, or it is too short or too long."""
         if not BLOCK <= len(token_ids) <= self._most - self._state_tokens:
             return True
         found = self.find([*token_ids, 0], media)
         return found is not None and found.tokens == len(token_ids) and (found.whole or not self._state_tokens)
 
     def keep(self, new: KeptPrefix) -> None:
-        """Keeps a prefix that `covers` does not say is kept, in place of those that it goes on from."""
+        """Keeps a prefix for which `covers` is False, and drops the kept prefixes that it continues."""
         blocks = prefix_blocks(new.token_ids.tolist(), new.media, block=BLOCK)
         for old in [kept for block in blocks for kept in self._by_block.get(block, ()) if self._ends_at(kept, block)]:
             if old.common(new.token_ids, new.media) == len(old.token_ids):
@@ -369,5 +368,5 @@ class PrefixStore:
 
 
 def _placed(media: Sequence[Media], tokens: int) -> set[tuple[int, str]]:
-    """Returns where items begin in the first ``tokens`` tokens, and which they are."""
+    """Returns the start and the digest of each item that begins in the first ``tokens`` tokens."""
     return {(one.start, one.item.digest) for one in media if one.start < tokens}

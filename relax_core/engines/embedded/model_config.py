@@ -1,4 +1,4 @@
-"""Reads the architecture of a Hugging Face folder, and which tokens end a response."""
+"""Reads the architecture of a Hugging Face folder, and the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import end_token_ids
 
-FEATURE_MIB = 256  # what the engine keeps at most of what its towers computed
+FEATURE_MIB = 256  # maximum size of the tower features that the engine caches
 
 
 @dataclass(frozen=True, kw_only=True)

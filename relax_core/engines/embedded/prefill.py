@@ -15,12 +15,12 @@ from relax_core.engines.embedded.recurrent_states import PrefillStates
 
 PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
 PASS_COLUMNS = (
-    8192  # columns of keys and values of the sequences of one pass, which are copied to their slots behind it
+    8192  # columns of keys and values of the sequences of one pass, which are copied to their slots afterwards
 )
 
 
 def like_lengths(lengths: Sequence[int], *, known: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Yields the indices of sequences that go through a pass together, of similar length so that padding is short.
+    """Yields the indices of sequences for each pass, grouped by similar length to reduce padding.
 
     The first ``known[i]`` tokens of sequence i are computed already.
     """
@@ -53,18 +53,18 @@ def empty_states(model: LanguageModel, *, count: int, dtype: torch.dtype) -> Pre
 
 
 class Wanted(NamedTuple):
-    """Names the tokens whose output is asked for by their sequences and positions, int64 ``[wanted]`` each."""
+    """Holds the sequences and positions of the tokens whose output is requested, int64 ``[wanted]`` each."""
 
     sequences: Tensor
     positions: Tensor
 
 
 class SequenceMedia(NamedTuple):
-    """Holds the images and videos of one sequence.
+    """Holds the media inputs of one sequence.
 
     ``rows`` int64 ``[rows]``, ascending, are its positions whose embeddings are ``features`` ``[rows, hidden]``;
     ``deepstack[k]`` has their rows for layer k. ``positions`` ``[3, tokens]`` are the rotary positions of all of its
-    tokens, and ``following`` is that of the token after them, less their number.
+    tokens, and ``following`` is the rotary position of the next token minus the number of tokens.
     """
 
     rows: Tensor
@@ -89,10 +89,10 @@ def prefill_passes(
 
     The yielded pair is (indices into ``wanted``, the last layer's output before its norm ``[indices, hidden]``).
     Shorter sequences are padded on the right. ``states`` are those before the first tokens, for a model with a gated
-    delta net; they become those behind each sequence's last token. ``routes`` ``[sequences, width, layers,
-    per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for each
-    sequence. ``known``, if given, says of how many first tokens of each sequence ``kv`` and ``states`` hold the results
-    already; ``kv`` and ``routes`` then have one column more than the longest sequence, which takes what padding gives.
+    delta net; they become those after each sequence's last token. ``routes`` ``[sequences, width, layers, per_token]``,
+    if given, is filled with the experts of every token. ``media``, if given, has an entry for each sequence.
+    ``known``, if given, is the number of first tokens of each sequence whose results ``kv`` and ``states`` already
+    hold; ``kv`` and ``routes`` then have one column more than the longest sequence, for the results of padding.
     """
     seen = [(index, one) for index, one in enumerate(media) if one is not None]
     count, width = len(token_ids), max(len(ids) for ids in token_ids)
@@ -127,7 +127,7 @@ def prefill_passes(
 
 
 def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], starts: Tensor, width: int) -> MediaRows:
-    """Returns what the items of some sequences, given with their numbers, change in a piece of ``width`` positions.
+    """Returns the media inputs of a piece of ``width`` positions; ``seen`` holds (sequence, its media inputs).
 
     The piece of sequence i begins at position ``starts[i]``.
     """
@@ -159,7 +159,7 @@ def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], starts: Tensor, width
 def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
     """Returns the attention of positions [start, stop) over all positions up to their own; it fills ``kv`` there.
 
-    Padding stands after a sequence's tokens, so that no token attends to it.
+    Padding follows a sequence's tokens, so that no token attends to it.
     """
     count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
     mask = None

@@ -1,7 +1,7 @@
 """Holds the states of gated delta nets: those of the running samples, and those of the sequences of a prefill.
 
-A state is what one layer keeps of all tokens of one sample: the convolution's last inputs, and a matrix for each head.
-Its size does not depend on the number of tokens.
+A state summarizes all tokens of one sample in one layer: the convolution's last inputs, and a matrix for each head. Its
+size does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StateTable:
     def reserve(self, slots: int) -> None:
         """Makes room for ``slots`` slots and keeps the contents."""
         if (missing := slots - self.slots) > 0:
-            missing = max(missing, self.slots)  # at least twice as many, so that a growing batch copies seldom
+            missing = max(missing, self.slots)  # at least twice as many, so that a growing batch rarely copies
             self.history = F.pad(self.history, (0, 0, 0, 0, 0, missing))
             self.matrices = F.pad(self.matrices, (0, 0, 0, 0, 0, 0, 0, missing))
 
@@ -65,7 +65,7 @@ class StateTable:
         self.history, self.matrices = self.history[:, :0].clone(), self.matrices[:, :0].clone()
 
     def step(self, count: int) -> Recur:
-        """Returns the computation of one further token of each of the first ``count`` slots; it updates the slots."""
+        """Returns the computation of one more token of each of the first ``count`` slots; it updates the slots."""
         net = self.net
 
         def recur(layer: int, mixed: Tensor, convolution: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
@@ -86,16 +86,16 @@ class StateTable:
 
 
 class PrefillStates(StateTable):
-    """Holds the states of sequences whose tokens come in pieces; each sequence has a slot.
+    """Holds the states of sequences whose tokens are computed in pieces; each sequence has a slot.
 
-    A pad never touches a state: a sequence's state is that behind its own last token.
+    Padding never changes a state: a sequence's state is that after its own last token.
     """
 
     def piece(self, lengths: Sequence[int], width: int) -> Recur:
         """Returns the computation of a piece of ``width`` tokens of every sequence, sequence by sequence.
 
-        ``lengths`` are the tokens that each sequence has from the piece's first one on: none if it is 0 or less, and
-        more follow in later pieces if it is greater than ``width``.
+        ``lengths`` are the numbers of tokens that each sequence has from the start of the piece on: 0 or less means
+        none, and tokens beyond ``width`` follow in later pieces.
         """
         net, kept = self.net, self.net.kernel - 1
         own = torch.tensor(lengths).clamp(0, width)

@@ -1,4 +1,4 @@
-"""Runs the engine's one decode thread: which samples run, which wait, and what happens between two decode steps.
+"""Schedules samples on the engine's one decode thread: running samples, waiting samples, actions between decode steps.
 
 The state of a /generate call is here: its prompts, samples, progress reports, and the queue for slots.
 """
@@ -30,7 +30,7 @@ from relax_core.engines.protocol.stop_strings import StopStrings
 
 EXACT_SIZES = 16  # decode steps with more samples are counted together with those of nearly as many
 COARSE = 8
-GAP_S = 2e-4  # after a longer gap, such as a prefill, the wait for a core is read anew before a decode step
+GAP_S = 2e-4  # after a longer gap, such as a prefill, the wait for a core is read again before a decode step
 DecodeTimes = tuple[tuple[int, int, float, float], ...]
 
 
@@ -39,14 +39,14 @@ class Load:
     """Holds the engine's load at one time.
 
     ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
-    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` and
-    ``cached_tokens`` count the tokens that prefills have computed since the start, and those that they have not,
-    because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``token_usage`` is
-    the share of engine.max_total_tokens that running samples may come to need. ``tower_passes`` counts the images and
-    videos that have passed the vision tower since the start. ``decode_times`` has for each number of samples, coarse
-    from `EXACT_SIZES` on, how many decode steps there were since the start, their seconds, and how many of these the
-    decode thread was ready to run and got no core. ``decode_columns`` has for the same numbers of samples the columns
-    of the KV cache that these steps have read in a layer (`DecodeAttention.columns`).
+    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` counts the
+    tokens that prefills have computed since the start, ``cached_tokens`` those that they took from the prefix cache;
+    ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that this cache takes. ``token_usage`` is the share of
+    engine.max_total_tokens that running samples may need. ``tower_passes`` counts the media items that have passed the
+    towers since the start. ``decode_times`` has for each number of samples, coarse from `EXACT_SIZES` on, the number of
+    decode steps since the start, their seconds, and the seconds of these in which the decode thread waited for a core.
+    ``decode_columns`` has for the same numbers of samples the columns of the KV cache that these steps have read in a
+    layer (`DecodeAttention.columns`).
     """
 
     running: int
@@ -69,7 +69,7 @@ class Load:
 class DecodeMeter:
     """Counts decode steps, their wall time, their waits for a core and their columns by the number of samples.
 
-    A larger step takes longer. One thread uses it.
+    A larger step takes longer. Only one thread may use it.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class DecodeMeter:
             self._began_s, self._waited_s = clock_and_core_wait_s()
 
     def end(self, samples: int, *, columns: int) -> None:
-        """Ends a decode step with so many samples, which has read so many columns."""
+        """Ends a decode step of ``samples`` samples, which has read ``columns`` columns."""
         before_s = self._waited_s
         self._ended_s, self._waited_s = clock_and_core_wait_s()
         took_s = self._ended_s - self._began_s
@@ -113,7 +113,7 @@ NOTHING_ATTESTED = -1  # the weight version before the first attested weights; n
 
 
 class Scheduler(threading.Thread):
-    """The decode thread owns the decoder and runs everything that touches it.
+    """Implements the decode thread, which owns the decoder and runs all code that uses it.
 
     `post` runs an action of another thread here, between two decode steps.
     """
@@ -141,7 +141,7 @@ class Scheduler(threading.Thread):
     # -- calls from other threads -----------------------------------------------------------------------------------
     @property
     def stands_still(self) -> bool:
-        """Is True while nothing is decoded, because the engine is paused or its memory is released."""
+        """Returns whether decoding is stopped, because the engine is paused or its memory is released."""
         return self._pause is not None or self._released
 
     def post(self, action: Callable[[], T]) -> Future[T]:
@@ -173,7 +173,7 @@ class Scheduler(threading.Thread):
 
     # -- actions, for `post` ----------------------------------------------------------------------------------------
     def abort(self, chosen: Callable[[Sample], bool]) -> int:
-        """Ends the samples that ``chosen`` selects, with their tokens so far; returns how many they are."""
+        """Ends the samples that ``chosen`` selects, with their tokens so far; returns their number."""
         slots = [slot for slot, sample in enumerate(self._running) if chosen(sample)]
         self._finish(slots, reason="abort")
         count = len(slots)
@@ -188,7 +188,7 @@ class Scheduler(threading.Thread):
         """Stops decoding until `resume`.
 
         With in_place, running samples keep their slots and cache. With retract, they go back to the queue, and their
-        cache is computed anew afterwards. With abort, all samples end.
+        cache is computed again afterwards. With abort, all samples end.
         """
         self._pause = mode
         if mode == "abort":
@@ -203,8 +203,8 @@ class Scheduler(threading.Thread):
     def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
         """Runs ``copy`` and puts ``version`` in force; returns the stall in milliseconds.
 
-        Running samples go on with their cache; those with states, which would carry the old weights on, are prefilled
-        again. Features of images and videos are computed anew, and no kept prefix is served any more.
+        Running samples continue with their cache. Samples with states are prefilled again, because the states come from
+        the old weights. Features of media items and kept prefixes are dropped.
         """
         start = time.perf_counter()
         if copy is not None:
@@ -224,18 +224,18 @@ class Scheduler(threading.Thread):
         self.replace_weights(None, NOTHING_ATTESTED)
 
     def forget(self) -> None:
-        """Drops kept prefixes and features of images and videos; they are computed anew when a prompt needs them."""
+        """Drops kept prefixes and features of media items; they are computed again when a prompt needs them."""
         self._decoder.forget()
 
     def release_memory(self) -> None:
-        """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed anew."""
+        """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed again."""
         self._retract()
         self._decoder.free_cache()
         self.forget()
         self._released = True
 
     def resume_memory(self) -> None:
-        """Lets samples run again after `release_memory`."""
+        """Allows samples to run again after `release_memory`."""
         self._released = False
 
     def load(self) -> Load:
@@ -294,7 +294,7 @@ class Scheduler(threading.Thread):
     def _receive(self) -> None:
         """Runs all actions that have arrived; if there is nothing to decode, waits for the next one.
 
-        A batch of requests needs no further waiting, because all that arrive during the first one's prefill are
+        No wait is needed to batch requests, because all requests that arrive during the prefill of the first are
         prefilled together next.
         """
         if self._idle():
@@ -412,7 +412,7 @@ class Scheduler(threading.Thread):
                 self._news[call].append(Progress(sample, ids, logprobs, length, spans, None, None, kept=kept))
 
     def _kept(self, sample: Sample, slot: int, *, start: int = 0) -> KeptTokens | None:
-        """Returns the kept sets of a sample's tokens from ``start`` on, or None if they were not asked for."""
+        """Returns the kept sets of a sample's tokens from ``start`` on, or None if they were not requested."""
         return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.tells_kept else None
 
     def _report(
@@ -477,10 +477,10 @@ class Scheduler(threading.Thread):
 class Progress:
     """Reports one sample: its tokens since the last report, or all of them (`Sample.reported`).
 
-    ``finish`` is None while the sample goes on. ``matched`` is the stop token or string that ended it. ``length`` is
-    the number of tokens so far, ``spans`` their weight versions. ``routes`` holds the experts of a finished sample's
-    response tokens except the last, ``[length - 1, layers, per_token]``, if they were asked for; it is None for a
-    sample that never ran. ``kept`` holds the sets that ``ids`` were sampled from, if they were asked for.
+    ``finish`` is None while the sample is not finished. ``matched`` is the stop token or string that ended it.
+    ``length`` is the number of tokens so far, ``spans`` their weight versions. ``routes`` holds the experts of a
+    finished sample's response tokens except the last, ``[length - 1, layers, per_token]``, if they were requested; it
+    is None for a sample that never ran. ``kept`` holds the sets that ``ids`` were sampled from, if they were requested.
     """
 
     sample: Sample
@@ -500,12 +500,12 @@ Fail = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """Holds one checked prompt of a call, which stands at ``index`` in the call.
+    """Holds one checked prompt of a call; ``index`` is its index in the call.
 
-    ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
+    ``routes`` is given if the prompt's experts are requested. ``samples`` and ``generated`` are those of
     `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
     images and videos. ``prefill_s`` is the time of the prefills that it was part of, in seconds. ``cached_tokens`` is
-    how many of its tokens the newest of them did not compute. ``queue_s`` is the time before the first of them.
+    the number of its tokens that the newest prefill did not compute. ``queue_s`` is the time before its first prefill.
     """
 
     call: Call
@@ -534,8 +534,8 @@ class Sample:
     """Holds the state of one response.
 
     ``marks`` holds (first token, version) for each change of the weight version. ``done``, ``done_logprobs``,
-    ``done_routes`` and ``done_kept`` hold what was generated so far while the sample has no slot. ``streamed`` is the
-    number of tokens that were reported.
+    ``done_routes`` and ``done_kept`` hold the generated tokens and their data while the sample has no slot.
+    ``streamed`` is the number of tokens that were reported.
     """
 
     prompt: Prompt
@@ -550,7 +550,7 @@ class Sample:
 
     @property
     def reported(self) -> int:
-        """Returns how many of its tokens its last report leaves out, because earlier ones had them."""
+        """Returns the number of its tokens that its last report leaves out, because earlier reports had them."""
         return 0 if self.prompt.call.whole_at_end else self.streamed
 
     def mark(self, start: int, version: int) -> None:
@@ -580,7 +580,7 @@ class Sample:
 class Waiting:
     """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone.
 
-    ``goes_on`` is True if it goes before new prompts, because what it goes on from is computed (`WaitingQueue`).
+    ``goes_on`` is True if it is taken before new prompts: it continues a kept prefix or was retracted (`WaitingQueue`).
     """
 
     prompt: Prompt
@@ -593,7 +593,7 @@ class Waiting:
         return len(self.prompt.token_ids) + len(self.samples[0].done)
 
     def prefix(self, media: SequenceMedia | None) -> Prefix:
-        """Returns the tokens that are computed once for all of these samples, with what their ``media`` change."""
+        """Returns the tokens that are computed once for all of these samples, with their ``media`` inputs."""
         first = self.samples[0]
         return Prefix(
             token_ids=self.prompt.token_ids + first.done,
@@ -643,18 +643,18 @@ class Call:
     media_feature_bytes: int = 0
 
     def add(self, prompts: list[Prompt]) -> Call:
-        """Adds the prompts that the call asks for, and returns the call."""
+        """Adds the prompts of the call, and returns the call."""
         self.prompts, self.samples = prompts, sum(len(prompt.samples) for prompt in prompts)
         return self
 
     def submit(self, sink: Sink, fail: Fail, *, whole_at_end: bool = False) -> list[Waiting]:
-        """Begins the call; returns its prompts as the queue takes them, each with its samples that are asked for."""
+        """Begins the call; returns its prompts as entries of the queue, each with its requested samples."""
         self.sink, self.fail, self.whole_at_end = sink, fail, whole_at_end
-        if self.stream:  # unfinished samples are reported in frames only if that is asked for
+        if self.stream:  # unfinished samples are reported in frames only on request
             self.stream_interval = self.asked_interval or (0 if whole_at_end else 1)
         self.submitted = time.perf_counter()
         self.open_samples = self.samples
-        prompts, self.prompts = self.prompts, []  # no cycle is left, which would wait for the garbage collector
+        prompts, self.prompts = self.prompts, []  # breaks a cycle, which would need the garbage collector
         all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], self.n)
         groups: list[Waiting] = []
         for prompt, prompt_keys in zip(prompts, all_keys, strict=True):
@@ -675,9 +675,9 @@ def seen_prefixes(
     groups: Sequence[Waiting],
     see: Callable[[Sequence[tuple[int, Sequence[Media]]]], Sequence[SequenceMedia | MediaGone | None]],
 ) -> tuple[list[Waiting], list[Prefix], dict[Call, MediaGone]]:
-    """Returns groups and their prefixes, with what ``see`` gives for the images and videos of that many tokens.
+    """Returns groups and their prefixes, with the media inputs that ``see`` returns for (number of tokens, items).
 
-    The groups of a call for which ``see`` gives MediaGone are left out; the call is returned with its error.
+    The groups of a call for which ``see`` returns MediaGone are left out; the call is returned with its error.
     """
     failed: dict[Call, MediaGone] = {}
     seen: list[tuple[Waiting, Prefix]] = []
@@ -693,15 +693,15 @@ def seen_prefixes(
 class WaitingQueue:
     """Holds the prompts that wait for slots or for a weight version, in the order in which they are taken.
 
-    A retracted sample comes first. Then come the prompts that go on from a kept prefix, such as the next turn of an
-    episode, so that its prefix is not dropped while it waits; then all others. Each kind stands in order of arrival.
+    A retracted sample comes first. Prompts that continue a kept prefix, such as the next turn of an episode, come next,
+    so that the prefix is not dropped while they wait. All other prompts follow. Each kind is in order of arrival.
     """
 
     def __init__(self) -> None:
         self._groups: list[Waiting] = []
 
     def add(self, groups: Sequence[Waiting], *, goes_on: Callable[[Waiting], bool]) -> None:
-        """Appends prompts that have arrived; ``goes_on`` says which of them go on from a kept prefix."""
+        """Appends prompts that have arrived; ``goes_on`` returns whether a prompt continues a kept prefix."""
         for group in groups:
             group.goes_on = goes_on(group)
         self._groups = sorted([*self._groups, *groups], key=lambda group: not group.goes_on)
@@ -713,13 +713,13 @@ class WaitingQueue:
         self._groups = [*groups, *self._groups]
 
     def is_ready(self, version: int) -> bool:
-        """Is True if a prompt waits that may run under weights ``version``."""
+        """Returns whether a waiting prompt may run under weights ``version``."""
         return any(group.prompt.min_version <= version for group in self._groups)
 
     def take(self, version: int, *, fits: Callable[[int, int], bool]) -> list[Waiting]:
         """Removes and returns the first prompts that may run under weights ``version``, as many as fit.
 
-        ``fits(samples, columns)`` says whether so many more samples can run, the longest of which needs ``columns``.
+        ``fits(samples, columns)`` returns whether ``samples`` more samples can run; the longest needs ``columns``.
         """
         taken: list[Waiting] = []
         held: list[Waiting] = []

@@ -1,4 +1,4 @@
-"""Samples tokens with random numbers that belong to the sample, and returns exact log-probs of the distribution used.
+"""Samples tokens with random numbers per sample, and returns exact log-probs of the sampling distribution.
 
 The uniform number of a token is a hash of (sampling_seed, sample, position), so that a sample does not depend on the
 samples that are batched with it. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014).
@@ -21,15 +21,15 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _UNIT = 2.0**-48  # 48 bits keep u below 1 even after it was multiplied by a rounded total
-WIDE_FROM = 1 << 20  # logits from which parts that stay in the processor's cache are faster, unless they are sorted
+WIDE_FROM = 1 << 20  # number of logits from which parts that fit the processor's cache are faster, without a sort
 _WIDE_ELEMENTS = 1 << 18  # logits of such a part
-_BLOCK = 128  # tokens whose probabilities it sums at first
+_BLOCK = 128  # tokens of a block, whose probabilities are summed first
 _BELOW_ONE = 1.0 - 2.0**-50  # two sums of the same block may differ in their last bits
 _CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds the float64 temporary to 64 MiB
 
 
 class NonFiniteLogits(RuntimeError):
-    """The weights in force yield NaN for the samples in ``slots``, where nothing can be sampled or scored."""
+    """Reports that the weights in force yield NaN for the samples in ``slots``, which cannot be sampled or scored."""
 
     def __init__(self, slots: Sequence[int] = ()) -> None:
         super().__init__("the weights in force yield logits that are not finite")
@@ -41,7 +41,7 @@ class SamplingSettings:
     """Holds the sampling settings of one sample.
 
     ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept`` is True if the set
-    that each token was sampled from is asked for.
+    that each token was sampled from is requested.
     """
 
     max_new_tokens: int
@@ -55,12 +55,12 @@ class SamplingSettings:
 
     @property
     def plain(self) -> bool:
-        """Is True if tokens are sampled from the model's own distribution."""
+        """Returns whether tokens are sampled from the model's own distribution."""
         return self.temperature == 1.0 and not self.banned_token_ids and not self.truncates
 
     @property
     def truncates(self) -> bool:
-        """Is True if top-k, top-p or min-p leaves tokens out."""
+        """Returns whether top-k, top-p or min-p leaves tokens out."""
         return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
@@ -74,7 +74,7 @@ class SamplingPlan:
     top_p: Tensor | None = None  # [batch, 1] float64, 2 is off
     min_p: Tensor | None = None  # [batch, 1] float64, 0 is off
     banned: tuple[Tensor, Tensor] | None = None  # indices of samples and token ids
-    kept: Tensor | None = None  # int64, ascending indices of the samples whose kept sets are asked for
+    kept: Tensor | None = None  # int64, ascending indices of the samples whose kept sets are requested
 
     def part(self, first: int, last: int) -> SamplingPlan:
         """Returns the plan of samples [first, last) of the batch."""
@@ -146,7 +146,7 @@ def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
 
 
 def keys_behind(keys: np.ndarray, tokens: int) -> np.ndarray:
-    """Returns the keys of samples that go on after the first ``tokens`` tokens of their response.
+    """Returns the keys of samples that continue after the first ``tokens`` tokens of their response.
 
     `uniforms` of these keys at position 0 are those of ``keys`` at position ``tokens``, so that no random number is
     drawn twice.
@@ -223,7 +223,7 @@ def _sample_min_p(
     """
     floor = logits.max(-1, keepdim=True).values.double() + min_p.log()  # p >= min_p * p_max, by logits
     least = floor.float()
-    # Rounded up, so that float32 logits compare with it as float64 ones do with the floor. -inf is never kept.
+    # Rounded up, so that float32 logits compare with it as float64 logits do with the floor. -inf is never kept.
     least = torch.where(least < floor, least.nextafter(torch.tensor(float("inf"))), least)
     mask = logits >= least.clamp_(min=torch.finfo(torch.float32).min)
     counts = mask.sum(-1)
@@ -256,7 +256,7 @@ def _sample_wide(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Te
     batch, vocab = logits.shape
     rows = min(batch, max(1, _WIDE_ELEMENTS // vocab))
     blocks = -(-vocab // _BLOCK)
-    weights = torch.zeros(rows, blocks, _BLOCK, dtype=torch.float64)  # zero behind the last token
+    weights = torch.zeros(rows, blocks, _BLOCK, dtype=torch.float64)  # zero after the last token
     flat = weights.view(rows, -1)
     ids, logprobs = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.float32)
     for start in range(0, batch, rows):
@@ -296,14 +296,14 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None
 
 
 class KeptTable:
-    """Holds the kept sets of the running samples' response tokens, one entry a slot, moved with the `SlotTable`."""
+    """Holds the kept sets of the running samples' response tokens, one entry per slot, moved with the `SlotTable`."""
 
     def __init__(self, capacity: int, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._sets = [(bytearray(), bytearray()) for _ in range(capacity)]  # counts and words of each slot
 
     def put(self, slot: int, kept: KeptTokens | None) -> None:
-        """Starts a sample in this slot; ``kept`` holds the sets of the tokens that it has already, or is None."""
+        """Starts a sample in this slot; ``kept`` holds the sets of the tokens that it already has, or is None."""
         self._sets[slot] = (
             (bytearray(), bytearray()) if kept is None else (bytearray(kept.counts), bytearray(kept.words))
         )

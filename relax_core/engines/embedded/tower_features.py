@@ -1,4 +1,4 @@
-"""Passes images, videos and sounds through the towers, and keeps what they give for the weights in force."""
+"""Computes the features of images, videos and sounds with the towers, and caches them for the weights in force."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from relax_core.families.towers import Towers
 if TYPE_CHECKING:
     from relax_core.families.tower_passes import TowerInputs
 
-# Features that are kept; an image of 1,024 rows takes 21 MB of a 4B model in bfloat16.
+# Limit of the cached features; an image of 1,024 rows takes 21 MB for a 4B model in bfloat16.
 FEATURE_BYTES = FEATURE_MIB << 20
-# Patches of the items that pass the tower together. A call of the tower's modules takes longer than the products of a
-# small item; from about this many patches on it does not.
+# Maximum patches of the items that pass the tower together. The call overhead of the tower's modules is larger than the
+# products of a small item, up to about this many patches.
 PASS_PATCHES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ItemFeatures:
-    """Holds what the towers give for one item: ``features`` ``[rows, hidden]`` and as many for each deepstack layer."""
+    """Holds the towers' outputs for an item: ``features`` ``[rows, hidden]`` and the same shape per deepstack layer."""
 
     features: Tensor
     deepstack: tuple[Tensor, ...]
@@ -41,13 +41,13 @@ class ItemFeatures:
 
 
 class MediaFeatures:
-    """Gives the features of items; an item passes the towers once for each weight version while it is kept.
+    """Returns the features of items; an item passes the towers once per weight version while its features are cached.
 
-    ``vision`` and ``audio`` are the towers' modules. Features are kept by digest, the least used are dropped beyond
-    ``limit`` bytes, and all of them when `forget` says that other weights are in force. ``passes`` counts the items
-    that have passed. Items that are asked for together pass together, up to `PASS_PATCHES` patches. A tower lets no
-    item attend to another one, so that an item's features depend on its company by the rounding of the products at
-    most; those of a sound do not depend on it at all.
+    ``vision`` and ``audio`` are the towers' modules. Features are cached by digest; the least recently used are dropped
+    beyond ``limit`` bytes, and all of them by `forget` when other weights are in force. ``passes`` counts the items
+    that have passed. Items that are requested together pass together, up to `PASS_PATCHES` patches. A tower does not
+    attend across items, so that other items in a pass change an item's features at most by the rounding of the
+    products; they do not change those of a sound at all.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class MediaFeatures:
         self.nbytes = 0
 
     def of_sequences(self, sequences: Sequence[tuple[int, Sequence[Media]]]) -> list[SequenceMedia | MediaGone | None]:
-        """Returns what the items of sequences, given with their numbers of tokens, change in each of them.
+        """Returns the media inputs of ``sequences``, each given as (number of tokens, items).
 
-        A sequence without items gets None, and one with an item that cannot be read gets the error.
+        A sequence without items gets None, and a sequence with an item that cannot be read gets the error.
         """
         items = {one.item.digest: one.item for _, media in sequences for one in media}
         found = self.of_items(list(items.values()))
@@ -149,7 +149,7 @@ class MediaFeatures:
         order = self._towers.order(items)
         if order is not None:
             outputs = outputs[:, torch.from_numpy(order)]
-        # A copy of its own for each item, because a part would keep the whole pass in memory.
+        # Each item gets a copy, because a view would keep the whole pass in memory.
         parts = outputs.split([self._towers.features(item) for item in items], dim=1)
         return [ItemFeatures(one[0].clone(), tuple(layer.clone() for layer in one[1:])) for one in parts]
 
@@ -160,7 +160,7 @@ class MediaFeatures:
 
 
 def _passes(items: Sequence[MediaItem]) -> Iterator[list[MediaItem]]:
-    """Yields the items that pass the tower together; one with more than `PASS_PATCHES` patches passes alone."""
+    """Yields the items that pass the tower together; an item with more than `PASS_PATCHES` patches passes alone."""
     together: list[MediaItem] = []
     for item in items:
         if together and sum(one.patches for one in together) + item.patches > PASS_PATCHES:

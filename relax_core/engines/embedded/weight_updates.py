@@ -1,7 +1,7 @@
-"""Takes new weights into the embedded engine: from shared memory, from a folder, or by gloo broadcasts; never a pickle.
+"""Loads new weights into the embedded engine: from shared memory, a folder, or gloo broadcasts; never from a pickle.
 
-Bytes are read and checked beside the decode thread, which stops only for the copy into the model. If a version fails
-its digest, it is not served, and the version before it stays in force.
+Bytes are read and checked outside the decode thread, which stops only for the copy into the model. If the digest of a
+version differs, the version is not served, and the previous version stays in force.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class WeightUpdates:
             return await self._apply(checked, version, digest)
 
     async def begin(self) -> dict[str, Any]:
-        """Opens a session for broadcasts; the tensors of a session that is still open are thrown away."""
+        """Opens a session for broadcasts; the tensors of a session that is still open are discarded."""
         async with self._lock:
             replaced = self._session is not None
             self._session = {}
-            return {"success": True, "message": "an open session was thrown away" if replaced else ""}
+            return {"success": True, "message": "an open session was discarded" if replaced else ""}
 
     async def from_distributed(
         self, group_name: str, *, names: list[str], dtypes: list[str], shapes: list[list[int]]
@@ -110,7 +110,7 @@ class WeightUpdates:
             return {"success": True, "message": f"{len(session)} tensors so far"}
 
     async def end(self, version: int, digest: str) -> dict[str, Any]:
-        """Closes the session, checks that all weights came, and their digest if one is given; then serves them."""
+        """Closes the session, checks that all weights arrived, and their digest if one is given; then serves them."""
         async with self._lock:
             session, self._session = self._open_session("/end_weight_update"), None
             if self._is_in_force(version, digest):
@@ -128,7 +128,7 @@ class WeightUpdates:
             return {"success": True, "new_version": str(version)}
 
     async def forget(self) -> dict[str, Any]:
-        """Ends all samples, a pause and an open session; nothing is served until other weights are in."""
+        """Ends all samples, a pause and an open session; nothing is served until other weights are loaded."""
         async with self._lock:
             self._session = None
             self._digest, self._frozen, self._frozen_names = "", "", frozenset()
@@ -190,7 +190,7 @@ class WeightUpdates:
             raise HttpError(400, f"{fault}; send the model's own tensors")
 
     def _is_in_force(self, version: int, digest: str) -> bool:
-        """Is True if these weights are served already, because both the trainer and the engine's owner may push them.
+        """Returns whether these weights are served already: both the trainer and the engine's owner may push them.
 
         Raises HttpError 409 for a published version that is older than the one in force.
         """
@@ -202,7 +202,7 @@ class WeightUpdates:
         return f"weights version {self._scheduler.version} stays in force"
 
     async def _checked(self, read: Callable[[], dict[str, Tensor]], *, held: Collection[str] = ()) -> dict[str, Tensor]:
-        """Reads and checks weights in a thread beside the event loop and the decode thread."""
+        """Reads and checks weights in a separate thread, outside the event loop and the decode thread."""
         try:
             return await asyncio.to_thread(lambda: self._weights.checked(read().items(), held=held))
         except (DigestMismatch, FileNotFoundError) as error:

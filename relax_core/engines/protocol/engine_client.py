@@ -1,4 +1,4 @@
-"""The client of every engine calls SGLang's HTTP routes, and reads compact frames, SGLang's events or scores."""
+"""Implements the HTTP client of an engine: calls SGLang's routes, reads compact frames, SGLang's events, and scores."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
 
 CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
-CONTROL_BYTES = 16 << 20  # most bytes of the reply to a control call
-REFUSAL_BYTES = 64 << 10  # of the body of a refusal that are read
+CONTROL_BYTES = 16 << 20  # maximum size of the reply to a control call
+REFUSAL_BYTES = 64 << 10  # bytes that are read from the body of a refusal
 _encoder = msgspec.json.Encoder()
 
 
@@ -74,12 +74,11 @@ class EngineClient:
 
     ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
     longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
-    The server proves on each connection that it knows ``token``, before anything else is sent. A server that somebody
-    else started, which ``attached`` says, knows no proof and is not asked. ``vocab_size`` is the model's; responses are
-    checked against it if it is given.
-    ``group_ranks`` is the number of ranks with which the engine joins a group for broadcasts of weights.
-    Calls raise EngineUnreachable if the process does not answer, its subclass MalformedReply if the answer does not
-    follow the protocol, and EngineError with the engine's own text if it refuses.
+    The server proves on each connection that it knows ``token``, before anything else is sent. An external server
+    (``attached``) does not support the proof and is not asked for it. ``vocab_size`` is the model's; responses are
+    checked against it if it is given. ``group_ranks`` is the number of ranks with which the engine joins a group for
+    broadcasts of weights. Calls raise EngineUnreachable if the process does not answer, its subclass MalformedReply if
+    the answer does not follow the protocol, and EngineError with the engine's own text if it refuses.
     """
 
     group_ranks = 1
@@ -119,8 +118,8 @@ class EngineClient:
 
         The responses are those of `PromptRequest.samples`, or ``params.n`` for each prompt. ``on_end`` gets the
         engine's own times; only the embedded engine reports them. ``on_tokens`` gets the tokens of this call while they
-        are sampled, and may miss the last ones. If the caller leaves the iteration early, the connection is closed and
-        the engine aborts the samples that still run.
+        are sampled, and may miss the last tokens. If the caller leaves the iteration early, the connection is closed
+        and the engine aborts the samples that still run.
         """
         check = ResponseCheck(prompts, params, vocab_size=self._vocab_size)
         told = {} if on_tokens is None else {"tells_tokens": True}
@@ -185,7 +184,7 @@ class EngineClient:
 
     @contextmanager
     def _replying(self, route: str) -> Iterator[None]:
-        """Turns the ValueError of a check of a reply into MalformedReply, which names engine and route."""
+        """Turns a ValueError from the check of a reply into MalformedReply, which names engine and route."""
         try:
             yield
         except OtherPrompt as error:
@@ -209,8 +208,8 @@ class EngineClient:
     ) -> AsyncIterator[bytes]:
         """Yields the bytes of a stream for ``reader``.
 
-        Raises EngineUnreachable if a frame or an event does not end within the longest silence after its begin, because
-        a server may send a few bytes now and then for ever.
+        Raises EngineUnreachable if a frame or an event is not complete after the longest silence, because a server may
+        send a few bytes now and then forever.
         """
         progress, parts = time.monotonic(), 0
         async for data in response.content.iter_any():
@@ -233,7 +232,7 @@ class EngineClient:
         on_end: Callable[[StreamEnd], None] | None,
         on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
-        """Reads an answer: the embedded engine's frames, or the events of another engine."""
+        """Reads a response stream: the embedded engine's frames, or the events of another engine."""
         if response.content_type == MSGPACK:
             reader = FrameReader()
             prompt_experts: dict[int, np.ndarray] = {}
@@ -296,8 +295,8 @@ class EngineClient:
         """Returns the response of a frame, with the experts of its prompt.
 
         The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
-        experts. Raises ValueError if the parts of the frame do not fit each other, or if the engine saw another number
-        of prompt tokens.
+        experts. Raises ValueError if the parts of the frame do not fit each other, or if the engine reports another
+        number of prompt tokens than was sent.
         """
         if frame.prompt_experts is not None:
             known[frame.prompt] = frame.prompt_experts.array()
@@ -387,7 +386,7 @@ class EngineClient:
         """Returns log-probs of given tokens under the engine's weights, and the ``top_k`` tokens at each position.
 
         The log-probs are those of logits / ``temperature`` over each token's kept set, without the banned tokens. The
-        embedded engine honours all of these; SGLang scores at temperature 1 over the whole vocabulary only.
+        embedded engine supports all of these; SGLang scores at temperature 1 over the whole vocabulary only.
         """
         body = self._score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer(
@@ -408,7 +407,7 @@ class EngineClient:
         return score_body(items, **options)
 
     def pause(self, mode: PauseMode) -> dict[str, Any]:
-        """Stops decoding until `resume`; ``mode`` says what becomes of the samples that run."""
+        """Stops decoding until `resume`; ``mode`` sets what happens to running samples."""
         return self._call("POST", "/pause_generation", {"mode": mode})
 
     def resume(self) -> dict[str, Any]:
@@ -416,15 +415,15 @@ class EngineClient:
         return self._call("POST", "/continue_generation", {})
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
-        """Ends the prompt with this rid, or all prompts; the tokens so far come back with finish reason abort."""
+        """Ends the prompt with this rid, or all prompts; the tokens so far are returned with finish reason abort."""
         return self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def flush_cache(self) -> None:
-        """Drops what the engine keeps of finished prompts; it refuses while samples run."""
+        """Drops the engine's cache of finished prompts; the engine refuses while samples run."""
         self._call("POST", "/flush_cache", {})
 
     def forget_weights(self) -> None:
-        """Resets an engine that another run has used: it ends what runs, and serves nothing until it gets weights."""
+        """Resets an engine that another run has used: it ends all samples, and serves nothing until it gets weights."""
         self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION)})
 
     def release_memory(self) -> dict[str, Any]:
@@ -432,7 +431,7 @@ class EngineClient:
         return self._call("POST", "/release_memory_occupation", {})
 
     def resume_memory(self) -> dict[str, Any]:
-        """Lets the engine decode again after `release_memory`."""
+        """Makes the engine decode again after `release_memory`."""
         return self._call("POST", "/resume_memory_occupation", {})
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -465,7 +464,7 @@ class EngineClient:
         return self._call("POST", "/destroy_weights_update_group", {"group_name": name})
 
     def begin_weight_update(self) -> dict[str, Any]:
-        """Opens a session; the tensors of a session that is still open are thrown away."""
+        """Opens a session; the tensors of a session that is still open are discarded."""
         return self._call("POST", "/begin_weight_update", {})
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
@@ -477,7 +476,7 @@ class EngineClient:
         """Ends a failed session.
 
         The embedded engine needs no call for it: it serves its old weights until a session succeeds, and the next
-        session throws away what came in.
+        session discards the received tensors.
         """
         return {}
 
@@ -609,7 +608,7 @@ class TokenScores:
     ``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
     ``[tokens, top_k]``, are the top-k tokens at its position, most likely first. If its kept set has fewer tokens, the
     ids end in -1 and the log-probs in `OUTSIDE`. ``version`` is that of the weights that scored, -1 if the engine does
-    not tell a number.
+    not report a number.
     """
 
     logprobs: np.ndarray
@@ -640,22 +639,22 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
 
 
-_ENTRY_BYTES = 512  # of one scored token, or of one of its most likely tokens, with SGLang's text of it
-_OTHER_BYTES = 1 << 20  # of the rest of a reply
+_ENTRY_BYTES = 512  # for one scored token, or one of its top-k tokens, including SGLang's text of it
+_OTHER_BYTES = 1 << 20  # for the rest of a reply
 
 
 def most_bytes(items: Sequence[TokensToScore], *, top_k: int) -> int:
-    """Returns the most bytes that a reply with the scores of ``items`` may have."""
+    """Returns the maximum size in bytes of a reply with the scores of ``items``."""
     return _OTHER_BYTES + _ENTRY_BYTES * (top_k + 1) * sum(len(item.input_ids) + 16 for item in items)
 
 
 def score_body(
     items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the JSON body that asks for the scores of ``items``.
+    """Returns the JSON body that requests the scores of ``items``.
 
     SGLang's entry for the token at ``logprob_start_len`` is empty, so that the position before the first scored token
-    is sent. Only the embedded engine takes kept sets and banned tokens in such a request.
+    is sent. Only the embedded engine accepts kept sets and banned tokens in such a request.
     """
     truncated: dict[str, Any] = {"banned_token_ids": list(banned_token_ids)} if banned_token_ids else {}
     if any(item.kept is not None for item in items):
@@ -683,8 +682,8 @@ def read_scores(
 ) -> list[TokenScores]:
     """Reads the scores of ``items`` from a reply. Raises ValueError if a score is missing or impossible.
 
-    ``vocab_size`` is the model's, None if it is not known.
-    With ``fewer``, a position may have fewer than ``top_k`` most likely tokens, because tokens were left out.
+    ``vocab_size`` is the model's, None if it is not known. With ``fewer``, a position may have fewer than ``top_k``
+    tokens, because banned tokens or tokens outside the kept set were left out.
     """
     replies = decoded(data, list[_Reply])
     if len(replies) != len(items):

@@ -1,8 +1,8 @@
-"""The messages between engine and client: the body of /generate, the frames of its stream, and checks of the replies.
+"""Defines the messages between engine and client: the /generate body, the frames of its stream, checks of replies.
 
-The embedded engine's compact stream is a sequence of 4 bytes of big-endian length and a msgpack frame: one for each
-finished response, and for new tokens of others if the call asks for them, several frames in one write. An end frame
-closes the stream.
+The embedded engine's compact stream is a sequence of msgpack frames, each after its length in 4 big-endian bytes. A
+frame holds a finished response, or new tokens of another response if the request asks for them. One write may hold
+several frames. An end frame closes the stream.
 
 A malformed reply is a failure of the engine and never an error of the caller: the checks raise ValueError, and the
 clients turn it into `relax_core.contracts.engine.MalformedReply`.
@@ -26,7 +26,7 @@ _INT32_MAX = np.iinfo(_INT32).max
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Says that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
+    """Records that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
     """Returns the weight version of each token, read-only int32 ``[tokens]``.
 
     A span may be empty: SGLang sends one if a version computed the prompt and no token. Raises ValueError if the spans
-    leave a token out or name one twice.
+    miss a token or name a token twice.
     """
     end, parts = 0, []
     for span in spans:
@@ -89,7 +89,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
     ``output_ids`` holds the bytes of little-endian int32, ``logprobs`` those of little-endian float32. The engine sends
     a prompt's experts with one of its responses only. ``prompt_tokens`` is the number of input tokens that the engine
-    saw.
+    received.
     """
 
     rid: str
@@ -132,9 +132,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
 
 class Grown(msgspec.Struct, frozen=True, array_like=True, tag="grown"):
-    """Tells new tokens of a response that is not finished; ``output_ids`` holds the bytes of little-endian int32.
+    """Holds new tokens of an unfinished response; ``output_ids`` holds the bytes of little-endian int32.
 
-    ``start`` is the index of the first of them among the tokens of this call.
+    ``start`` is the index of the first new token among the tokens of this call.
     """
 
     prompt: int
@@ -147,8 +147,9 @@ class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """Ends a stream with the engine's own times of the call, in milliseconds.
 
     ``held_ms`` is the wait before the first prefill, for slots and for the weight version. ``prefill_ms`` is the time
-    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token. After the call's last
-    prefill ``tower_passes`` items have passed the engine's vision tower, and ``media_feature_bytes`` are kept of them.
+    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token. ``tower_passes`` and
+    ``media_feature_bytes`` are the engine's totals after the call's last prefill: media items that have passed the
+    towers, and bytes of cached features.
     """
 
     held_ms: float
@@ -181,7 +182,7 @@ def encode_frames(frames: Iterable[Frame]) -> bytes:
 class FrameReader:
     """Splits a byte stream into frames.
 
-    ``parts`` counts the whole frames, and ``pending`` says that a frame has begun and not ended.
+    ``parts`` counts the complete frames, and ``pending`` is True while a frame is incomplete.
     """
 
     def __init__(self) -> None:
@@ -190,11 +191,11 @@ class FrameReader:
 
     @property
     def pending(self) -> bool:
-        """Is True if the last bytes belong to a part that has not ended."""
+        """Returns whether the last frame is incomplete."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that ``data`` completes. Raises ValueError for bytes that are no frame."""
+        """Yields the frames that ``data`` completes. Raises ValueError for bytes that are not a frame."""
         self._buffer += data
         if self._first_end(0) > len(self._buffer):  # no copy for each piece of a large frame
             return
@@ -208,7 +209,7 @@ class FrameReader:
         del self._buffer[:start]
 
     def _first_end(self, start: int) -> int:
-        """Returns where the frame at ``start`` ends, which is beyond the buffer if its length is not known yet."""
+        """Returns the end of the frame at ``start``, which is past the buffer while its length is not known yet."""
         head = bytes(self._buffer[start : start + _LENGTH_BYTES])
         if len(head) < _LENGTH_BYTES:
             return start + _LENGTH_BYTES
@@ -225,13 +226,13 @@ def _frame(data: memoryview) -> Frame:
         raise ValueError("a frame that is nested too deeply") from None
 
 
-# Gets new tokens of a response as soon as they are sampled: index of the prompt, sample, index of the first of them in
-# the response, their ids. A response that an engine begins anew is told anew, from its first token on.
+# Called with new tokens of a response as soon as they are sampled: index of the prompt, sample, index of the first new
+# token in the response, token ids. If an engine restarts a response, its tokens are reported again from the first on.
 OnTokens = Callable[[int, int, int, Sequence[int]], None]
 
 
 def response_limit(prompt: PromptRequest, params: SamplingParams) -> int:
-    """Returns the limit of sampled tokens of each response, those that were generated before included."""
+    """Returns the limit of sampled tokens of each response, including those of earlier requests."""
     return params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
 
 
@@ -240,7 +241,7 @@ def generate_body(
 ) -> dict[str, Any]:
     """Returns the JSON body of one /generate for all prompts.
 
-    ``tells_tokens``: new tokens come while they are sampled.
+    With ``tells_tokens`` the engine sends new tokens while they are sampled.
     """
     sampling: dict[str, Any] = {
         "n": params.n,
@@ -281,7 +282,7 @@ def generate_body(
 def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
     """Returns the field ``media`` of a /generate body: the (digest, first row) of the items of each prompt.
 
-    Without any item the body has no such field, so that engines that know none take the request.
+    Without any item the field is left out, so that engines without media support accept the request.
     """
     if not any(prompts):
         return {}
@@ -289,15 +290,15 @@ def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
 
 
 class OtherPrompt(ValueError):
-    """Says that the engine expands the prompt's images or videos to another number of tokens, each time anew."""
+    """Reports that the engine expands the prompt's media to another number of tokens, which a retry does not fix."""
 
 
 def checked_prompt_tokens(seen: int, prompt: PromptRequest) -> int:
-    """Returns how many tokens of the prompt the engine saw, without the ``generated`` ones at its end; 0 if unknown.
+    """Returns the engine's number of prompt tokens, without the ``generated`` tokens at the end; 0 if unknown.
 
     ``seen`` is the number of input tokens that the engine reports, 0 if it reports none. Raises ValueError if it
-    differs from the number that was sent, because the trainer would then compute another prompt; it is `OtherPrompt` if
-    the prompt has media.
+    differs from the number that was sent, because the trainer would then train on another prompt; the error is
+    `OtherPrompt` if the prompt has media.
     """
     if seen and seen != len(prompt.input_ids):
         kind = OtherPrompt if prompt.media else ValueError
@@ -324,31 +325,31 @@ def unknown_token(index: int, token_ids: Sequence[int], *, rid: str | None, voca
 
 
 T = TypeVar("T")
-WORDS = 500  # most characters of a server's text in an error
-MOST_NUMBER = np.iinfo(np.int32).max  # of a token id, and of a weight version
-NEWS = 16  # most events or frames for each token that a call may return
+WORDS = 500  # maximum characters of a server's text in an error
+MOST_NUMBER = np.iinfo(np.int32).max  # maximum of a token id, and of a weight version
+NEWS = 16  # maximum events or frames for each token that a call may return
 # Log-probs are at most 0; sums in bfloat16 may be a little more.
 MOST_LOGPROB = 1e-2
-_SIGNS = 12  # most digits of a number that is read as a weight version
+_SIGNS = 12  # maximum length of a text that is read as a weight version
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 
 
 class ModelInfo(msgspec.Struct):
-    """Is what a client reads of /model_info."""
+    """Holds the fields of /model_info that a client reads."""
 
     weight_version: str | int
 
 
 class Updated(msgspec.Struct):
-    """Is what a client reads of the reply to a new weight version."""
+    """Holds the fields that a client reads from the reply to a weight update."""
 
     stall_ms: Seconds
 
 
 class Load(msgspec.Struct):
-    """Is what a client reads of one entry of /v1/loads."""
+    """Holds the fields of one entry of /v1/loads that a client reads."""
 
     num_running_reqs: Natural
     num_waiting_reqs: Natural
@@ -363,13 +364,13 @@ class Load(msgspec.Struct):
 
 
 class Loads(msgspec.Struct):
-    """Is what a client reads of /v1/loads."""
+    """Holds the fields of /v1/loads that a client reads."""
 
     loads: Annotated[list[Load], msgspec.Meta(min_length=1)]
 
 
 def decoded(data: bytes, kind: type[T]) -> T:
-    """Returns a JSON text as ``kind``. Raises ValueError, also for one that is nested too deeply."""
+    """Decodes a JSON text as ``kind``. Raises ValueError, also for JSON that is nested too deeply."""
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
@@ -377,9 +378,9 @@ def decoded(data: bytes, kind: type[T]) -> T:
 
 
 def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, Any]:
-    """Returns the JSON object of a reply, which has the fields of ``needs``. Raises ValueError.
+    """Returns the JSON object of a reply. Raises ValueError if it is malformed or lacks the fields of ``needs``.
 
-    It is empty for no bytes, and for null, with which SGLang answers calls that return nothing.
+    The object is empty for an empty body, and for null, SGLang's reply to calls that return nothing.
     """
     reply = (decoded(data, dict[str, Any] | None) if data else None) or {}  # type: ignore[arg-type]
     if needs is not None:
@@ -388,7 +389,7 @@ def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, A
 
 
 def version_number(version: str | int) -> int | None:
-    """Returns a weight version as an integer from -1, which stands for none; None for another text."""
+    """Returns a weight version as an integer, -1 for no version, and None for text that is not a version."""
     text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MOST_NUMBER else ""
     if len(text) > _SIGNS or not text.isascii() or not text.removeprefix("-").isdecimal():
         return None
@@ -397,12 +398,12 @@ def version_number(version: str | int) -> int | None:
 
 
 def plain_words(text: str) -> str:
-    """Returns the beginning of a server's text in one line, with signs that can be printed only."""
+    """Returns the beginning of a server's text in one line, with printable characters only."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text[:WORDS]).split())
 
 
 class ResponseCheck:
-    """Checks the responses of one /generate, and the tokens that are told before a response is finished.
+    """Checks the responses of one /generate, and the tokens that are streamed before a response is finished.
 
     ``vocab_size`` is the model's, None if it is not known. ``lowest_version`` is -1 for an engine that may have sampled
     without a weight version. The methods raise ValueError.
@@ -431,18 +432,18 @@ class ResponseCheck:
         self._news_left = NEWS * self.expected * (limit + 1)
 
     def news(self, parts: int) -> None:
-        """Counts events or frames, because a server may send them without an end."""
+        """Counts events or frames, because a server may send an endless number."""
         self._news_left -= parts
         if self._news_left < 0:
             raise ValueError("more parts than its tokens can have")
 
     def place(self, prompt: int, sample: int) -> None:
-        """Checks that the response is one that was asked for and has not come yet."""
+        """Checks that the response was requested and has not arrived yet."""
         if (prompt, sample) not in self.owed:
-            raise ValueError(f"sample {sample} of prompt {prompt} was not asked for, or comes twice")
+            raise ValueError(f"sample {sample} of prompt {prompt} was not requested, or arrived twice")
 
     def told(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
-        """Checks new tokens of a response that is not finished; ``start`` is the index of the first of them."""
+        """Checks new tokens of an unfinished response; ``start`` is the index of the first new token."""
         self.place(prompt, sample)
         if not 0 <= start <= start + len(ids) <= self._limits[prompt]:
             raise ValueError(f"tokens {start} to {start + len(ids)} of at most {self._limits[prompt]}")
@@ -455,7 +456,7 @@ class ResponseCheck:
         if one.rid != prompt.rid:
             raise ValueError(f"prompt {one.prompt} has another rid")
         if tokens > self._limits[one.prompt]:
-            raise ValueError(f"{tokens} tokens, and at most {self._limits[one.prompt]} were asked for")
+            raise ValueError(f"{tokens} tokens, and at most {self._limits[one.prompt]} were requested")
         self._check_ids(one.output_ids)
         if len(one.logprobs) != tokens:
             raise ValueError(f"{len(one.logprobs)} log-probs came for {tokens} tokens")

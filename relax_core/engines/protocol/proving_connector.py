@@ -1,4 +1,4 @@
-"""Is the connector of an aiohttp session that lets each server prove on a new connection that it knows the token."""
+"""Implements an aiohttp connector that makes each server prove on a new connection that it knows the token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnprov
 class ProvingConnector(aiohttp.TCPConnector):
     """Opens connections on which nothing is sent before the server has proven that it knows ``token``.
 
-    The exchange has the session's ``sock_read`` time. A server without the proof raises `aiohttp.ClientError`.
+    The exchange may take the session's ``sock_read`` time. Without the proof it raises `aiohttp.ClientError`.
     """
 
     def __init__(self, token: str, **options: Any) -> None:
@@ -25,7 +25,7 @@ class ProvingConnector(aiohttp.TCPConnector):
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[Any], timeout: aiohttp.ClientTimeout
     ) -> aiohttp.connector.Connection:
-        """Returns a connection, kept or new, whose server has shown its proof."""
+        """Returns a new or reused connection whose server has sent its proof."""
         connection = await super().connect(req, traces, timeout)
         protocol, transport = connection.protocol, connection.transport
         if protocol is None or transport is None or protocol in self._proven:

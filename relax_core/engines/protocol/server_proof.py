@@ -1,12 +1,12 @@
-"""Lets a server of the run prove on each connection that it knows the run's token, before a client sends the token.
+"""Makes a server of the run prove on each connection that it knows the run's token, before a client sends the token.
 
 When a server crashes, its port may become free, and another local user may take it. A client therefore sends a random
 nonce first, and the server answers with a keyed hash (HMAC-SHA256) of the nonce and of its own address. The key is the
 token. An intruder cannot compute the hash. An intruder who passes the nonce on to a real server fails too, because the
 real server has another address. An answer that was recorded earlier belongs to another nonce.
 
-The connection of control calls is here, too: it has one deadline for each call, and bounds replies. The module needs
-the standard library alone, because it also runs in the environment of SGLang.
+The connection for control calls is here, too: it has one deadline for each call, and limits the size of replies. The
+module uses only the standard library, because it also runs in SGLang's environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
 PATH = "/relax_proof"
-ANSWER_BYTES = 4096  # most bytes of the answer with its head
+ANSWER_BYTES = 4096  # maximum size of the answer with its head
 _QUERY = re.compile(rb"nonce=([0-9a-f]{64})")
 _DIGITS = 64  # of a nonce and of a proof
 # No other keyed hash of the token begins with this text, so that an answer is of no use elsewhere.
@@ -34,7 +34,7 @@ _App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callabl
 
 
 class ServerUnproven(ConnectionError):
-    """Says that a server does not prove that it knows the token; the client has not sent the token."""
+    """Reports that a server did not prove that it knows the token; the client has not sent the token."""
 
 
 def proof(token: str, *, nonce: bytes, address: tuple[str, int]) -> bytes:
@@ -47,7 +47,7 @@ def proof(token: str, *, nonce: bytes, address: tuple[str, int]) -> bytes:
 
 
 def proof_answer(token: str, *, query: bytes, address: tuple[str, int]) -> bytes | None:
-    """Returns the answer of a server to GET `PATH` with this query string; None asks for status 400.
+    """Returns the answer of a server to GET `PATH` with this query string, or None for status 400.
 
     ``address`` is the server's side of the connection, as ``getsockname`` returns it.
     """
@@ -56,7 +56,7 @@ def proof_answer(token: str, *, query: bytes, address: tuple[str, int]) -> bytes
 
 
 class ServerProof:
-    """Is an ASGI application that answers `PATH` without a token, and passes all other requests on to ``app``."""
+    """Wraps the ASGI application ``app``: answers `PATH` without a token, and passes on all other requests."""
 
     def __init__(self, app: Any, *, token: str) -> None:
         self._app: _App = app
@@ -82,7 +82,7 @@ class ServerProof:
 
 
 class ProofExchange:
-    """Is the client's side of one exchange on a new connection; it sends and receives nothing itself.
+    """Holds the client's side of one exchange on a new connection; the caller sends and receives the bytes.
 
     ``address`` is the server's side of the connection, as ``getpeername`` returns it. ``request`` holds the bytes to
     send.
@@ -134,12 +134,12 @@ class ProofExchange:
 
 
 PART_BYTES = 1 << 16
-HEAD_BYTES = 1 << 20  # of a reply's head, and of the sizes of its chunks
-_AGAIN = http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError  # how a kept connection ends
+HEAD_BYTES = 1 << 20  # for a reply's head, and for the sizes of its chunks
+_AGAIN = http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError  # errors of a closed kept connection
 
 
 class ReplyTooLong(http.client.HTTPException):
-    """Says that a reply has more bytes than the caller takes."""
+    """Reports that a reply has more bytes than the caller accepts."""
 
 
 class _DeadlineReader(io.RawIOBase):
@@ -163,10 +163,10 @@ class _DeadlineReader(io.RawIOBase):
 
 
 class _DeadlineSocket:
-    """Is the socket that `http.client` sees.
+    """Wraps a connected socket for `http.client`.
 
-    A time limit of a socket counts for each part that arrives. A server that sends one byte now and then would keep a
-    caller for ever, so this socket has a deadline for all parts together, and a limit for their bytes.
+    The timeout of a socket applies to each received part. A server that sends a byte now and then would block a caller
+    forever, so this socket has a deadline for all parts together, and a limit for their bytes.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -231,7 +231,7 @@ class _Connection(http.client.HTTPConnection):
 class ProvenConnection:
     """Keeps one connection to a server of the run; it belongs to one thread at a time.
 
-    ``token`` is what the server has to prove that it knows on each new connection; with None nothing is asked.
+    On each new connection the server has to prove that it knows ``token``; with None no proof is requested.
     """
 
     def __init__(self, host: str, port: int | None, *, token: str | None) -> None:
@@ -243,9 +243,9 @@ class ProvenConnection:
     ) -> tuple[int, bytes]:
         """Returns status and body of the reply, which has come as a whole within ``timeout_s`` seconds.
 
-        A kept connection that the server has closed is opened again once, because a server that was restarted closes
-        it. Raises OSError (`ServerUnproven` and TimeoutError among them), or HTTPException for a reply that is no HTTP
-        or has more than ``most_bytes``.
+        A kept connection that the server has closed is opened again once, because a restart of the server closes it.
+        Raises OSError (including `ServerUnproven` and TimeoutError), or HTTPException for a reply that is not HTTP or
+        has more than ``most_bytes``.
         """
         deadline = time.monotonic() + timeout_s
         reused = self._connection is not None

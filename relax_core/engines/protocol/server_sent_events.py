@@ -48,7 +48,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-UNKNOWN_VERSION = -1  # stands for a weight version that is no number, such as SGLang's "default" before any update
+UNKNOWN_VERSION = -1  # a weight version that is not a number, such as SGLang's "default" before any update
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]
@@ -68,7 +68,7 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
 
 class _FinishReason(msgspec.Struct):
     type: FinishReason
-    status_code: int | None = None  # with a status code an abort is a failure of SGLang, not asked for
+    status_code: int | None = None  # an abort with a status code is a failure of SGLang, not a requested abort
     message: str | None = None
 
 
@@ -101,7 +101,7 @@ _END = b"\n\n"
 
 
 class Told(NamedTuple):
-    """Holds new tokens of a response that may not be finished; ``start`` is the index of the first of them."""
+    """Holds new tokens of a response that may not be finished; ``start`` is the index of the first new token."""
 
     prompt: int
     sample: int
@@ -116,12 +116,12 @@ _Growing = tuple["array[int]", "array[float]", list[KeptTokens]]
 class EventReader:
     """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
 
-    The token count of an event says which kind it is. ``samples`` is the (prompt, sample) of each event index.
-    ``vocab_size`` is the model's; it is given if the kept sets are wanted. With ``tells_tokens`` tokens are yielded as
-    they come, but for those of an engine without a weight version. ``parts`` counts the whole events, and ``pending``
-    says that an event has begun and not ended. ``prefills`` maps each finished (prompt, sample) that has a token
-    to how many tokens of its prompt came from the engine's cache, and to the first version span. An empty span says
-    that its version ended before a token was sampled.
+    The token count of an event shows which kind it is. ``samples`` is the (prompt, sample) of each event index.
+    ``vocab_size`` is the model's; it is given if the kept sets are needed. With ``tells_tokens`` tokens are yielded as
+    they arrive, except those of an engine without a weight version. ``parts`` counts the complete events, and
+    ``pending`` is True while an event is incomplete. ``prefills`` maps each finished (prompt, sample) that has a token
+    to the number of its prompt tokens that came from the engine's cache, and to the first version span. An empty span
+    means that its version ended before a token was sampled.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class EventReader:
 
     @property
     def pending(self) -> bool:
-        """Is True if the last bytes belong to a part that has not ended."""
+        """Returns whether the last event is incomplete."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Generated | Told | str]:
         """Yields the responses that ``data`` finishes; a failure of the engine is yielded as its text.
 
-        Raises ValueError for an event that is none of SGLang's, or does not fit the request.
+        Raises ValueError for an event that is not in SGLang's format, or does not fit the request.
         """
         searched = max(0, len(self._buffer) - 1)  # the end may be split, and large events come in many pieces
         self._buffer += data

@@ -1,4 +1,4 @@
-"""Finds stop strings in token ids with the model's own tokenizer: which token of a response completes one."""
+"""Finds stop strings in token ids with the model's tokenizer, and the token of a response that completes a string."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class StopStrings:
         self.stop = tuple(stop)
         self._tokenizer = tokenizer
         self.window = max(len(string.encode()) for string in stop) + SPARE_TOKENS
-        # A string is completed by a token whose text has its last character, or bytes of one.
+        # A token completes a string only if its text has the string's last character, or some bytes of a character.
         self._last = {string[-1] for string in stop}
         self._completes = np.full(tokenizer.get_vocab_size(with_added_tokens=True), _UNKNOWN, dtype=np.int8)
 
     def may_complete(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the ``tokens`` that may complete a stop string; the others complete none."""
+        """Returns the indices of the ``tokens`` that may complete a stop string; no other token completes one."""
         known = tokens < len(self._completes)
         answers = np.where(known, self._completes[np.where(known, tokens, 0)], _YES)
         for index in np.flatnonzero(answers == _UNKNOWN):
@@ -91,13 +91,13 @@ class StopStrings:
 
 
 class StopTable:
-    """Caches the stop strings of the requests to one engine; the tokenizer is read when the first request has any."""
+    """Caches the stop strings of requests to one engine; reads the tokenizer on the first request with stop strings."""
 
     def __init__(self, model_folder: Path) -> None:
         self._model_folder = model_folder
         self._tokenizer: Tokenizer | None = None
         self._known: dict[tuple[str, ...], StopStrings] = {}
-        self._lock = threading.Lock()  # large bodies are parsed in threads of their own
+        self._lock = threading.Lock()  # large bodies are parsed in separate threads
 
     def of(self, stop: Sequence[str]) -> StopStrings | None:
         """Returns the finder of these strings, or None if there are none. Raises ValueError without a tokenizer."""

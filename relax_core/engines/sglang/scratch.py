@@ -44,7 +44,7 @@ def new_scratch() -> Path:
 
 
 def keep_to_scratch(folder: Path) -> None:
-    """Lets this process put its files into ``folder``; call it in each of the server's processes before sglang.
+    """Makes this process put its files into ``folder``; call it in each of the server's processes before sglang.
 
     Shared tensors of torch need no change, because torch removes their names as soon as they are shared.
     """

@@ -1,4 +1,4 @@
-"""Changes modules of SGLang, in each process of a server of the run, right after their import."""
+"""Patches SGLang's modules right after their import, in each process of a server that the run starts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _allow_seeds(module: ModuleType) -> None:
 
 
 def _keep_torch_kernels(module: ModuleType) -> None:
-    """Keeps torch's kernels, because SGLang's batch-invariant ones need Triton.
+    """Keeps torch's kernels, because SGLang's batch-invariant kernels need Triton.
 
     Torch's kernels on a CPU may round differently in different batches.
     """
@@ -117,7 +117,7 @@ def forget_features() -> None:
 
 
 def _take_frames(module: ModuleType) -> None:
-    """Makes patches where the model would put the features of its items together."""
+    """Makes patches of the items' frames right before the model joins the features of its items."""
     materialize = module.Qwen3VLForConditionalGeneration._materialize_visual_items
 
     def of_frames(model: Any, items: Sequence[Any], indices: Iterable[int], *more: Any, **named: Any) -> Any:
@@ -129,7 +129,7 @@ def _take_frames(module: ModuleType) -> None:
 
 
 def _count_deepstack(module: ModuleType) -> None:
-    """Lets a mixture of experts add as many further outputs of the tower as its folder says; SGLang assumes three."""
+    """Makes Qwen3-VL-MoE add as many deepstack outputs of the tower as its folder says; SGLang assumes three."""
     make = module.Qwen3VLMoeForConditionalGeneration.__init__
 
     def counted(model: Any, *arguments: Any, **keywords: Any) -> None:
@@ -140,9 +140,9 @@ def _count_deepstack(module: ModuleType) -> None:
 
 
 def _pass_whole_chunks(module: ModuleType) -> None:
-    """Gives each sound its features of the trainer: the tower pads its chunks to the longest one of a batch.
+    """Makes a sound's features equal to the trainer's, although the tower pads chunks to the longest of a batch.
 
-    So each sound passes beside a silent one of one whole chunk, whose rows are thrown away.
+    Each sound passes together with a whole chunk of silence, whose rows are discarded.
     """
     import torch
 
@@ -196,11 +196,11 @@ def install() -> None:
 
 
 def _record_old_prefixes(module: ModuleType) -> None:
-    """Lets the version spans of a request begin with an empty one if older weights computed a part of its prompt.
+    """Starts the version spans of a request with an empty span if older weights computed a part of its prompt.
 
-    A request that is between two chunks of its prefill has cache of the old weights but no token with their version.
-    The client sees the empty span and asks for the sample again. SGLang calls this function at every change of the
-    version, so that the features of images and videos are forgotten here too.
+    A request between two chunks of its prefill has cache of the old weights but no token with their version. The client
+    finds the empty span and requests the sample again. SGLang calls this function at every change of the version, so
+    that the cached features of images and videos are dropped here too.
     """
     record = module.record_weight_version_events
 

@@ -1,6 +1,6 @@
-"""The client of an SGLang server bridges the differences between SGLang and the embedded engine.
+"""Implements the client of an SGLang server, and bridges the differences between SGLang and the embedded engine.
 
-A /generate body has one request for each sample with its own seed, and images for servers of others.
+A /generate body has one request for each sample with its own seed; for an external server it includes the images.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from relax_core.engines.sglang.sglang_weight_calls import SenderLock, SglangWeig
 
 @dataclass(eq=False)
 class HeldPrompts:
-    """Holds the prompts of one call that wait for weights, and the requests that were sent for them after that."""
+    """Holds the prompts of one call that wait for a weight version, and the requests that are then sent for them."""
 
     prompts: dict[int, PromptRequest]  # index in the caller's prompt batch → prompt
     version: int = UNKNOWN_VERSION  # the server's weight version when the prompts were sent
@@ -61,7 +61,7 @@ class HeldPrompts:
     on_tokens: OnTokens | None = None
 
     def tell(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
-        """Tells new tokens of prompt number ``prompt`` of the request that was sent."""
+        """Reports new tokens of prompt number ``prompt`` of the request that was sent."""
         if self.on_tokens is not None:
             self.on_tokens(list(self.prompts)[prompt], sample, start, ids)
 
@@ -75,7 +75,7 @@ def taken_out(call: HeldPrompts, params: SamplingParams) -> Iterator[Generated]:
 
 
 def never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
-    """Returns the response to a prompt that was aborted before it was sent: no token."""
+    """Returns an empty response to a prompt that was aborted before it was sent."""
     return Generated(
         rid=prompt.rid,
         prompt=index,
@@ -88,17 +88,17 @@ def never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
 
 
 def attested(one: Generated) -> Generated:
-    """Returns the response without the tokens from the first on that no attested weights have sampled.
+    """Returns the response up to the first token that was sampled without a known weight version.
 
-    A server has no weight version after its restart, or after an update that failed. It samples one more token of each
-    response that is aborted then. The rest of the response counts as aborted, so that it is asked for again.
+    A server has no weight version after its restart, or after an update that failed. It then samples one more token of
+    each response that it aborts. The cut response counts as aborted, so that its remaining tokens are requested again.
     """
     unknown = np.flatnonzero(one.versions == UNKNOWN_VERSION)
     return msgspec.structs.replace(cut(one, int(unknown[0])), finish_reason="abort") if unknown.size else one
 
 
 def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
-    """Is True if older weights than those of the response's first token computed a part of the prompt.
+    """Returns whether older weights than those of the response's first token computed a part of the prompt.
 
     Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
     before the version changed (server_changes.py). ``first`` is the response's first version span; ``cached`` is the
@@ -108,11 +108,11 @@ def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> b
 
 
 def finish_reason(one: Generated, params: SamplingParams, *, generated: int, limit: int) -> FinishReason:
-    """Returns what really ended the response.
+    """Returns the actual finish reason of the response.
 
     After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
-    one allowed, the response is finished and must not go on. ``generated`` is the number of tokens that the response
-    had before this request, and ``limit`` the most that it may have in all.
+    allowed token, the response is finished and must not continue. ``generated`` is the number of tokens that the
+    response had before this request, and ``limit`` the maximum in all.
     """
     if one.finish_reason == "abort" and one.output_ids.size:
         if int(one.output_ids[-1]) in params.stop_token_ids:
@@ -134,13 +134,13 @@ class SglangClient(SglangWeightCalls):
     """Calls one SGLang server.
 
     SGLang does not hold prompts until a weight version is in force, so that this client holds them and sends them only
-    then. The check of the configuration refuses what SGLang cannot do (config/engine_checks.py).
+    then. The checks of the configuration refuse settings that SGLang does not support (config/engine_checks.py).
 
     ``ranks`` is the number of the server's GPUs. ``vocab_size`` is its model's; a token outside of it would end the
     server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.
-    ``attached`` is True if the run did not start the server, which then lacks Relax's weight loader. ``stops`` finds
-    stop strings with the model's tokenizer. ``media_folder`` holds the items of prompts; an attached server, which does
-    not see it, gets images from there. ``weights_folder`` is that of `SglangWeightCalls`.
+    ``attached`` is True for an external server, which lacks Relax's weight loader. ``stops`` finds stop strings with
+    the model's tokenizer. ``media_folder`` holds the items of prompts; an external server cannot read it, so the client
+    sends the images. ``weights_folder`` is that of `SglangWeightCalls`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class SglangClient(SglangWeightCalls):
     ) -> AsyncIterator[Generated]:
         """Holds the prompts until the server has weights ``version``, then sends one request for all of them.
 
-        A sample whose prompt was partly read from the cache of older weights is asked for again, because its log-probs
+        A sample whose prompt was partly read from the cache of older weights is requested again, because its log-probs
         belong to no weight version.
         """
         call = HeldPrompts(prompts, on_tokens=on_tokens)
@@ -325,7 +325,7 @@ class SglangClient(SglangWeightCalls):
         return msgspec.structs.replace(cut(one, end - len(before)), finish_reason="stop")
 
     async def _hold(self, call: HeldPrompts, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
-        """Waits until weights ``version`` are in force; yields the prompts that are aborted before that."""
+        """Waits until weights ``version`` are in force; yields empty responses to prompts that are aborted before."""
         wait_s, deadline = FIRST_POLL_S, time.monotonic() + self._request_timeout_s
         call.sent = []
         while (found := await self._weight_version()) < max(version, 0):
@@ -358,7 +358,7 @@ class SglangClient(SglangWeightCalls):
 
     # -- control ------------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        """Is True if the server takes prompts now; is False while it is paused or loads weights."""
+        """Returns whether the server accepts prompts now; it does not while it is paused or loads weights."""
         status, data = self._answer("GET", "/ready", None, timeout_s=self._control_timeout_s)
         if status not in (200, 503):
             raise self._refusal("/ready", status, data)
@@ -374,10 +374,10 @@ class SglangClient(SglangWeightCalls):
         return {**loads, "running": loads["num_running_reqs"], "queued": loads["num_waiting_reqs"], "held": held}
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
-        """Aborts as `EngineClient.abort` does; each sample has a rid of its own in SGLang, which this client knows."""
+        """Aborts as `EngineClient.abort` does; each sample has its own rid in SGLang, which this client tracks."""
         calls = list(self._calls)
         for call in calls:
-            # This runs in a thread of its own while the event loop changes both dictionaries, so they are copied.
+            # This runs in another thread while the event loop changes both dictionaries, so they are copied.
             call.aborted |= {prompt.rid for prompt in list(call.prompts.values()) if rid in (None, prompt.rid)}
         if rid is None:
             return super().abort()
@@ -416,7 +416,7 @@ class SglangClient(SglangWeightCalls):
         self.flush_cache()
 
     def flush_cache(self) -> None:
-        """Drops what the engine keeps of finished prompts; it refuses while samples run."""
+        """Drops the engine's cache of finished prompts; the engine refuses while samples run."""
         wait_s = self._control_timeout_s / 2  # SGLang waits so long for its requests' end, and flushes only when idle
         status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
         if status != 200:  # SGLang's answer is not JSON
@@ -485,7 +485,7 @@ def image_data(entries: Sequence[list[str]]) -> dict[str, Any]:
 
 
 def sample_requests(prompts: Sequence[PromptRequest], *, n: int) -> list[SampleRequest]:
-    """Returns one request for each sample that the prompts ask for."""
+    """Returns one request for each sample of the prompts."""
     return [
         SampleRequest(index, sample, f"{prompt.rid}/{sample}/{next(_numbers)}")
         for index, prompt in enumerate(prompts)
@@ -496,7 +496,7 @@ def sample_requests(prompts: Sequence[PromptRequest], *, n: int) -> list[SampleR
 def sample_seed(prompt_seed: int, sample: int) -> int:
     """Returns the seed of one sample of a prompt, an integer of 63 bits.
 
-    SGLang adds the token's position to it, so that a response that goes on after its own prefix goes on with its own
+    SGLang adds the token's position to it, so that a response that continues from its prefix continues its sequence of
     random numbers.
     """
     digest = hashlib.blake2b(f"{prompt_seed}:{sample}".encode(), digest_size=8).digest()
@@ -516,9 +516,10 @@ def sglang_body(
     """Returns the JSON body of one /generate.
 
     ``version`` is the weight version in force; SGLang reuses a cached prefix only for requests with the same version.
-    If sampling leaves tokens out, the body asks for the kept sets, with which SGLang returns the log-probs over these
+    If sampling leaves tokens out, the body requests the kept sets, with which SGLang returns the log-probs over these
     sets; its usual log-probs are over the whole vocabulary. ``media`` returns the ids that are sent for a prompt, and
-    its entries of image_data; the default is `named_media`. ``tells_tokens``: an event comes for each new token.
+    its entries of image_data; the default is `named_media`. With ``tells_tokens`` SGLang sends an event for each new
+    token.
     """
     sent = [(media or named_media)(prompt) for prompt in prompts]
     bans = {str(token): BAN for token in params.banned_token_ids}
@@ -565,10 +566,10 @@ _COMPRESSION = 1  # zlib's fastest level: the bytes go to a server nearby
 
 
 class AttachedImages:
-    """Makes the requests for a server that decodes images itself.
+    """Encodes the images of requests to an external server, which decodes images itself.
 
-    SGLang keeps the features of an image by its bytes, beyond every weight update. The PNGs of this object therefore
-    contain a text of their own, with the weight version, which makes them other bytes under other weights.
+    SGLang caches the features of an image by its bytes, also across weight updates. The PNGs therefore contain a text
+    with a random mark and the weight version, so that their bytes differ under other weights.
     """
 
     def __init__(self, media_folder: Path | None) -> None:

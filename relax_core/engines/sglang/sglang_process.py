@@ -3,7 +3,7 @@
     RELAX_ENGINE_SCRATCH=FOLDER python -P sglang_process.py --token-file FILE --listener N [flags of launch_server]
 
 The script reads the token from the file, so that no command line shows it. It serves from the listening socket with
-descriptor N, which its owner holds; without one it opens --port. It prints address and pid to stdout once it
+descriptor N, which its owner holds; without --listener it opens --port. It prints address and pid to stdout once it
 serves, keeps its files in the folder (scratch.py), and ends with all its processes when its stdin is closed. SGLang
 starts its own processes by running this file again as their main module ``__mp_main__``.
 """
@@ -51,7 +51,7 @@ CHILDREN_END_S = 3.0  # less than the owner waits before it kills this process t
 
 
 class OurPackageAlone(MetaPathFinder):
-    """Finds relax_core and no other package beside it, because SGLang's environment has its own versions of those."""
+    """Finds relax_core but none of its neighbour packages, because SGLang's environment has its own versions."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -80,9 +80,9 @@ def hide_token_in_logs(token: str) -> None:
 
 
 def keep_to_the_given_host() -> None:
-    """Lets torch's store of a process group listen on its own host only.
+    """Makes torch's store of a process group listen on the given host only.
 
-    Without this change it listens on every interface, and it asks for no token.
+    Without this change it listens on every interface, without authentication.
     """
     from torch.distributed import TCPStore
 
@@ -138,10 +138,10 @@ def end_children() -> None:
 
 
 def serve_from(listener: socket.socket, *, token: str, ready: int) -> None:
-    """Lets SGLang's HTTP server serve from ``listener``, and prove to clients that it knows the token.
+    """Makes SGLang's HTTP server serve from ``listener``, and prove to clients that it knows the token.
 
-    An empty line on the descriptor ``ready`` says that it accepts connections, because SGLang connects to itself before
-    it is ready.
+    An empty line on the descriptor ``ready`` reports that it accepts connections, because SGLang connects to itself
+    before it is ready.
     """
     import uvicorn
 
@@ -180,7 +180,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
         listener = listening_socket(server_args.host, server_args.port)
     server_args.port = listener.getsockname()[1]
     serve_from(listener, token=server_args.api_key, ready=ready)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server has a handler of its own
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server installs its own handler
 
     def print_ready() -> None:
         line = {"url": url_of(listener), "pid": os.getpid(), "port": server_args.port}

@@ -84,7 +84,7 @@ def _check_head(folder: Path) -> None:
 def _can_deal_items(folder: Path) -> bool:
     """Returns True if SGLang's tensor-parallel ranks can share the images and videos of a model.
 
-    The vision tower of Qwen3-Omni is split over the ranks in SGLang 0.5.23 even where images are dealt to them, so that
+    SGLang 0.5.23 splits the vision tower of Qwen3-Omni over the ranks even if images are distributed over them, so that
     ranks would wait for each other.
     """
     return vision_tower(folder) is not None and audio_tower(folder) is None
@@ -107,10 +107,10 @@ def environment(launch: EngineStart) -> dict[str, str]:
 
 
 def _media_environment(launch: EngineStart) -> dict[str, str]:
-    """Returns what a model with a vision tower needs; SGLang then uses Relax's processor of images and videos.
+    """Returns the variables for a model with a vision tower; SGLang then uses Relax's processor of media items.
 
     On large Hopper GPUs SGLang 0.5.23 keeps no tower features of a Qwen3-VL unless the size of their cache is set,
-    because it expects that every image is used once. A group uses its images once for each answer.
+    because it expects that every image is used once. A group uses its images once for each sample.
     """
     if vision_tower(launch.model_folder) is None:
         return {}
@@ -139,14 +139,14 @@ def flag_words(flags: Mapping[str, object]) -> list[str]:
     return words
 
 
-PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
+PYTHON_S = 60.0  # Seconds within which an interpreter reports its SGLang version.
 
 
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # those for which Relax has a processor inside SGLang
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # families with a Relax media processor in SGLang
 
 
 def file_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields files that cannot be used, and a model that SGLang cannot serve, wherever the run starts."""
+    """Yields a sentence for each unusable file, and for a model that SGLang cannot serve."""
     yield from sglang_file_problems(config)
     yield from vision_problems(config)
 
@@ -154,7 +154,7 @@ def file_problems(config: RelaxConfig) -> Iterator[str]:
 def vision_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on.
 
-    A family that cannot be found yields none, because the checks of the model report it.
+    An unknown family yields none, because the checks of the model report it.
     """
     family = family_of_run(config)
     if family is not None and family.delta_net is not None:
@@ -173,7 +173,7 @@ def version_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a sentence for an interpreter without SGLang, or with one that is not supported."""
     engine = config.engine
     if engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
-        return  # Nothing is started, or the check of files has said so.
+        return  # No server is started, or the check of files has reported the interpreter.
     python = engine.python or sys.executable
     ask = "from importlib.metadata import version; print(version('sglang'))"
     found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=PYTHON_S, check=False)
@@ -190,7 +190,7 @@ def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConf
     """Waits until the server is ready and returns its version.
 
     Raises EngineError if the version is not supported, the server refuses the token, it is not ready within
-    ``timeout_s`` seconds, or it cannot sample as ``rollout`` says.
+    ``timeout_s`` seconds, or it does not support the sampling settings of ``rollout``.
     """
     wait_ready(client, timeout_s=timeout_s)
     info = client.server_info()
@@ -256,7 +256,7 @@ def _attach(client: SglangClient, timeout_s: float, rollout: Any) -> None:
     from relax_core.engines.sglang.sglang_spec import check_server
 
     check_server(client, timeout_s=timeout_s, rollout=rollout)
-    client.forget_weights()  # They are another run's, or those of this run before it was taken back to a checkpoint.
+    client.forget_weights()  # They are from another run, or from this run before it went back to a checkpoint.
 
 
 SPEC = EngineSpec(

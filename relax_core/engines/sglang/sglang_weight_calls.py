@@ -31,11 +31,11 @@ from relax_core.weights.transports import WeightGroupAddress
 
 
 class SenderLock:
-    """Is a lock on a file beside the versions, which every sender to the server at ``url`` sees, on any host.
+    """Holds a file lock next to the versions, which all senders to the server at ``url`` share, on any host.
 
-    SGLang has no lock of its own: a sender that lets the server go on lets it go on in another one's update too, which
-    then waits for all running samples. The kernel releases the lock when its holder's process ends. A holder may be
-    stopped, so no sender waits longer than ``timeout_s`` seconds.
+    SGLang has no such lock: a sender that resumes the server also resumes it during another sender's update, which then
+    waits for all running samples. The kernel releases the lock when its holder's process ends. A holder may be
+    suspended, so no sender waits longer than ``timeout_s`` seconds.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -44,9 +44,10 @@ class SenderLock:
         self._held = ExitStack()
 
     def take(self, folder: Path) -> None:
-        """Takes the lock in the folder of the versions; one that this sender still holds is given back before.
+        """Takes the lock in the folder of the versions, after releasing a lock that this sender still holds.
 
-        Raises EngineUnreachable if another sender keeps it, and EngineError if the folder takes no file or no lock.
+        Raises EngineUnreachable if another sender keeps the lock, and EngineError if the file cannot be created or
+        locked.
         """
         self.give_back()
         path = folder / f"sending-{quote(self._url, safe='')}"
@@ -60,7 +61,7 @@ class SenderLock:
             raise EngineError(f"engine {self._url}: weights cannot be sent: {error}") from error
 
     def give_back(self) -> None:
-        """Lets the next sender go on; does nothing if this sender does not hold the lock."""
+        """Releases the lock; does nothing if this sender does not hold it."""
         self._held.close()
 
 
@@ -80,9 +81,9 @@ class _Checksums(msgspec.Struct):
 class SglangWeightCalls(EngineClient):
     """Implements `WeightReceiver` for SGLang.
 
-    SGLang loads into the model that it serves, so that each update pauses it in place; running samples then go on with
-    the cache that they have. ``group_ranks`` is the number of the server's ranks, all of which load. ``weights_folder``
-    is that of the run's versions, where senders of broadcasts and of files take turns; None: there is no other sender.
+    SGLang loads into the model that it serves, so that each update pauses it in place; running samples then continue
+    with their cache. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder`` is that of
+    the run's versions, which has the lock of the senders of broadcasts and files; None if there is no other sender.
     """
 
     has_loader = True
@@ -93,7 +94,7 @@ class SglangWeightCalls(EngineClient):
     _session_start = 0.0
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Lets each of the server's ranks map the published file, compare every digest, and then load it."""
+        """Makes each of the server's ranks map the published file, compare every digest, and then load it."""
         start = time.perf_counter()
         with self._sending(self.weights_folder or Path(manifest.path).parents[1]):
             if self._version_in_force() >= manifest.version:
@@ -123,12 +124,12 @@ class SglangWeightCalls(EngineClient):
             self._refuse(outcomes)
             self._order(Confirm(), version=str(manifest.version))
 
-    # -- a server that the run did not start --------------------------------------------------------------------------
+    # -- an external server -------------------------------------------------------------------------------------------
     def _load_at_attached(self, manifest: WeightManifest) -> None:
-        """Lets SGLang load the published file's folder; the file's digests are compared here, before and after.
+        """Makes SGLang load the published file's folder; compares the file's digests here, before and after.
 
-        The first version that such a server gets also shows whether its loader writes all parameters. Later versions
-        have the same names.
+        The load of the first version also checks that the server's loader writes all parameters. Later versions have
+        the same tensor names.
         """
         self._check_file(manifest)
         with self._standing_still():
@@ -146,10 +147,10 @@ class SglangWeightCalls(EngineClient):
                 raise
 
     def _check_all_written(self, manifest: WeightManifest) -> None:
-        """Loads the folder twice, over random numbers the second time; raises EngineError if that makes a difference.
+        """Loads the folder twice, the second time over random numbers; raises EngineError if the results differ.
 
-        SGLang's loaders skip tensors whose names they do not know. A parameter of which a load leaves out a part keeps
-        there what it had before. The version stays unknown meanwhile, so that no prompt is sent.
+        SGLang's loaders skip tensors with unknown names. Elements that a load does not write keep their old values. The
+        version stays unknown meanwhile, so that no prompt is sent.
         """
         self._load_folder(manifest, version=UNKNOWN_VERSION)
         loaded = self._checksums()
@@ -164,7 +165,7 @@ class SglangWeightCalls(EngineClient):
             raise EngineError(f"engine {self.url} /update_weights_from_disk: {not_written(missing)}")
 
     def _checksums(self) -> dict[tuple[int, str], str]:
-        """Returns the checksum of each of the server's tensors by the rank's place in the answer and its name."""
+        """Returns the checksum of each of the server's tensors by the rank's index in the reply and tensor name."""
         asked = {"action": "checksum", "selector": "target"}
         ranks = self._call("POST", "/weights_checker", asked, needs=_Checksums)["ranks"]
         return {(place, name): digest for place, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
@@ -193,7 +194,7 @@ class SglangWeightCalls(EngineClient):
             return self._call("POST", "/init_weights_update_group", group_body(address))
 
     def begin_weight_update(self) -> dict[str, Any]:
-        """Pauses the server, opens a session, and starts the digest of the tensors that come in."""
+        """Pauses the server, opens a session, and starts the digest of the received tensors."""
         self._session_start = time.perf_counter()
         if self.weights_folder is not None:
             self._lock.take(self.weights_folder)
@@ -220,7 +221,7 @@ class SglangWeightCalls(EngineClient):
             return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
-        """Ends a failed session; if tensors came in, the server serves nothing until other weights are in."""
+        """Ends a failed session; if tensors were received, the server serves nothing until other weights are loaded."""
         try:
             self._abandon()
         finally:
@@ -230,7 +231,8 @@ class SglangWeightCalls(EngineClient):
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Compares the digest and serves the weights.
 
-        If the digest differs, the model has the wrong tensors already, and it serves nothing until good ones are in.
+        If the digest differs, the model already has wrong tensors, and the server serves nothing until other weights
+        are loaded.
         """
         try:
             with self._loading():
@@ -243,7 +245,7 @@ class SglangWeightCalls(EngineClient):
 
     @contextmanager
     def _released_if_unreachable(self) -> Iterator[None]:
-        """Lets another sender go on if the server does not answer, after which nobody ends this sender's session."""
+        """Releases the lock if the server does not answer; the next sender closes this sender's session."""
         try:
             yield
         except EngineUnreachable:
@@ -262,7 +264,7 @@ class SglangWeightCalls(EngineClient):
     def _begin(self) -> None:
         """Pauses the server and opens a session.
 
-        One that is open was left by a sender that failed, possibly with tensors in the model; it is closed.
+        A session that is already open is left from a failed sender, possibly with tensors in the model; it is closed.
         """
         self._received = False
         self._call("POST", "/pause_generation", {"mode": "in_place"})
@@ -280,8 +282,8 @@ class SglangWeightCalls(EngineClient):
     def _loading(self) -> Iterator[None]:
         """Ends the session after the block.
 
-        If the block fails with tensors in the model, the server serves nothing until other weights are in. A server
-        that does not answer stays paused with its session open, which the next sender closes.
+        If the block fails with tensors in the model, the server serves nothing until other weights are loaded. A server
+        that does not answer stays paused with its session open; the next sender closes the session.
         """
         try:
             yield
@@ -322,7 +324,7 @@ class SglangWeightCalls(EngineClient):
         self._go_on()
 
     def _give_up(self) -> None:
-        """Aborts all requests and marks the weights as unknown, because the model holds no whole version."""
+        """Aborts all requests and marks the weights as unknown, because the model holds no complete version."""
         self._call("POST", "/abort_request", {"abort_all": True})
         self._rename_weights(UNKNOWN_VERSION)
 
@@ -341,7 +343,7 @@ class SglangWeightCalls(EngineClient):
     def _outcome(self, order: Callable[[str], Order], *, folder: Path | None = None) -> list[Outcome]:
         """Sends an order; returns the outcome at each of the server's ranks, which write it below ``folder``.
 
-        The default is the folder for temporary files of this host.
+        The default is this host's folder for temporary files.
         """
         try:
             with tempfile.TemporaryDirectory(prefix="relax-weights-", dir=folder) as outcomes:

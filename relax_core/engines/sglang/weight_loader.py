@@ -22,7 +22,7 @@ _watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tenso
 
 @dataclass(frozen=True)
 class Frozen:
-    """Holds the digest of the frozen tensors that a model has loaded, and the names of its parameters made of them."""
+    """Holds the digest of a model's loaded frozen tensors, and the names of the parameters that they fill."""
 
     digest: str
     parameters: frozenset[str]
@@ -32,7 +32,7 @@ _frozen: dict[int, Frozen] = {}  # id of a model → the frozen tensors that it 
 
 
 def follow(model: Any, named_tensors: NamedTensors) -> None:
-    """Follows the orders that are sent as the tensors' names (weight_orders.py)."""
+    """Executes the orders that are sent as the tensors' names (weight_orders.py)."""
     for name, _ in named_tensors:
         match read_order(name):
             case LoadFile(manifest=manifest, outcome=outcome):
@@ -44,7 +44,7 @@ def follow(model: Any, named_tensors: NamedTensors) -> None:
 
 
 def load_file(model: Any, manifest: WeightManifest) -> Outcome:
-    """Loads a published file after comparing all its digests; returns why nothing or too little was loaded.
+    """Loads a published file after comparing all its digests; the outcome has the reason of a failed or partial load.
 
     Frozen tensors are loaded too unless the model holds those with the same digest.
     """
@@ -121,8 +121,8 @@ def attest(model: Any, digest: str) -> Outcome:
 def emptied(model: Any, named_tensors: NamedTensors, *, keep: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors, and fills the model's parameters except ``keep`` with NaN before the first of them.
 
-    SGLang's models skip tensors whose names they do not know, in silence. What has no value after a load is then seen
-    by `never_written`. A version always has all tensors except frozen ones that the model holds.
+    SGLang's models silently skip tensors with unknown names. `never_written` then finds the parameters without a value
+    after a load. A version always has all tensors except frozen tensors that the model holds.
     """
     filled = False
     for name, tensor in named_tensors:
@@ -135,7 +135,7 @@ def emptied(model: Any, named_tensors: NamedTensors, *, keep: Collection[str] = 
 
 
 def never_written(model: Any) -> str | None:
-    """Returns which parameters have elements that no tensor has set since `emptied`, or None if there is none."""
+    """Returns an error that names the parameters with elements that no tensor has set since `emptied`, or None."""
     missing = [name for name, parameter in _from_weights(model) if bool(torch.isnan(parameter.data).any())]
     return not_written(missing) if missing else None
 

@@ -29,7 +29,7 @@ class LoadFile(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Orders the ranks to keep a digest of the tensors that come in by SGLang's own broadcast from now on."""
+    """Orders the ranks to compute a digest of the tensors that SGLang's own broadcast delivers from now on."""
 
 
 class Attest(msgspec.Struct, frozen=True, tag="attest"):
@@ -46,7 +46,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 class Outcome(msgspec.Struct, frozen=True):
     """Holds the outcome of an order at one rank.
 
-    ``error`` is why it failed, or None. ``changed`` says that tensors were written to the model before it failed.
+    ``error`` is the reason of a failure, or None. ``changed`` is True if tensors were written before the failure.
     """
 
     error: str | None
@@ -71,7 +71,7 @@ def read_order(name: str) -> Order:
 
 
 def not_written(parameters: Sequence[str]) -> str:
-    """Returns the words for a version of which SGLang has skipped tensors, so that ``parameters`` lack values."""
+    """Returns the error text for a version whose tensors SGLang has skipped, so that ``parameters`` lack values."""
     more = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
     names = ", ".join(parameters[:NAMED])
     return f"SGLang took no weights, or not all, for {len(parameters)} of its parameters: {names}{more}"

@@ -1,4 +1,4 @@
-"""Passes the event log of a run to files, W&B, MLflow, ClearML, Prometheus and OpenTelemetry, from child processes.
+"""Sends the event log of a run to files, W&B, MLflow, ClearML, Prometheus and OpenTelemetry, from child processes.
 
-Start reading in `tracker_process.py`, which follows the log; `wandb_sink.py` is a sink.
+Start reading in `tracker_process.py`, which follows the log; `wandb_sink.py` is an example of a sink.
 """

@@ -1,4 +1,4 @@
-"""Sends a run's numbers to a ClearML server, or keeps them for a later import."""
+"""Sends a run's metrics to a ClearML server, or stores them for a later import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClearmlConfig(SinkConfig):
 
 
 def check(config: ClearmlConfig) -> None:
-    """Raises ValueError without the library, and without offline=true without the library's own configuration."""
+    """Raises ValueError if the library is missing, or if it has no credentials and ``offline`` is False."""
     key = "tracker.sinks.clearml"
     if find_spec("clearml") is None:
         raise ValueError(f"{key} needs the package clearml: pip install 'relax-core[clearml]'.")
@@ -39,7 +39,7 @@ def check(config: ClearmlConfig) -> None:
 
 
 class ClearmlSink(BaseSink):
-    """Is one task of ClearML. A resumed run has a new task, whose numbers go on at its step."""
+    """Writes to one task of ClearML. A resumed run has a new task, whose metrics continue at its step."""
 
     def __init__(self, start: SinkStart, config: ClearmlConfig) -> None:
         if config.offline:
@@ -64,7 +64,7 @@ class ClearmlSink(BaseSink):
         self._logger: Any = self._task.get_logger()
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Reports the numbers as scalars, and the texts of an evaluation as text."""
+        """Reports the metrics as scalars, and the texts of an evaluation as text."""
         for record in batch:
             if isinstance(record, MetricRecord):
                 for name, value in record.values.items():

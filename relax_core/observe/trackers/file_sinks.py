@@ -1,7 +1,7 @@
-"""Writes the numbers and texts of the event log to files of one kind: JSON lines, and TensorBoard event files.
+"""Writes the metrics and texts of the event log to files: JSON lines, and TensorBoard event files.
 
-A sink opens its file with its first batch. A batch enters a file whole or not at all, so that a file can be read to its
-end even if the disk was full for a while.
+A sink opens its file with its first batch. A batch is written whole or not at all, so that a file stays readable even
+if the disk was full for a while.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from relax_core.observe.event_log import (
 METRICS_FILE = "metrics.jsonl"
 TEXTS_FILE = "texts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-DISTRIBUTION = "distribution"  # the end of a histogram's tag in TensorBoard
+DISTRIBUTION = "distribution"  # suffix of a histogram's tag in TensorBoard
 SHOWN_ROWS = 16  # of a text in TensorBoard
 
 
 class JsonlSink(BaseSink):
-    """Writes numbers to ``metrics.jsonl`` and texts to ``texts.jsonl``, one JSON object a line; NaN becomes null."""
+    """Writes metrics to ``metrics.jsonl`` and texts to ``texts.jsonl``, one JSON object per line; NaN becomes null."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -43,7 +43,7 @@ class JsonlSink(BaseSink):
         self._encoder = msgspec.json.Encoder()
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Appends the numbers and the texts of a batch to their files."""
+        """Appends the metrics and the texts of a batch to their files."""
         self._append(METRICS_FILE, [record for record in batch if isinstance(record, MetricRecord)])
         self._append(TEXTS_FILE, [record for record in batch if isinstance(record, TextRecord)])
 
@@ -64,8 +64,8 @@ class TensorBoardSink(BaseSink):
     """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
 
     A resume becomes a session start, so that TensorBoard hides the steps that it undid. The first `SHOWN_ROWS` rows of
-    each text and the run's configuration are in the text dashboard. It does not use EventFileWriter, because that has a
-    thread of its own, which a full disk kills.
+    each text and the run's configuration are in the text dashboard. It does not use EventFileWriter, because a full
+    disk kills the thread of that class.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -73,7 +73,7 @@ class TensorBoardSink(BaseSink):
         self._file: AppendFile | None = None
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Appends the numbers and the histograms of a batch to the event file."""
+        """Appends the records of a batch to the event file."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         events = [_event(record) for record in batch if not isinstance(record, TextRecord) or record.rows]
@@ -92,7 +92,7 @@ class TensorBoardSink(BaseSink):
         self._file.append(_frame([event.SerializeToString() for event in events]))
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
@@ -114,7 +114,7 @@ def _event(record: Record) -> Any:
             bucket_limit=record.limits,
             bucket=record.counts,
         )
-        # TensorBoard shows a tag as what its first event was, so a histogram must not share the tag of a number.
+        # TensorBoard takes the type of a tag from its first event, so a histogram must not share a number's tag.
         values = [Summary.Value(tag=f"{record.source}/{record.name}/{DISTRIBUTION}", histo=histogram)]
     elif is_resume(record):
         return Event(session_log=SessionLog(status=SessionLog.START), wall_time=record.time_s, step=record.step)

@@ -1,4 +1,4 @@
-"""Writes a run's numbers to an MLflow tracking server, or to a database file in the run's folder."""
+"""Writes a run's metrics to an MLflow tracking server, or to a database file in the run's folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import yaml
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart, TextRecord
 
 ID_FILE = "mlflow_run_id"  # in the run's folder: a resumed run continues the same run of MLflow
-DATABASE, FILES = "mlflow.db", "mlflow_files"  # in the run's folder, where no address is given
+DATABASE, FILES = "mlflow.db", "mlflow_files"  # in the run's folder, if no uri is given
 MOST_METRICS, MOST_PARAMS, MOST_PARAM_CHARACTERS = 1000, 100, 500  # the limits of MLflow's batches and of a value
-_FOREIGN = re.compile(r"[^\w\-. /]")  # MLflow takes no other characters in a name
+_FOREIGN = re.compile(r"[^\w\-. /]")  # MLflow refuses these characters in a name
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MlflowConfig(SinkConfig):
 
 
 def check(config: MlflowConfig) -> None:
-    """Raises ValueError without the library, and for an address that it refuses."""
+    """Raises ValueError if a library is missing, and for an unsupported ``uri``."""
     key = "tracker.sinks.mlflow"
     missing = [name for name in ("mlflow", "sqlalchemy", "alembic") if find_spec(name) is None]
     if missing:
@@ -46,7 +46,7 @@ def check(config: MlflowConfig) -> None:
 
 
 class MlflowSink(BaseSink):
-    """Is one run of MLflow."""
+    """Writes to one run of MLflow, which a resumed run continues."""
 
     def __init__(self, start: SinkStart, config: MlflowConfig) -> None:
         from mlflow import MlflowClient
@@ -75,7 +75,7 @@ class MlflowSink(BaseSink):
         return str(run.info.run_id)
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Logs the numbers, and the texts of an evaluation as a JSON file of the run."""
+        """Logs the metrics, and the texts of an evaluation as a JSON file of the run."""
         from mlflow.entities import Metric
 
         metrics = (

@@ -1,4 +1,4 @@
-"""Sends a run's numbers to an OpenTelemetry collector as OTLP over HTTP, with OpenTelemetry's own client."""
+"""Sends a run's metrics to an OpenTelemetry collector as OTLP over HTTP, with OpenTelemetry's own client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OtlpConfig(SinkConfig):
 
 
 def check(config: OtlpConfig) -> None:
-    """Raises ValueError without the client, and for an address or a file of headers that cannot be used."""
+    """Raises ValueError if the client is missing, or the endpoint, the timeout or the file of headers is invalid."""
     key = "tracker.sinks.otlp"
     if not config.endpoint.startswith(("http://", "https://")):
         raise ValueError(f"{key}.endpoint={config.endpoint}: give http(s)://HOST:4318/v1/metrics.")
@@ -71,7 +71,7 @@ class OtlpSink(BaseSink):
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
         session = requests.Session()
-        session.trust_env = not is_loopback_url(config.endpoint)  # a proxy is not for loopback
+        session.trust_env = not is_loopback_url(config.endpoint)  # no proxy for loopback addresses
         session.hooks["response"] = [self._refuse]
         self._exporter: Any = OTLPMetricExporter(
             endpoint=config.endpoint,
@@ -84,7 +84,7 @@ class OtlpSink(BaseSink):
         self._run = start.run_dir.name
 
     def _refuse(self, response: requests.Response, *_: object, **__: object) -> None:
-        """Raises HTTPError for an answer that is not 2xx: the client takes 3xx for success and waits after a 503."""
+        """Raises HTTPError for a status other than 2xx: the client takes 3xx for success and waits after a 503."""
         from requests import HTTPError
 
         if not 200 <= response.status_code < 300:
@@ -92,7 +92,7 @@ class OtlpSink(BaseSink):
             raise HTTPError(self._answer)
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Sends the numbers of a batch in one request. Raises RuntimeError if the collector does not take them."""
+        """Sends the metrics of a batch in one request. Raises RuntimeError if the collector does not accept them."""
         from opentelemetry.sdk.metrics import export
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope

@@ -1,4 +1,4 @@
-"""Answers Prometheus at ``GET /metrics`` with the newest value of every number of a run."""
+"""Serves the newest value of each metric of a run to Prometheus at ``GET /metrics``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
 TOKEN_FILE, ADDRESS_FILE = "prometheus_token", "prometheus.json"  # in the run's folder
-SILENT_S = 10.0  # a client that sends nothing for so long is left
+SILENT_S = 10.0  # a client that sends nothing for this time is disconnected
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @dataclass(frozen=True)
 class PrometheusConfig(SinkConfig):
-    """Holds the keys of the sink; ``port`` 0 takes a free one, which the run's ``prometheus.json`` names."""
+    """Holds the keys of the sink; ``port`` 0 selects a free port, which is in the run's ``prometheus.json``."""
 
     name: str = "prometheus"
     host: str = "127.0.0.1"
@@ -31,13 +31,13 @@ class PrometheusConfig(SinkConfig):
 
 
 def check(config: PrometheusConfig) -> None:
-    """Raises ValueError for a port that cannot be."""
+    """Raises ValueError for an invalid port."""
     if not 0 <= config.port < 65536:
         raise ValueError(f"tracker.sinks.prometheus.port={config.port}: give a port up to 65535, or 0 for a free one.")
 
 
 class PrometheusSink(BaseSink):
-    """Is the server. A request needs ``Authorization: Bearer`` with the token in the run's ``prometheus_token``."""
+    """Runs the HTTP server. A request needs ``Authorization: Bearer TOKEN``, with the token in ``prometheus_token``."""
 
     def __init__(self, start: SinkStart, config: PrometheusConfig) -> None:
         token = own_token(start.run_dir / TOKEN_FILE)
@@ -64,7 +64,7 @@ class PrometheusSink(BaseSink):
                     self.wfile.write(body)
 
             def log_message(self, format: str, *arguments: object) -> None:
-                """Writes no line a request."""
+                """Writes no log line."""
 
         self._server = ThreadingHTTPServer((config.host, config.port), Handler)
         self._server.daemon_threads = True
@@ -74,7 +74,7 @@ class PrometheusSink(BaseSink):
         threading.Thread(target=self._server.serve_forever, daemon=True, name="prometheus").start()
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Keeps the newest value of each number."""
+        """Stores the newest value of each metric."""
         with self._lock:
             for record in batch:
                 if isinstance(record, MetricRecord):
@@ -82,7 +82,7 @@ class PrometheusSink(BaseSink):
                     self._values.update({f"{record.source}/{name}": value for name, value in record.values.items()})
 
     def exposition(self) -> str:
-        """Returns all numbers in Prometheus' text format; what is not finite is left out."""
+        """Returns all metrics in Prometheus' text format; values that are not finite are left out."""
         with self._lock:
             values = sorted(self._values.items())
         label = json.dumps(self._run, ensure_ascii=False)
@@ -100,7 +100,7 @@ class PrometheusSink(BaseSink):
 
 
 def own_token(path: Path) -> str:
-    """Returns the token in a file, which is made for its owner alone if it is not there."""
+    """Returns the token in a file; if the file does not exist, it is created for its owner alone."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

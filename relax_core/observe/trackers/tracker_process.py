@@ -1,8 +1,8 @@
-"""Passes the event log of a run to its trackers, each in a child process that keeps how far it has come.
+"""Sends the event log of a run to its trackers, each in a child process that stores its position in the log.
 
-A tracker reads the log behind a cursor in ``RUN/trackers/NAME.json``. While it is down, slow or broken, its events wait
-in the log, and nobody else waits for it: it goes on from its cursor when it is up again, in the same run or in a
-resumed one. The memory, the output and the crashes of its library are those of its process.
+A tracker's position is a cursor in ``RUN/trackers/NAME.json``. While a tracker is down, slow or broken, its events stay
+in the log, and no other process waits for it. It continues from its cursor when it is up again, in the same run or in a
+resumed run. The memory, the output and the crashes of its library stay in its process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from relax_core.config.schema import TrackerConfig
 
 FOLDER = "trackers"
-LOOK_S = 0.5  # between two looks at the log
-ALIVE_S, HANGS_S = 5.0, 90.0  # how often a child says that it is alive, and when one that does not is ended
-SURE_S = 20.0  # a child that lives for so long after its start is not broken
-END_S = 2.0  # a child that the failed start of a run leaves
-LEFT_S = 20.0  # a child ends so long after its controller, whatever its library does
-LOCK_S = 60.0  # the child of an earlier controller may still send its last events
+LOOK_S = 0.5  # between two reads of the log
+ALIVE_S, HANGS_S = 5.0, 90.0  # interval of a child's heartbeat, and the silence after which it is killed
+SURE_S = 20.0  # a child that has run for this time is healthy
+END_S = 2.0  # deadline for children after a failed start of a run
+LEFT_S = 20.0  # a child exits this long after its controller, even if its library hangs
+LOCK_S = 60.0  # wait for the child of an earlier controller, which may still send its last events
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # between two tries after failures, doubled each time
 
 
 class TrackerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Is how far a tracker has come: its cursor, the events that it has taken, and why it takes no more, or ""."""
+    """Holds a tracker's progress: its cursor, the number of sent events, and the reason for its last failure, or ""."""
 
     cursor: dict[str, int] = {}
     records: int = 0
@@ -51,7 +51,7 @@ class TrackerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tracker(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a tracker, its sink as a plug-in, and the sink's configuration as the user gave it."""
+    """Holds a tracker's name, its sink as a plug-in, and the sink's configuration as the user gave it."""
 
     name: str
     plugin: str
@@ -59,7 +59,7 @@ class Tracker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackersStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Is what a child is started with; ``temporary`` is a folder of its own, which it removes."""
+    """Holds the start parameters of a child; ``temporary`` is its private folder, which it removes."""
 
     run_dir: str
     temporary: str
@@ -67,11 +67,11 @@ class TrackersStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
-    """Returns the trackers that ``tracker`` switches on, by the process that they share: Relax's own files share one.
+    """Returns the enabled trackers of ``tracker``, grouped by process: Relax's own files share one process.
 
-    No plug-in is imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
+    No plug-in is imported. Raises ValueError if ``tracker.sinks`` is neither a list nor a mapping.
     """
-    from relax_core.config.plugin_types import plugins_of  # OmegaConf, which a child needs not
+    from relax_core.config.plugin_types import plugins_of  # imports OmegaConf, which a child does not need
 
     own = ["jsonl", *(["tensorboard"] if config.tensorboard else [])]
     others = [
@@ -82,7 +82,7 @@ def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
 
 
 def read_state(run_dir: Path, name: str) -> TrackerState:
-    """Returns how far a tracker has come."""
+    """Returns a tracker's progress."""
     try:
         return msgspec.json.decode((run_dir / FOLDER / f"{name}.json").read_bytes(), type=TrackerState)
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def read_state(run_dir: Path, name: str) -> TrackerState:
 
 # -- In the controller ------------------------------------------------------------------------------------------------
 class Trackers:
-    """Starts the children of a run's trackers, and starts one again that has died or hangs. One thread uses it."""
+    """Starts the child processes of a run's trackers, and restarts those that die or hang. One thread uses it."""
 
     def __init__(self, config: TrackerConfig, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -99,7 +99,7 @@ class Trackers:
         self._failing: set[str] = set()
 
     def check(self) -> list[str]:
-        """Starts again what has died or hangs, and returns a sentence for each tracker that has begun to fail."""
+        """Restarts children that have died or hang, and returns a sentence for each tracker that has begun to fail."""
         for child in self._children:
             child.keep_up()
         problems = self._problems()
@@ -108,10 +108,10 @@ class Trackers:
         return new
 
     def close(self, *, records: int, timeout_s: float) -> tuple[list[str], dict[str, int]]:
-        """Lets the trackers take the rest of the log and ends their children.
+        """Lets the trackers send the rest of the log and ends their children.
 
-        ``records`` is the number of events in the log. Returns a sentence for each tracker that lacks some of them, and
-        how many it lacks by its name.
+        ``records`` is the number of events in the log. Returns a sentence for each tracker that lacks events, and
+        tracker name → number of missing events.
         """
         deadline = time.monotonic() + timeout_s
         for child in self._children:
@@ -130,7 +130,7 @@ class Trackers:
         return lines, lacking
 
     def end(self) -> None:
-        """Ends the children that still run, whatever they have not passed on."""
+        """Ends the children that still run, even if they have unsent events."""
         for child in self._children:
             child.begin_end()
         for child in self._children:
@@ -147,7 +147,7 @@ class Trackers:
 
 
 class _TrackerChild:
-    """Is the process of trackers. What it prints is in the run's folder of logs, in ``tracker-NAME.log``."""
+    """Manages one child process of trackers. Its output goes to ``tracker-NAME.log`` in the run's log folder."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker]) -> None:
         self.trackers = trackers
@@ -180,7 +180,7 @@ class _TrackerChild:
             silent_s = time.time() - max(self._alive_from, *(self._alive_at(one.name) for one in self.trackers))
             if silent_s < HANGS_S:
                 return
-            self.problem = f"its process gave no sign of life for {silent_s:.0f} s; {self._log} has its output"
+            self.problem = f"its process gave no heartbeat for {silent_s:.0f} s; {self._log} has its output"
             self._kill()
         else:
             self._remove_temporary()
@@ -199,7 +199,7 @@ class _TrackerChild:
         self._child.close_stdin()
 
     def end(self, *, deadline: float) -> bool:
-        """Waits for the end of the process, at most until ``deadline``. Returns whether it has passed on everything."""
+        """Waits for the end of the process, at most until ``deadline``. Returns whether it has sent all events."""
         code = self._child.wait(max(0.0, deadline - time.monotonic()))
         if code is None:
             self.problem = self.problem or "its process did not end in time"
@@ -223,7 +223,7 @@ class _TrackerChild:
 # -- In the child -----------------------------------------------------------------------------------------------------
 @dataclass
 class _Follower:
-    """Passes the log to one sink. A batch that the sink does not take is tried again, after growing pauses."""
+    """Sends the log to one sink. A batch that the sink does not accept is retried after growing pauses."""
 
     tracker: Tracker
     run_dir: Path
@@ -238,14 +238,14 @@ class _Follower:
         self._reader = EventReader(self.run_dir, cursor=self._state.cursor)
         self._sink: BaseSink | None = None
         self._batch: list[Record] = []
-        self._taken = 0  # the number of events up to the end of the batch
+        self._taken = 0  # events that were read since the last saved state
         self._pause_s, self._next_try = FIRST_PAUSE_S, 0.0
         self._saved = False  # whether the newest state is in the file
         with suppress(OSError):  # the disk may be full
             self._save(problem="")
 
     def step(self, *, is_last: bool) -> bool:
-        """Passes on the next events, and returns whether there were any and the sink took them."""
+        """Sends the next events, and returns whether there were any and the sink accepted them."""
         if not self._batch and time.monotonic() >= self._next_try:
             events = self._reader.read()
             self._taken += len(events)
@@ -259,7 +259,7 @@ class _Follower:
             return False
         try:
             self._write()
-        except Exception as error:  # a library of somebody else
+        except Exception as error:  # any error of a third-party library
             with suppress(OSError):  # the disk of the log may be full
                 traceback.print_exc()
             self._next_try = time.monotonic() + self._pause_s
@@ -271,7 +271,7 @@ class _Follower:
         return True
 
     def close(self) -> bool:
-        """Closes the sink, and returns whether it has taken everything."""
+        """Closes the sink, and returns whether all events were sent."""
         if self._sink is not None:
             self._sink.close()
         return not self._batch and not self._reader.read()
@@ -303,7 +303,7 @@ def _open(tracker: Tracker, run_dir: Path) -> BaseSink:
     spec = find_sink(tracker.plugin)
     if tracker.plugin in FILE_SINKS:
         return spec.open(SinkStart(run_dir=run_dir), spec.config(name=tracker.plugin))
-    from relax_core.config.plugin_types import plugin_config  # OmegaConf, which a run without such sinks needs not
+    from relax_core.config.plugin_types import plugin_config  # imports OmegaConf, needed by such sinks only
 
     values: Mapping[str, Any] = tracker.values
     config = plugin_config("sink", tracker.plugin, values, section=f"tracker.sinks.{tracker.name}")
@@ -323,14 +323,14 @@ def _wait_for_lock(descriptor: int, name: str) -> None:
 
 
 def main() -> int:
-    """Follows the log until the standard input ends, which it does with the controller; returns the exit code."""
+    """Follows the log until the standard input closes, when the controller ends; returns the exit code."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackersStart)
     ending = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ending, start.temporary), daemon=True, name="parent").start()
     followers = [_Follower(tracker, Path(start.run_dir)) for tracker in start.trackers]
     alive_at = 0.0
     while True:
-        is_last = ending.is_set()  # what came before is in the log by now
+        is_last = ending.is_set()  # all earlier events are in the log by now
         goes_on = [one.step(is_last=is_last) for one in followers]
         if is_last and not any(goes_on):
             break
@@ -340,7 +340,7 @@ def main() -> int:
                 one.show_life()
         if not any(goes_on):
             ending.wait(LOOK_S)
-    ends = [one.close() for one in followers]  # each of them, also behind one that has failed
+    ends = [one.close() for one in followers]  # all of them, even if one has failed
     shutil.rmtree(start.temporary, ignore_errors=True)  # the controller may have died
     return 0 if all(ends) else 1
 

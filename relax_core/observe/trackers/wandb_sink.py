@@ -1,4 +1,4 @@
-"""Sends a run's numbers, histograms and evaluation tables to W&B, or writes them for a later `wandb sync`."""
+"""Sends a run's metrics, histograms and evaluation tables to W&B, or writes them for a later `wandb sync`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class WandbConfig(SinkConfig):
     """Holds the keys of the sink.
 
     ``run`` is the run's name at W&B, by default that of its folder. ``key_file`` holds an API key, readable by its
-    owner alone; without it WANDB_API_KEY or ~/.netrc has the key. ``rows`` of each evaluation become a table.
+    owner alone; without it WANDB_API_KEY or ~/.netrc has the key. The first ``rows`` rows of each evaluation become a
+    table.
     """
 
     name: str = "wandb"
@@ -47,7 +48,7 @@ class WandbConfig(SinkConfig):
 
 
 def check(config: WandbConfig) -> None:
-    """Raises ValueError without the library, without a key without offline=true, or for a key that others may read."""
+    """Raises ValueError if the library or (unless ``offline``) the key is missing, or if others may read the key."""
     key = "tracker.sinks.wandb"
     if find_spec("wandb") is None:
         raise ValueError(f"{key} needs the package wandb: pip install 'relax-core[wandb]'.")
@@ -71,7 +72,7 @@ def _in_netrc() -> bool:
 
 
 class WandbSink(BaseSink):
-    """Is one run of W&B. The x axis of each number is the step of its source, such as ``actor/step``."""
+    """Writes to one run of W&B. The x axis of each metric is the step of its source, such as ``actor/step``."""
 
     def __init__(self, start: SinkStart, config: WandbConfig) -> None:
         import wandb
@@ -124,7 +125,7 @@ class WandbSink(BaseSink):
                 return {f"{record.kind}/texts": table}
 
     def close(self) -> None:
-        """Sends what waits and ends the run."""
+        """Sends the waiting records and ends the run."""
         self._run.finish()
 
 

@@ -47,7 +47,7 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
-    """Builds the model of ``folder``, of any family, as a whole in this process, without gradient."""
+    """Builds the whole model of ``folder``, of any family, in this process, without gradient."""
     parallel = one_rank(context.config.parallel)
     setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address="")
     architecture = folder_architecture(folder, also=context.config.model.family)
@@ -80,7 +80,7 @@ def build_critic(context: RunContext) -> CriticBackend:
 
 
 def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
-    """Loads a published version; returns False if newer ones have replaced it. Raises what `read_weights` raises."""
+    """Loads a published version; returns False if newer ones replaced it. Raises the errors of `read_weights`."""
     from relax_core.weights.version_file import read_weights
 
     try:
@@ -91,7 +91,7 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
 
 
 def _media_reader(context: RunContext) -> MediaReader | None:
-    """Returns the reader of this node's folder; in a joined Ray it finds the bus when it lacks its first item."""
+    """Returns the reader of this node's folder; in a joined Ray it connects to the bus at the first missing item."""
     folder, timeout_s = context.media_folder, CALL_TIMEOUT_S
     if folder is None or context.config.launcher.ray_address is None:
         return None if folder is None else FolderReader(folder)
@@ -116,7 +116,7 @@ def _setup(
 
 
 def store_address(context: RunContext, *, host: str) -> str:
-    """Returns the address at which ranks find each other: a new file on one host, or "host:port" on several.
+    """Returns the rendezvous address of ranks: a new file on one host, or "host:port" on several hosts.
 
     Rank 0 must bind the port at once, before another process takes it.
     """

@@ -1,9 +1,9 @@
 """The loop of a worker that adds columns to groups: lease, compute, write; a write returns the next lease.
 
-The workers downstream of the trainer wait without a timeout; the controller detects stalls. The trainer may be busy for
-long, for example with a checkpoint on a slow disk. The controller knows that and ends a run that stalls
-(`run.stall_timeout_s`), and the trainer's own waits for groups have that limit too. A worker that waits longer logs
-what it waits for and retries. Work whose result must not depend on when each group arrived leases whole train steps.
+These workers wait without a timeout, because the trainer may be busy for long, for example with a checkpoint on a slow
+disk. The controller takes that into account and ends a run that stalls (`run.stall_timeout_s`); the trainer's own waits
+for groups have that limit, too. A worker that waits longer logs the awaited work and retries. Workers whose results
+must not depend on the groups' arrival times lease whole train steps.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeou
     blocking(bus.release([lease.lease_id], timeout_s=timeout_s))
 
 
-SLICE_S = 5.0  # the time after which a waiting lease checks if the step needs fewer groups
+SLICE_S = 5.0  # a waiting lease checks at this interval if the step needs fewer groups
 
 
 def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice_s: float = SLICE_S) -> Lease:
-    """Leases ``request.max_groups`` groups, those of one train step.
+    """Leases ``request.max_groups`` groups, the groups of one train step.
 
-    It leases fewer only if the current step needs fewer: after the loss of a group that this task had finished, only
-    its replacement comes before that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
+    It leases fewer groups only if the current step needs fewer: after the loss of a group that this task had finished,
+    only the replacement comes before that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
     """
     deadline = time.monotonic() + timeout_s
     whole = msgspec.structs.replace(request, min_groups=request.max_groups)
@@ -112,8 +112,8 @@ class ColumnWorker(Worker):
 
     ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is that of the weights in
     use, -1 if they never change; if ``recorded``, the metrics have it for each lease. With ``whole_steps`` the worker
-    takes all groups of a train step together, so that its results do not depend, to the bit, on when each group
-    arrived. Every such worker does so in a run that must be repeatable.
+    leases all groups of a train step together, so that its results are bitwise independent of the groups' arrival
+    times. In a run that must be repeatable every column worker does so.
     """
 
     task: str
@@ -124,7 +124,7 @@ class ColumnWorker(Worker):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Builds what `columns_of` needs; may take seconds."""
+        """Prepares the worker for `columns_of`; may take seconds."""
 
     @abstractmethod
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
@@ -178,7 +178,7 @@ class AdvantagesWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
-        """Chooses the columns; uses one thread."""
+        """Selects the columns; uses one thread."""
         import torch
 
         torch.set_num_threads(1)

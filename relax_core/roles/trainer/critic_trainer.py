@@ -1,4 +1,4 @@
-"""The critic computes values for groups as they arrive and trains in lockstep with the actor.
+"""The critic role: computes the values of each step's groups and trains in lockstep with the actor.
 
 The critic's model is part of the trainer's state. Therefore the actor's lead drives its updates with the groups that
 the policy trains on, which the critic reads from the bus, and ends them before it publishes the step's weights. Both
@@ -83,7 +83,7 @@ class CriticTrainer(ColumnWorker):
         self._run("copy_state")
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the copy to ``folder``, beside the thread of the model."""
+        """Writes the copy to ``folder``, outside of the model's thread."""
         self._backend.result().write_copy(folder)
 
     def drop_copy(self) -> None:

@@ -1,14 +1,14 @@
-"""Rank 0 of the actor role: it drives the trainer's other ranks and alone leases and acknowledges groups.
+"""Rank 0 of the actor role: it drives the trainer's other ranks, and only it leases and acknowledges groups.
 
-**Start** (`work`): the other ranks are found, and all build the model together; the bus, the critic and the metrics are
-connected; the way of the weights to the engines is chosen; a checkpoint is loaded on all ranks; the weights are
-published, which lets the engines begin.
+**Start** (`work`): the other ranks are found, and all ranks build the model together; the bus, the critic and the
+metrics are connected; the weight transport to the engines is chosen; a checkpoint is loaded on all ranks; the weights
+are published, so that the engines can begin.
 
 **A train step** (`_step`): lease groups as they arrive; compute micro-batches of them, forward and backward, on all
-ranks, while later groups are generated; step the optimizer, once a mini-batch and epoch; publish the weights t + 1;
+ranks, while later groups are generated; step the optimizer, once per mini-batch and epoch; publish the weights t + 1;
 record the metrics; acknowledge the groups, which ends their samples in the ledger; save a checkpoint if one is due.
-Values, old, reference and teacher log-probs come as columns of the groups (`column_worker.py`). Neither the controller
-nor Serve has a part in a step.
+Values, old, reference and teacher log-probs come as columns of the groups (`column_worker.py`). The controller and
+Serve take no part in a step.
 
 **Shutdown** (`_train`, `work`): the loop ends after the last step, or on a stop between steps or before a step has made
 an update. Then the last checkpoint is saved, the samples' files are closed, hf/ is written and the publisher ends.
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-STOP_SLICE_S = 5.0  # the delay in seconds after which a waiting trainer notices that it must stop
+STOP_SLICE_S = 5.0  # the longest time in seconds until a waiting trainer notices a stop
 
 
 class Stopped(Exception):
@@ -88,11 +88,11 @@ class PolicyTrainer(Worker):
         return self._version
 
     def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
-        """Records an evaluation's figures; returns True if the run ends because none was better for run.patience."""
+        """Records an evaluation's metrics; returns True if the run ends after ``run.patience`` without a better one."""
         enough = self._checkpoints.record_evaluation(version, values)
         if enough:
             run = self.context.config.run
-            log.info("the run ends: %d evaluations in a row brought no better %s", run.patience, run.keep_best)
+            log.info("the run ends: %d evaluations in a row did not improve %s", run.patience, run.keep_best)
             self.request_stop()
         return enough
 
@@ -153,7 +153,7 @@ class PolicyTrainer(Worker):
         return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
 
     def _train(self) -> None:
-        """Makes steps until the last one or a stop, and leaves their results on disk."""
+        """Trains until the last step or a stop, and writes the results to disk."""
         self.set_state("running")
         lease: Lease | None = None
         self._step_ended = time.perf_counter()
@@ -170,7 +170,7 @@ class PolicyTrainer(Worker):
 
     # -- one train step ---------------------------------------------------------------------------------------------
     def _step(self, lease: Lease | None) -> Lease | None:
-        """Trains one step on groups of which the first may be leased; returns the next step's first lease, if any."""
+        """Trains one step, whose first groups may be in ``lease``; returns the next step's first lease, if any."""
         step, clock, consumed = self._version, self._clock, StepGroups()
         updates = StepUpdates(self._worker_group, self._plan, step=step)
         while (missing := self._plan.groups - len(consumed.leased)) > 0:
@@ -199,7 +199,7 @@ class PolicyTrainer(Worker):
     def _request(self, step: int, missing: int) -> LeaseRequest:
         """Returns the request for the step's missing groups.
 
-        The groups may come in several leases, but in no more than there are micro-batches.
+        The groups may come in several leases, but in at most as many as there are micro-batches.
         """
         fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
         return LeaseRequest(
@@ -212,7 +212,7 @@ class PolicyTrainer(Worker):
         )
 
     def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
-        """Leases groups in slices of time, so that a stop is noticed.
+        """Leases groups with short timeouts, so that a stop is noticed.
 
         After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. A step
         that has made an update does not stop, because its weights belong to no checkpoint before it is done.
@@ -243,9 +243,9 @@ class PolicyTrainer(Worker):
         return groups
 
     def _publish(self, version: int) -> None:
-        """Publishes the weights; their push runs beside the trainer, and the next version waits for its end.
+        """Publishes the weights; their push runs in the background, and the next version waits for its end.
 
-        An outage of a disk is waited out; shared memory that is full is an error at once.
+        Waits out an outage of a disk; full shared memory is an error at once.
         """
         self._end_push()
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
@@ -305,23 +305,23 @@ class PolicyTrainer(Worker):
             self._halt(int(values[HACK_ONSET]))
 
     def _look_at_shadow(self, consumed: StepGroups, *, step: int) -> dict[str, float]:
-        """Returns how many of the answers that are right by the reward its shadow denies, and since when it is more."""
+        """Returns the metrics of the shadow watch: its denied share of the right answers, and the onset of a rise."""
         groups = ([one.parts for one in group.episodes] for group in consumed.groups)
         self._checkpoints.shadow_watch = self._checkpoints.shadow_watch.after(shadow_counts(step, groups))
         return watch_values(self._checkpoints.shadow_watch)
 
     def _halt(self, onset: int) -> None:
-        """Ends the run, and names the checkpoint from which it can go on with another reward.
+        """Ends the run, and names the checkpoint from which it can continue with another reward.
 
-        Raises RuntimeError. The weights of this step are not saved, so that nothing goes on from them.
+        Raises RuntimeError. The weights of this step are not saved, so that no run continues from them.
         """
         self._flush_metrics()
         self._checkpoints.finish()
         reward, folder = self._config.reward, self._checkpoints.newest_before(onset)
-        where = "no checkpoint is that old" if folder is None else f"{folder} is from before: resume={folder}"
+        where = "no older checkpoint exists" if folder is None else f"{folder} is older: resume={folder}"
         raise RuntimeError(
             f"reward.on_hack=halt: since train step {onset} the model learns answers that reward={reward.name} finds "
-            f"right and its shadow does not; {where}. Use a stricter reward; the page shows the answers"
+            f"right and its shadow does not; {where}. Use a stricter reward; the dashboard shows the answers"
         )
 
     def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
@@ -345,7 +345,7 @@ class PolicyTrainer(Worker):
         except BusTimeout:
             if then is None:
                 raise
-            lease = None  # the bus has recorded the step; the next step leases its groups with a call of its own
+            lease = None  # the bus has recorded the step; the next step leases its groups with a separate call
         self._checkpoints.raise_failure()
         if due:
             with self._clock.timed("checkpoint_ms"):
@@ -385,7 +385,7 @@ class PolicyTrainer(Worker):
 
 
 def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:
-    """Returns whether groups whose trained tokens all have an advantage of 0 are counted and not computed."""
+    """Returns whether groups whose trained tokens all have an advantage of 0 are only counted, not computed."""
     balances = config.model.moe_aux_loss_coef > 0
     return not (needed.every_token or needed.critic or balances)
 
@@ -395,11 +395,11 @@ LeaseT = TypeVar("LeaseT", Lease, Lease | None)
 
 @dataclass(kw_only=True)
 class StepClock:
-    """Milliseconds of one step on the lead rank, by part.
+    """Holds the milliseconds of one step's parts on the lead rank.
 
     ``wait_ms`` is the wait for groups, and ``bus_ms`` the rest of the calls that lease and acknowledge. ``push_ms`` is
-    the time of the last push, which runs beside the trainer; only the wait for its end is in ``sync_ms``. ``stall_ms``
-    is how long the push stopped an engine's decoding.
+    the time of the last push, which runs in the background; only the wait for its end is in ``sync_ms``. ``stall_ms``
+    is the time for which the push stopped an engine's decoding.
     """
 
     wait_ms: float = 0.0
@@ -438,10 +438,10 @@ class StepClock:
 
 
 def rank_values(ranks: Sequence[RankTimes], *, now_s: float) -> dict[str, float]:
-    """Returns the numbers of a step's record of all ranks of the policy, which is made at Unix time ``now_s``.
+    """Returns a step's metrics of all ranks of the policy, for a record that is made at Unix time ``now_s``.
 
-    A rank's ``step_ms`` is the time from its first call of the step to the end of its last one, and ``lag_ms`` the time
-    from there to the record. The clocks of several hosts are taken to agree.
+    A rank's ``step_ms`` is the time from its first call of the step to the end of its last call, and ``lag_ms`` the
+    time from there to the record. The clocks of several hosts are assumed to agree.
     """
     values: dict[str, float] = {}
     for rank, times in enumerate(ranks):
@@ -463,8 +463,8 @@ HISTOGRAM_BINS = 20
 class StepGroups:
     """Holds the groups that a step consumed.
 
-    ``leased`` are the groups as leased, ``lease_ids`` their leases, and ``groups`` the trainer's trees made of them, in
-    the same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.
+    ``leased`` are the groups as leased, ``lease_ids`` their leases, and ``groups`` their token trees in the same order.
+    ``dropped`` maps the uids of wholly masked episodes to the reasons.
     """
 
     leased: list[Group] = field(default_factory=list)
@@ -473,7 +473,7 @@ class StepGroups:
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, *, step: int) -> dict[str, float]:
-        """Returns the figures over the step's samples; figures without data are left out."""
+        """Returns the metrics over the step's samples; metrics without data are left out."""
         episodes = [one for group in self.groups for one in group.episodes]
         staleness = [step - version for row in self.leased for version in row.versions]
         parts: dict[str, list[float]] = {}
@@ -521,12 +521,12 @@ class StepGroups:
         ]
 
     def _lengths(self) -> np.ndarray:
-        """Returns the tokens of each answer, int64 ``[samples]``, in ascending order."""
+        """Returns the number of tokens of each response, int64 ``[samples]``, in ascending order."""
         return np.sort(np.concatenate([group.lengths for group in self.groups]))
 
 
 def whole_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
-    """Returns the distribution of whole numbers, given in ascending order, in bins of equal width."""
+    """Returns the distribution of integers, given in ascending order, in bins of equal width."""
     least, largest = int(values[0]), int(values[-1])
     width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)
     limits = np.arange(least + width - 1, largest + width, width)
@@ -535,7 +535,7 @@ def whole_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRec
 
 
 def real_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
-    """Returns the distribution of real numbers in bins of equal width, one if all are equal."""
+    """Returns the distribution of real numbers in bins of equal width; one bin if all are equal."""
     values = np.sort(values.astype(np.float64))
     bins = HISTOGRAM_BINS if values[-1] > values[0] else 1
     limits = np.linspace(values[0], values[-1], bins + 1)[1:]
@@ -568,7 +568,7 @@ def group_advantages(group: TokenTree) -> np.ndarray | None:
 
 
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
-    """Returns figures of rewards, given one array per group; a group without signal has several equal rewards."""
+    """Returns reward metrics, given one array per group; a group without signal has several equal rewards."""
     rewards = np.concatenate(groups)
     several = [group for group in groups if len(group) > 1]
     values = {
@@ -583,7 +583,7 @@ def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
 
 
 def length_values(lengths: np.ndarray) -> dict[str, float]:
-    """Returns figures of lengths, given int64 ``[samples]`` in ascending order.
+    """Returns length metrics, given int64 ``[samples]`` in ascending order.
 
     The quantile p is the smallest length that p % of the answers do not exceed.
     """
@@ -644,7 +644,7 @@ def step_values(
 
 
 def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
-    """Returns the gap between the trainer's and the engine's log-probs, which stale samples alone do not have."""
+    """Returns the gap between the trainer's and the engine's log-probs over on-policy tokens, if there are any."""
     if not metrics.logprob_gap_tokens:
         return {"logprob_gap_tokens": 0.0}
     return {
@@ -655,7 +655,7 @@ def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
 
 
 def critic_values(metrics: StepMetrics) -> dict[str, float]:
-    """Returns the critic's figures: its loss, the mean return, its algorithm's metrics and the explained variance."""
+    """Returns the critic's metrics: its loss, the mean return, its algorithm's metrics and the explained variance."""
     found = {name: value for name, value in metrics.algorithm.items() if name not in MOMENTS}
     found |= {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "return": metrics.algorithm["return"]}
     explained = explained_variance(metrics.algorithm)

@@ -69,7 +69,7 @@ def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[T
 class RankGroups:
     """Reads the groups of a step from the bus, each once per step, even if several updates train on them.
 
-    ``columns`` are those that this rank needs. ``window`` says how old a token may be. ``timeout_s`` is the limit of
+    ``columns`` are those that this rank needs. ``window`` limits the age of tokens. ``timeout_s`` is the limit of
     one read in seconds.
     """
 
@@ -80,7 +80,7 @@ class RankGroups:
         self._groups: dict[str, TokenTree] = {}
 
     def trees(self, step: int, parts: Sequence[TreePart]) -> list[TokenTree]:
-        """Returns the parts as train step ``step`` sees them, in their order.
+        """Returns the token trees of the parts for train step ``step``, in their order.
 
         Raises BusTimeout if the bus does not answer within ``timeout_s``, LeaseLost if a part's lease has ended, and
         BusLost if the bus has exited.
@@ -131,7 +131,7 @@ def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
 
 
 def train_columns(requirements: Requirements, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
-    """Returns the policy's columns: those of the rollout, the advantages, and what the algorithm requires.
+    """Returns the policy's columns: those of the rollout, the advantages, and those that the algorithm requires.
 
     ``truncates`` is True if top_k, top_p or min_p restricts sampling.
     """
@@ -158,13 +158,13 @@ STATUS_GROUPS = {"status": 1, "files": 1}  # the status and file writes have the
 
 
 class RankWorker:
-    """Executes the lead's calls one after the other, in order; only status and file writes run beside them.
+    """Executes the lead's calls one after the other, in order; only status calls and file writes run concurrently.
 
     Start it with `STATUS_GROUPS`. It belongs to one lead: a restarted lead needs new other ranks, and if this process
     itself was restarted, the calls of its former lead raise RankLost.
 
-    With ``ends_with_others``, Ray restarts it, so it exits if a collective breaks. The break then reaches a lead that
-    has no connection to the rank that died.
+    With ``ends_with_others`` the process exits if a collective breaks, and Ray restarts it. The break then reaches a
+    lead that has no connection to the rank that died.
     """
 
     role: str
@@ -184,7 +184,7 @@ class RankWorker:
         self._wait: Wait | None = None
 
     def warm_up(self) -> None:
-        """Imports what the back end needs, which takes seconds in which the lead does so too."""
+        """Imports the back end, which takes seconds, while the lead imports it, too."""
         import relax_core.train.policy_backend  # noqa: F401
 
     # -- called by the lead -----------------------------------------------------------------------------------------
@@ -204,19 +204,19 @@ class RankWorker:
         self.call(method, *arguments)
 
     def export(self) -> None:
-        """Takes part in an export, whose tensors rank 0 gets."""
+        """Takes part in an export; rank 0 gets the tensors."""
         with self._busy("export"):
             for _ in self._backend.export():
                 raise AssertionError("only rank 0 gets tensors")
 
     def load_published(self, manifest: WeightManifest) -> bool:
-        """Loads a published version; returns False if newer ones have replaced it."""
+        """Loads a published version; returns False if newer versions have replaced it."""
         with self._busy("load_weights"):
             return load_published(self._backend, manifest)
 
     @ray.method(concurrency_group="files")
     def write_copy(self, folder: Path) -> None:
-        """Writes this rank's part of a checkpoint, beside the train step; the lead repeats it after an outage."""
+        """Writes this rank's part of a checkpoint during train steps; the lead repeats it after an outage."""
         with self._failures("write_copy"):
             self._backend.write_copy(folder)
 
@@ -286,7 +286,7 @@ class RankWorker:
 
     @contextmanager
     def waiting(self, what: str, *, on: str) -> Iterator[None]:
-        """Records, while the block runs, what this rank waits for and on which worker."""
+        """Records a wait of this rank for ``what`` on a worker while the block runs."""
         self._wait = Wait(what=what, on=on, since=time.time())
         try:
             yield
@@ -304,7 +304,7 @@ class RankWorker:
 
     @contextmanager
     def _failures(self, method: str) -> Iterator[None]:
-        """Stores the first failure of this rank's own for `status`, because the lead may wait and not receive it."""
+        """Stores this rank's own first failure for `status`, because the lead may wait and not receive it."""
         try:
             yield
         except RankLost:
@@ -327,7 +327,7 @@ class RankWorker:
 
 
 class ActorRank(RankWorker):
-    """Is a rank of the trainer; each role has its own class, because Ray titles a process by its class."""
+    """Runs a rank of the trainer; each role has its own class, because Ray titles a process by its class."""
 
     role = "actor"
     _rank_groups: RankGroups
@@ -352,14 +352,14 @@ class ActorRank(RankWorker):
 
 
 class ActorFwdRank(RankWorker):
-    """Is a rank of actor_fwd."""
+    """Runs a rank of actor_fwd."""
 
     role = "actor_fwd"
     ends_with_others = True
 
 
 class ReferenceRank(RankWorker):
-    """Is a rank of the reference."""
+    """Runs a rank of the reference."""
 
     role = "reference"
     ends_with_others = True

@@ -88,8 +88,8 @@ class ForwardWorker(ColumnWorker):
 class ActorFwdWorker(ForwardWorker):
     """Computes log-probs with the trained weights; each role has a class, because Ray titles a process by its class.
 
-    It replays the engine's routing, because its log-probs are those of the trained policy, which routes as the engine
-    did.
+    It replays the engine's routing, because its log-probs are those of the trained policy, which routes like the
+    engine.
     """
 
     task = "actor_fwd"
@@ -101,8 +101,8 @@ class ActorFwdWorker(ForwardWorker):
 class ReferenceWorker(ForwardWorker):
     """Computes log-probs with the initial weights of the run.
 
-    It routes by itself: the engine's experts are the choice of another model, and a KL under them would compare with a
-    policy that never existed.
+    It uses its own routing: the engine's experts are the choice of another model, and a KL with them would compare with
+    a policy that never existed.
     """
 
     task = "reference"

@@ -39,16 +39,16 @@ from relax_core.train.checkpoints.checkpoint_store import (
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Is the weights ``version`` with the highest ``value``; the first one of equal values."""
+    """Holds the weights ``version`` with the highest ``value``; the first version of equal values."""
 
     version: int
     value: float
 
 
 class BestMetric:
-    """Tracks one figure of the evaluations; thread-safe.
+    """Tracks one metric of the evaluations; thread-safe.
 
-    ``metric`` is a figure of the source ``eval``, such as eval/exact. ``patience`` is the number of evaluations in a
+    ``metric`` is a metric of the source ``eval``, such as eval/exact. ``patience`` is the number of evaluations in a
     row without a new best after which the run ends; 0 means never. ``candidates`` are the versions that are evaluated
     and have a checkpoint. ``seen`` maps versions to values of the evaluations before a resume.
     """
@@ -66,7 +66,7 @@ class BestMetric:
         return self._candidates
 
     def add(self, version: int, values: Mapping[str, float]) -> None:
-        """Adds an evaluation; one that is reported again after a restart counts once."""
+        """Adds an evaluation; a repeated report after a restart counts once."""
         with self._lock:
             self._seen[version] = values[self._name]
 
@@ -89,7 +89,7 @@ class BestMetric:
         return bool(self._patience) and best is not None and sum(one > best.version for one in seen) >= self._patience
 
     def kept(self) -> set[int]:
-        """Returns the versions whose checkpoints stay: the best one, and those whose evaluation is still to come.
+        """Returns the versions whose checkpoints stay: the best version, and those with a pending evaluation.
 
         Evaluations come in order, so a version older than the newest evaluation is not evaluated any more.
         """
@@ -100,18 +100,18 @@ class BestMetric:
 
 
 EVALUATIONS = "evaluations"  # the key in meta.json that maps versions to values of run.keep_best
-SHADOW_WATCH = "shadow_watch"  # the key in meta.json with the state of the shadow's watch
-CHECK_S = 0.5  # the time between two checks of a write that is waited for
+SHADOW_WATCH = "shadow_watch"  # the key in meta.json with the state of the shadow watch
+CHECK_S = 0.5  # interval of checks while a write is awaited
 
 
 class RunCheckpoints:
-    """Takes a snapshot after a train step was acknowledged, so that ledger and weights agree on what was trained.
+    """Takes a snapshot after a train step was acknowledged, so that ledger and weights agree on the trained samples.
 
     A thread writes the snapshot while the next steps run; it counts once it is complete. ``shadow_watch`` is the newest
-    state of the watch, which each checkpoint has.
-    ``report_progress`` is called with a text for each progress of a write that is waited for, and ``report_wait`` with
-    a text that names the ledger or the outage for which it waits. A write that fails by an outage of the disk
-    (`relax_core.contracts.outage`) is repeated with the same snapshot while the steps go on.
+    state of the watch, which each checkpoint stores. ``report_progress`` is called with a text at each progress of an
+    awaited write, and ``report_wait`` with a text that names the ledger or the outage that delays it. A write that
+    fails because of an outage of the disk (`relax_core.contracts.outage`) is repeated with the same snapshot while the
+    steps continue.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RunCheckpoints:
         self._write: Future[Path] | None = None
 
     def _kept(self) -> set[int]:
-        """Returns the versions whose checkpoints stay; with reward.on_hack=halt those that may be before an onset."""
+        """Returns the versions whose checkpoints stay; with reward.on_hack=halt also those possibly before an onset."""
         best = set() if self._best is None else self._best.kept()
         return best | (set(range(self._taken - MOST_STEPS, self._taken + MOST_STEPS)) if self._halts else set())
 
@@ -153,8 +153,8 @@ class RunCheckpoints:
     def save(self, version: int) -> None:
         """Saves the state after ``version`` steps, unless the newest checkpoint holds it already.
 
-        It waits for the previous write first and raises what that write failed with. It waits for the ledger's events
-        to be on disk, and raises LedgerUnwritable if an outage lasts too long.
+        It first waits for the previous write and raises its error. It waits until the ledger's events are on disk, and
+        raises LedgerUnwritable if an outage lasts too long.
         """
         if version == self._taken:
             return
@@ -194,9 +194,9 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.
 
-        Raises what the write failed with, which is an outage after nine tenths of ``run.stall_timeout_s``, and
-        RuntimeError if nothing is written for ``run.stall_timeout_s``; it is no loss that a restart repairs, because
-        the disk stays the same.
+        Raises the error of the write, which is an outage after nine tenths of ``run.stall_timeout_s``, and RuntimeError
+        if nothing is written for ``run.stall_timeout_s``; a restart would not repair that, because the disk stays the
+        same.
         """
         if self._write is None:
             return
@@ -223,7 +223,7 @@ class RunCheckpoints:
         return self._best is not None and version in self._best.candidates
 
     def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
-        """Records an evaluation's figures; returns True if the run must end because it does not improve."""
+        """Records an evaluation's metrics; returns True if the run must end because it does not improve."""
         if self._best is None:
             return False
         self._best.add(version, values)
@@ -238,7 +238,7 @@ class RunCheckpoints:
                 self._store.name_best(best.version)
 
     def raise_failure(self) -> None:
-        """Raises what the write beside the steps failed with; returns at once."""
+        """Raises the error of a write in the background, if it failed; returns at once."""
         if self._write is not None and self._write.done():
             self.finish()
 
@@ -261,7 +261,7 @@ def _best_metric(context: RunContext) -> BestMetric | None:
 
 
 def _shadow_watch(context: RunContext) -> ShadowWatch:
-    """Returns the state of the watch at the run's start or in the checkpoint from which it goes on."""
+    """Returns the state of the watch at the run's start or in the checkpoint that the run resumes from."""
     if context.resume_from is None:
         return ShadowWatch()
     state = CheckpointStore.read_meta(context.resume_from).run.get(SHADOW_WATCH, {})

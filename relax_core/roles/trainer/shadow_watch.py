@@ -1,9 +1,9 @@
-"""Notices when a model learns answers that its reward finds right and the reward's shadow does not.
+"""Detects reward hacking: a model learns answers that its reward finds right and the reward's shadow finds wrong.
 
-The figure is the denied share: of the answers that the reward finds right, how many the shadow finds wrong. A shadow
-that cannot read some forms of right answers has a constant denied share. A reward that is being exploited has a rising
-one. Therefore the share is compared with that of the run's first steps. Neither the reward nor the length of answers
-counts.
+The metric is the denied share: the share of the reward's right answers that the shadow finds wrong. A shadow that
+cannot read some forms of right answers has a constant denied share. An exploited reward has a rising denied share.
+Therefore the share is compared with that of the run's first steps. The mean reward and the length of answers do not
+count.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from relax_core.contracts.reward import SHADOW, SHADOW_GAP
 
 HACK_ONSET = "hack_onset"  # metric: the train step at which the denied share began to rise; only while it is raised
 DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and that of the first steps
-BASE_STEPS, BASE_RIGHT = 5, 40  # the first steps, and right answers in them, that say what is usual
-NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # at least so many make a judgement
-MOST_STEPS = 12  # that are looked at; the onset is no older
+BASE_STEPS, BASE_RIGHT = 5, 40  # the first steps, and right answers in them, that define the usual share
+NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # at least so many are needed for a judgement
+MOST_STEPS = 12  # number of steps that are compared; the onset is no older
 GROUPS_WITH_GAP = 3  # one odd prompt is no exploit
 LEAST_GAP = 0.1  # of all answers
-ERRORS = 4.0  # standard errors of the number of denied answers that chance does not explain
-# Of the denied share above the usual one, at most a half and a fourth of the way to 1: where an alarm begins, and ends.
+ERRORS = 4.0  # excess of denied answers, in standard errors, that chance does not explain
+# Rise of the denied share above the usual share at which an alarm begins and ends: at most 1/2 and 1/4 of the way to 1.
 RISE, STAYS = 0.2, 0.1
 
 
@@ -58,9 +58,9 @@ def shadow_counts(step: int, groups: Iterable[Sequence[Mapping[str, float]]]) ->
 
 
 class ShadowWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the state of the watch after some steps; checkpoints hold it.
+    """Holds the state of the watch after some steps; checkpoints store it.
 
-    ``base`` sums up the first ``base_steps`` steps, and ``recent`` are the counts of the newest. ``onset`` is the train
+    ``base`` sums up the first ``base_steps`` steps, and ``recent`` holds the newest counts. ``onset`` is the train
     step at which the denied share began to rise, None while it is usual.
     """
 
@@ -93,7 +93,7 @@ class ShadowWatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def watch_values(watch: ShadowWatch) -> dict[str, float]:
-    """Returns the state as metrics; none before the first steps are over."""
+    """Returns the state as metrics; empty during the first steps."""
     if watch.usual is None:
         return {}
     onset = {} if watch.onset is None else {HACK_ONSET: float(watch.onset)}
@@ -101,7 +101,7 @@ def watch_values(watch: ShadowWatch) -> dict[str, float]:
 
 
 def denied_share(counts: Sequence[ShadowCounts]) -> float:
-    """Returns how many of the answers that are right by the reward are wrong by the shadow; 0 if none is right."""
+    """Returns the share of the reward's right answers that are wrong by the shadow; 0 without right answers."""
     right = sum(one.right for one in counts)
     return max(0.0, sum(one.gap for one in counts) / right) if right else 0.0
 
@@ -119,7 +119,7 @@ def _sum(counts: Sequence[ShadowCounts]) -> ShadowCounts:
 
 
 def _newest(recent: Sequence[ShadowCounts]) -> Sequence[ShadowCounts]:
-    """Returns the fewest newest steps that make a judgement, or all."""
+    """Returns the fewest newest steps that suffice for a judgement, or all steps."""
     for first in range(len(recent) - NEWEST_STEPS, -1, -1):
         if sum(one.groups for one in recent[first:]) >= NEWEST_GROUPS:
             return recent[first:]
@@ -134,7 +134,7 @@ def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
     denied = denied_share([seen])
     if before is not None:
         return before if denied >= usual + min(STAYS, (1.0 - usual) / 4) else None
-    # The usual share is an estimate, too. The 0.02 stands for it where it was 0.
+    # The usual share is an estimate, too. The 0.02 keeps the variance above 0 for a usual share of 0.
     by_chance = math.sqrt(seen.right * (1.0 + seen.right / base.right) * (usual * (1.0 - usual) + 0.02))
     is_wide = seen.gap >= LEAST_GAP * seen.answers and seen.gap_groups >= GROUPS_WITH_GAP
     is_sure = seen.gap - usual * seen.right >= ERRORS * by_chance

@@ -41,7 +41,7 @@ RETRY_S = 0.1
 
 
 class TeacherScores(NamedTuple):
-    """Is a teacher's scores of a group's rows; rows that were not sampled have zeros.
+    """Holds a teacher's scores of a group's rows; rows that were not sampled have zeros.
 
     ``logprobs`` is float32 ``[rows]``. ``top_ids`` int32 ``[rows, top_k]`` are the teacher's most likely tokens, most
     likely first, and ``top_logprobs`` float32 ``[rows, top_k]`` their log-probs; both are None if top_k is 0. For a
@@ -54,7 +54,7 @@ class TeacherScores(NamedTuple):
 
 
 class TeacherScorer(Protocol):
-    """Is one teacher.
+    """Defines the interface of one teacher.
 
     Its log-probs are those of softmax(logits / rollout.temperature) over the kept sets of the sampled tokens and
     without the banned tokens, like the student's. A teacher with the student's weights therefore has the student's
@@ -101,7 +101,7 @@ class EngineTeacher:
     ) -> None:
         self._directory, self._number, self._top_k, self._media = directory, number, top_k, media
         self._temperature = context.config.rollout.temperature
-        # A teacher may have fewer rows than the student, and more ids without a text than those that are banned.
+        # A teacher may have a smaller vocabulary than the student, and further ids without text, which are not banned.
         folder = list(context.teacher_folders.values())[number]
         rows = int(language_values(read_hf_config(folder))["vocab_size"])
         self._banned = [token for token in context.config.rollout.banned() if token < rows]
@@ -150,7 +150,7 @@ class EngineTeacher:
 
 
 class _Path(NamedTuple):
-    """A segment: its ``rows``, and the index in them of the first sampled row."""
+    """Holds a segment: its ``rows``, and the index in them of the first sampled row."""
 
     rows: np.ndarray
     first: int
@@ -178,7 +178,7 @@ def _media_of(group: TokenTree, rows: np.ndarray) -> list[Media]:
 
 
 def _calls(sequences: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
-    """Yields the sequences that go to the engine in one call."""
+    """Yields the sequences of each call to the engine."""
     call: list[TokensToScore] = []
     tokens = kept_bytes = 0
     for sequence in sequences:

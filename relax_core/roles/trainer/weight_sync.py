@@ -1,4 +1,4 @@
-"""The trainer's calls to its engines, for new weights and for shared memory; no engine delays a step for long."""
+"""The trainer's calls to its engines, for new weights and for time-shared memory; no engine delays a step for long."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
 
-    A step waits at most `SILENT_S` seconds for an engine's push or for its memory's return to it. It waits
+    A step waits at most `SILENT_S` seconds for an engine's push, or until the engine takes its memory back. It waits
     until each engine has released its memory or has died, because training in memory that an engine still uses would
-    crash the trainer, and with time sharing the next step needs that engine's samples anyway. An engine's owner kills
-    an engine that is silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`.
-    ``frozen`` names the weights that do not train.
+    crash the trainer, and with time sharing the next step needs that engine's samples anyway. The owner kills an engine
+    that is silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`. ``frozen`` names the
+    weights that do not train.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class WeightSync:
         return found
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Publishes the weights; their push runs beside the trainer, so call `end_push` before the next version."""
+        """Publishes the weights; their push runs in the background, so call `end_push` before the next version."""
         self._push = self._publisher.publish(version, tensors)
 
     def end_push(self) -> SyncReport | None:
-        """Waits for the end of the newest version's push; returns None if it was waited for before."""
+        """Waits for the end of the newest version's push; returns None without a push to wait for."""
         if self._push is None:
             return None
         with self._waiting("the end of the newest weights' push", on="engine"):
@@ -105,12 +105,12 @@ class WeightSync:
         _check(calls)
 
     def resume_memory(self) -> None:
-        """Tells every engine that it may use its memory again; for time sharing."""
+        """Allows every engine to use its memory again; for time sharing."""
         self._resumes = {
             client.url: self._calls.put(client.url, client.resume_memory) for client in self._engines.reachable()
         }
         awaited = [call for url, call in self._resumes.items() if url not in self._behind]
-        with self._waiting("the engines to take their memory back", on="engine"):
+        with self._waiting("the engines to resume their memory", on="engine"):
             wait(awaited, timeout=SILENT_S)
         _check({url: call for url, call in self._resumes.items() if call.done()})
 

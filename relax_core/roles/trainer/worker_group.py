@@ -1,4 +1,4 @@
-"""The worker group of a model: the lead's own back end and the other ranks' in other processes, called in step.
+"""The worker group of a model: calls the lead's back end and those of the other ranks' processes together.
 
 The trainer's worker group also has the critic. `assemble_ranks` finds a role's other ranks for its lead, and builds the
 model together with them.
@@ -46,7 +46,7 @@ WaitingOn = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
 
 
 def raise_cause(method: str, sent: Sent, error: BaseException) -> None:
-    """Raises the cause of ``error``, which a call to all ranks raised, if the other ranks' answers show one.
+    """Raises the cause of ``error``, the error of a call to all ranks, if the other ranks' answers show the cause.
 
     Raises RankLost if one of these ranks is lost. If ``error`` is a broken collective, raises the error of the rank
     that caused the break. Otherwise returns.
@@ -73,7 +73,7 @@ def raise_cause(method: str, sent: Sent, error: BaseException) -> None:
 def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingOn) -> list[Any]:
     """Returns the answers of all workers in ``sent``, in order.
 
-    Raises RankLost for a worker that is lost or has not answered within ``timeout_s``, and what a worker raised.
+    Raises RankLost for a worker that is lost or has not answered within ``timeout_s``, and the errors of workers.
     """
     deadline = time.monotonic() + timeout_s
     answers = []
@@ -120,7 +120,7 @@ class WorkerGroup:
 
     @property
     def alone(self) -> bool:
-        """Is true if the lead is the only rank."""
+        """Returns whether the lead is the only rank."""
         return not self._other_ranks
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +175,7 @@ class WorkerGroup:
 
     @contextmanager
     def _collective(self, method: str, sent: Sent) -> Iterator[None]:
-        """Wraps the lead's own part; replaces the error of a broken collective by what caused the break."""
+        """Wraps the lead's own part; replaces the error of a broken collective by its cause."""
         if not sent:
             yield
             return
@@ -193,10 +193,10 @@ class WorkerGroup:
 
 
 class TrainerWorkerGroup(WorkerGroup):
-    """Calls the policy's ranks and the critic, if there is one, which works beside the lead.
+    """Calls the policy's ranks and, if there is a critic, the critic, which works concurrently with the lead.
 
-    Other ranks and critic get the names of the episodes that they train, and read their groups from the bus. With
-    ``rank_groups`` the lead reads its own groups in this way too; otherwise it trains the trees that it is given.
+    Other ranks and critic get the uids of the episodes that they train, and read their groups from the bus. With
+    ``rank_groups`` the lead also reads its own groups in this way; otherwise it trains the trees that it is given.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class TrainerWorkerGroup(WorkerGroup):
         self._all("begin_step", step, of_critic=(step,))
 
     def add_lease(self, lease: Lease) -> None:
-        """Records by which lease the step's next groups are read; must come before `accumulate` gets them."""
+        """Records the lease of the step's next groups; must come before `accumulate` gets them."""
         self._lease_ids.update((row.group_uid, lease.lease_id) for row in lease.rows)
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
@@ -245,7 +245,7 @@ class TrainerWorkerGroup(WorkerGroup):
         self._wait("accumulate", sent)
 
     def count(self, groups: Sequence[TokenTree]) -> None:
-        """Counts groups without a gradient, in the lead alone."""
+        """Counts groups without a gradient, only in the lead."""
         if groups:
             self.lead.count(groups)
 
@@ -269,8 +269,8 @@ class TrainerWorkerGroup(WorkerGroup):
     def write_copy(self, folder: Path) -> None:
         """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; callable from any thread.
 
-        It runs beside train steps. It does not detect that a write has stalled. It may be called again with the same
-        copies until `drop_copies`, also after an OSError, which is raised when no process writes any more.
+        It runs during train steps and does not detect a stalled write. It may be called again with the same copies
+        until `drop_copies`, also after an OSError, which is raised after all processes have stopped writing.
         """
         sent = self._send(self._other_ranks, "write_copy", folder / POLICY)
         sent += self._send(self._critic, "write_copy", folder / CRITIC)
@@ -296,7 +296,7 @@ class TrainerWorkerGroup(WorkerGroup):
         self._wait("close_samples", sent)
 
     def load(self, folder: Path) -> None:
-        """Loads what `write_copy` wrote; the layout may be another one."""
+        """Loads a checkpoint of `write_copy`; the layout may differ."""
         self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))
 
     def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> None:
@@ -318,8 +318,8 @@ def assemble_ranks(
     """Returns the ranks of a role once each has built its part of the model.
 
     Raises TimeoutError for a rank that is not found within ``run.start_timeout_s``; RankLost for a rank that is lost
-    while it builds, or that takes longer than that; ActorDiedError for a rank that Ray does not restart; and what a
-    rank raised. ``on_loss`` is called at once with the RankLost, in another thread, because the lead may wait in a
+    while it builds, or that takes longer than that; ActorDiedError for a rank that Ray does not restart; and the errors
+    of ranks. ``on_loss`` is called at once with the RankLost, in another thread, because the lead may wait in a
     collective.
     """
     layout = role_parallel(context.config, role)
@@ -347,9 +347,9 @@ def assemble_ranks(
 
 
 def watch_build(sent: Sent, timeout_s: float, on_loss: Callable[[RankLost], None]) -> None:
-    """Calls ``on_loss`` as soon as a rank is lost, or when one has not answered in time.
+    """Calls ``on_loss`` as soon as a rank is lost, or when a rank has not answered in time.
 
-    An error that a rank raises is left to the lead, which gets it as the rank's answer.
+    The lead handles an error that a rank raises, because it gets the error as the rank's answer.
     """
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in sent}
@@ -380,7 +380,7 @@ def _restarted_rank(context: RunContext, name: str) -> Any:
         except ActorUnavailableError:
             pid = killed
         except GetTimeoutError as error:
-            raise TimeoutError(f"{name} was not there within {context.config.run.start_timeout_s:.0f} s") from error
+            raise TimeoutError(f"{name} was not found within {context.config.run.start_timeout_s:.0f} s") from error
         else:
             if pid is None:
                 return other_rank

@@ -1,13 +1,13 @@
-"""The guard of one agent: ``python -I -S agent_guard.py GRACE_S MODE COMMAND…`` starts it and ends it for sure.
+"""The guard of one agent: ``python -I -S agent_guard.py GRACE_S MODE COMMAND…`` starts it and ends its processes.
 
-The guard is the parent of the agent and a subreaper, so that what the agent's processes leave behind becomes its child.
-It ends all of them when the agent has ended, when its owner says so, and when its owner has died, which closes stdin.
-It imports nothing but the standard library, because it starts with every episode.
+The guard is the parent of the agent and a subreaper, so that orphaned processes of the agent become its children. It
+ends all of them when the agent has ended, when its owner requests it, and when its owner has died, which closes stdin.
+It imports only the standard library, because it starts with every episode.
 
 The owner writes lines to stdin: "K" kills at once; "T" with a text gives an agent of the mode "warm" a task, as a line
-of its stdin. The end of stdin asks the agent to end with SIGTERM, and kills it after GRACE_S seconds. The guard writes
-one JSON object a line: the number of the agent's process, each line of a warm agent's stdout that is a JSON object, and
-the agent's end with the newest `KEPT_BYTES` of its output.
+of its stdin. The end of stdin sends SIGTERM to the agent, and kills it after GRACE_S seconds. The guard writes one JSON
+object a line: the pid of the agent, each line of a warm agent's stdout that is a JSON object, and the agent's end with
+the newest `KEPT_BYTES` of its output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 
 
 class Output:
-    """Keeps the newest `KEPT_BYTES` of what an agent wrote."""
+    """Keeps the newest `KEPT_BYTES` of an agent's output."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
@@ -47,12 +47,12 @@ class Output:
             del self._kept[:-KEPT_BYTES]
 
     def text(self) -> str:
-        """Returns the kept output, with a mark if it is not all of it."""
+        """Returns the kept output, with a mark if older output was dropped."""
         return ("[…]" if self._dropped else "") + self._kept.decode(errors="replace")
 
 
 class Agent:
-    """Is the agent's process, with the pipes to it. ``stdin`` and ``answers`` are there for a warm agent alone."""
+    """Holds the agent's process and the pipes to it; only a warm agent has ``stdin`` and ``answers``."""
 
     def __init__(self, command: Sequence[str], *, warm: bool, libc: Any) -> None:
         output, output_end = os.pipe()
@@ -71,7 +71,7 @@ class Agent:
         self.status: int | None = None
 
     def reap(self) -> None:
-        """Takes notice of ended children: the agent, and processes that it left behind."""
+        """Reaps ended children: the agent, and its orphaned processes."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
@@ -91,7 +91,7 @@ def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout
             os.dup2(end, descriptor)
         for one in _IGNORED:
             signal.signal(one, signal.SIG_DFL)
-        with open("/proc/self/oom_score_adj", "w") as score:  # the kernel ends agents before the run
+        with open("/proc/self/oom_score_adj", "w") as score:  # the kernel's OOM killer ends agents before the run
             score.write("1000")
         os.closerange(3, 1 << 16)
         os.execvp(command[0], list(command))
@@ -102,7 +102,7 @@ def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout
 
 
 class Guard:
-    """Watches one agent until it has ended, and ends what it leaves behind."""
+    """Watches one agent until it has ended, and ends its remaining processes."""
 
     def __init__(self, agent: Agent, *, grace_s: float, warm: bool) -> None:
         self._agent = agent
@@ -117,7 +117,7 @@ class Guard:
             self._poll.register(descriptor, select.POLLIN)
 
     def run(self) -> None:
-        """Returns when the agent has ended and nothing of it is left."""
+        """Returns when the agent and all of its processes have ended."""
         tell({"pid": self._agent.pid})
         while self._agent.status is None:
             left = None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
@@ -178,7 +178,7 @@ class Guard:
             del self._tasks[: os.write(self._agent.stdin, self._tasks)]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # the agent reads no more; its owner sees that no answer comes
+        except BrokenPipeError:  # the agent no longer reads; its owner notices the missing answer
             self._tasks.clear()
         if not self._tasks:
             self._poll.unregister(self._agent.stdin)
@@ -202,7 +202,7 @@ class Guard:
             self._output.add(line + b"\n")
 
     def _read_rest(self) -> None:
-        """Reads what the pipes still hold; nobody writes to them any more."""
+        """Reads the remaining bytes of the pipes; all writers have ended."""
         for descriptor, take in ((self._agent.output, self._output.add), (self._agent.answers, self._take_answers)):
             try:
                 while descriptor >= 0 and (part := os.read(descriptor, _READ_BYTES)):
@@ -212,7 +212,7 @@ class Guard:
 
 
 def tell(message: dict[str, Any]) -> None:
-    """Writes a message to the owner; one that has died gets none."""
+    """Writes a message to the owner, if the owner has not died."""
     rest = json.dumps(message).encode() + b"\n"
     try:
         while rest:
@@ -222,7 +222,7 @@ def tell(message: dict[str, Any]) -> None:
 
 
 def kill_descendants(agent: Agent) -> None:
-    """Kills all descendants of this process, and takes notice of their ends."""
+    """Kills all descendants of this process, and reaps them."""
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         agent.reap()
@@ -254,7 +254,7 @@ def descendants(root: int) -> list[int]:
 
 
 def living() -> Iterator[tuple[int, int]]:
-    """Yields the number of each process that has not ended, and that of its parent."""
+    """Yields the pid of each process that has not ended, and the pid of its parent."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -267,7 +267,7 @@ def living() -> Iterator[tuple[int, int]]:
 
 
 def main() -> None:
-    """Starts the agent of the command line, and returns when nothing of it is left."""
+    """Starts the agent of the command line, and returns when all of its processes have ended."""
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for one in _IGNORED:

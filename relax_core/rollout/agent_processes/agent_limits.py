@@ -1,4 +1,4 @@
-"""Kills agents whose processes use too much memory or are too many."""
+"""Kills agents that exceed the limits of memory or of processes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 CHECK_S = 1.0
-MEMORY_GIB = 2.0  # resident memory of an agent and of all that it starts; beyond it they are killed
-PROCESSES = 64  # of an agent at one time; beyond it they are killed
+MEMORY_GIB = 2.0  # resident memory of an agent and its descendants; above it they are killed
+PROCESSES = 64  # of an agent at one time; above it they are killed
 _GIB = 2**30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSize:
-    """Holds how many processes live below one, and their resident memory in bytes; shared pages count in each."""
+    """Holds the number of living descendants of a process and their resident memory in bytes, shared pages in each."""
 
     processes: int
     memory: int
 
 
 class AgentLimits:
-    """Holds the agents that run now, and kills those that are above a limit. `watch` must run beside them."""
+    """Holds the running agents, and kills those above a limit. `watch` must run concurrently."""
 
     def __init__(self) -> None:
         self.running: set[AgentProcess] = set()
 
     async def watch(self) -> None:
-        """Looks at all agents every `CHECK_S` seconds, until it is cancelled."""
+        """Checks all agents every `CHECK_S` seconds, until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             if self.running:
@@ -53,7 +53,7 @@ class AgentLimits:
 
 
 def tree_sizes(roots: Iterable[int]) -> Mapping[int, TreeSize]:
-    """Returns the size of what runs below each of these processes; one look at /proc serves all."""
+    """Returns the size of the process tree below each of these processes; one scan of /proc serves all."""
     children: dict[int, list[int]] = defaultdict(list)
     memory: dict[int, int] = {}
     for entry in Path("/proc").iterdir():

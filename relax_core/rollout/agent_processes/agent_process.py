@@ -19,23 +19,23 @@ from relax_core.contracts.child import Child, cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
-_MOST_LINE_BYTES = 4 << 20  # of what a guard tells; an answer or the kept output, written as JSON
+_MOST_LINE_BYTES = 4 << 20  # of a guard's message; an answer or the kept output, written as JSON
 GRACE_S = 2.0  # between SIGTERM and SIGKILL to all processes of an agent
 _EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
-MOST_ANSWERS = 64  # of a warm agent that nobody has taken
-SHOWN = 2000  # the characters of an agent's output that an error shows
-SHOWN_CAUSE = 500  # those of the line that says why it failed
+MOST_ANSWERS = 64  # of a warm agent that no task has taken yet
+SHOWN = 2000  # characters of an agent's output in an error
+SHOWN_CAUSE = 500  # characters of the line with the cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEnd:
-    """Says how an agent ended: its exit code, negative for a signal and None if unknown, and its newest output."""
+    """Describes the end of an agent: its exit code, negative for a signal or None if unknown, and its newest output."""
 
     code: int | None
     output: str
 
     def words(self) -> str:
-        """Returns the end in words, with the last of the output."""
+        """Returns the end as text, with the last output."""
         if self.code is None:
             how = "its guard was killed"
         elif self.code < 0:
@@ -46,7 +46,7 @@ class AgentEnd:
 
 
 def shown_output(output: str) -> str:
-    """Returns the last `SHOWN` characters of an agent's output in words, after the line that says why it failed."""
+    """Returns the last `SHOWN` characters of an agent's output as text, after the line with the cause of a failure."""
     text = output.strip()
     if not text:
         return "it wrote nothing"
@@ -56,11 +56,11 @@ def shown_output(output: str) -> str:
 
 
 class AgentProcess:
-    """Is one running agent. `start` makes it; `end` or `kill` must be called, and `wait` returns how it ended.
+    """Controls one running agent. `start` makes it; `end` or `kill` must be called, and `wait` returns its end.
 
-    ``answers`` gets what a warm agent writes to stdout as JSON objects, each with its output until then. ``killed``
-    says why Relax killed it, and is empty otherwise. ``ended`` is set once nothing of it is left; ``reading`` is a task
-    that ends then.
+    ``answers`` gets the JSON objects that a warm agent writes to stdout, each with its output until then.
+    ``killed`` is the reason for which Relax killed it, empty otherwise. ``ended`` is set once all of its processes
+    have ended; ``reading`` is a task that ends then.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class AgentProcess:
         warm: bool = False,
         secrets: Collection[str] = (),
     ) -> AgentProcess:
-        """Starts a command, whose environment is ``env`` alone, and which reads tasks from stdin if it is ``warm``.
+        """Starts a command, whose environment is ``env`` alone; a ``warm`` agent reads tasks from stdin.
 
-        What it writes is kept without the values ``secrets`` of its environment.
-        Raises OSError if the folder ``cwd`` cannot be entered.
+        The values ``secrets`` of its environment are removed from its output. Raises OSError if the folder
+        ``cwd`` cannot be entered.
         """
         mode = "warm" if warm else "cold"
         guard = Child(
@@ -110,7 +110,7 @@ class AgentProcess:
 
     @property
     def guard_pid(self) -> int:
-        """Returns the number of the guard's process, of which all of the agent's processes are descendants."""
+        """Returns the pid of the guard; all of the agent's processes are its descendants."""
         return self._guard.pid
 
     def give(self, task: bytes) -> None:
@@ -118,7 +118,7 @@ class AgentProcess:
         self._to_guard.write(b"T" + task + b"\n")
 
     def end(self) -> None:
-        """Asks the agent to end, with SIGTERM; it is killed after the grace."""
+        """Sends SIGTERM to the agent, and kills it after the grace."""
         self._to_guard.close()
 
     def kill(self, why: str) -> None:
@@ -127,13 +127,13 @@ class AgentProcess:
         self._to_guard.write(b"K\n")
 
     async def wait(self) -> AgentEnd:
-        """Returns how the agent ended, once nothing of it is left."""
+        """Returns the end of the agent, once all of its processes have ended."""
         await self.ended.wait()
         assert self._end is not None
         return self._end
 
     async def _read(self, told: asyncio.StreamReader) -> None:
-        """Reads what the guard tells until it has ended."""
+        """Reads the guard's messages until the guard has ended."""
         try:
             while line := await told.readline():
                 self._hear(msgspec.json.decode(line))
@@ -153,7 +153,7 @@ class AgentProcess:
             self.answers.put_nowait((told["answer"], without_values(told["output"], self._secrets)))
 
     async def _clear_up(self) -> None:
-        """Takes notice of the guard's end. A guard that was killed itself leaves processes of the agent's group."""
+        """Reaps the guard. If the guard itself was killed, kills the agent's process group."""
         self._to_guard.close()
         if self._end is None:
             self._end = AgentEnd(code=None, output="")

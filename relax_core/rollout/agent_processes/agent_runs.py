@@ -1,4 +1,4 @@
-"""Plays each episode in a process of its own."""
+"""Plays each episode in a new agent process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.rollout.agent_processes.agent_tasks import (
 
 
 class AgentRuns:
-    """Starts ``command`` for each task. ``folder`` has a folder for each task that is played now; nothing else may.
+    """Starts ``command`` for each task. ``folder`` holds one folder for each task in flight, and nothing else.
 
     Must be made and used in one event loop.
     """
@@ -31,14 +31,14 @@ class AgentRuns:
         self._command = command
         self._agent = agent
         self._folder = folder
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
         folder.mkdir(parents=True, mode=0o700)
         self._limits = AgentLimits()
         self._watch = asyncio.create_task(self._limits.watch())
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, task: AgentTask) -> AgentResult:
-        """Returns how an agent ended the task; `AgentRunner` explains the rest."""
+        """Returns the result of a task; see `AgentRunner`."""
         own = Path(tempfile.mkdtemp(dir=self._folder, prefix=f"{task.name.replace('/', '_')}-"))
         process: AgentProcess | None = None
         try:
@@ -82,7 +82,7 @@ class AgentRuns:
         shutil.rmtree(own, ignore_errors=True)
 
     async def aclose(self) -> None:
-        """Ends all agents, and returns when nothing of them is left."""
+        """Ends all agents, and returns when all of their processes have ended."""
         self._watch.cancel()
         for process in self._limits.running:
             process.end()

@@ -1,4 +1,4 @@
-"""Defines what an agent gets and gives: its task in a file or a line, its variables, and its result."""
+"""Defines the interface of agents: a task in a file or a line, environment variables, and a result."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TASK_FILE, RESULT_FILE = "task.json", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """Is one attempt at an episode. ``key`` opens its session, and ``base_url`` is that of the endpoint.
+    """Holds one attempt at an episode. ``key`` opens its session, and ``base_url`` is that of the endpoint.
 
-    ``attempt`` is the number of attempts before. ``evaluation`` is True if nothing of it is trained. ``began`` is set
-    when an agent has the task. ``quiet_s`` returns for how many seconds nothing was asked for in its session.
+    ``attempt`` is the number of earlier attempts. ``evaluation`` is True if the episode is not trained. ``began``
+    is set when an agent has the task. ``quiet_s`` returns the seconds since the last request of its session.
     """
 
     uid: str
@@ -41,7 +41,7 @@ class AgentTask:
 
     @property
     def name(self) -> str:
-        """Returns a name of the attempt that no other attempt of the run has."""
+        """Returns the name of the attempt, which is unique in the run."""
         return f"{self.uid}.{self.attempt}"
 
     def row_json(self) -> bytes:
@@ -49,7 +49,7 @@ class AgentTask:
         return msgspec.json.encode(without_bytes(self.row))
 
     def urls(self) -> dict[str, str]:
-        """Returns the key and the base URLs as clients take them, by the names of their variables."""
+        """Returns the key and the base URLs as the environment variables that clients read."""
         return {
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_KEY": self.key,
@@ -58,7 +58,7 @@ class AgentTask:
         }
 
     def told(self) -> dict[str, Any]:
-        """Returns the task as agents get it that take task after task; its row is in ``task``."""
+        """Returns the task as JSON for external agents and agents that play several tasks; its row is in ``task``."""
         return {
             "uid": self.uid,
             "attempt": self.attempt,
@@ -72,10 +72,10 @@ class AgentTask:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """Says how an attempt ended. ``failed`` says why it has no reward, and is empty otherwise; ``ended`` is its end.
+    """Holds the result of an attempt. ``failed`` is why it has no reward, empty otherwise; ``ended`` is its end.
 
-    ``reward`` is the agent's own, None if it leaves that to the run's reward. ``metrics`` are its numbers, by name.
-    ``output`` is the newest of what it wrote.
+    ``reward`` is the agent's own reward, None if the run's reward scores the episode. ``metrics`` are its numbers,
+    by name. ``output`` is its newest output.
     """
 
     reward: float | None = None
@@ -86,20 +86,20 @@ class AgentResult:
 
 
 class AgentRunner(Protocol):
-    """Declares what gives tasks to agents."""
+    """Declares the methods that hand tasks to agents."""
 
     async def play(self, task: AgentTask) -> AgentResult:
-        """Returns how an agent ended the task. A call that is cancelled ends the agent, and does not wait for that."""
+        """Returns the result of a task. A call that is cancelled ends the agent, and does not wait for its end."""
 
     async def aclose(self) -> None:
         """Ends all agents."""
 
 
 def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
-    """Returns the result that an agent gives as a JSON object; anything else is a failure in words.
+    """Parses the result of an agent, a JSON object; anything else becomes a failed result.
 
-    ``reward`` is a finite number or null, ``metrics`` maps names to numbers, and ``error`` says why there is no reward.
-    Other keys are left alone.
+    ``reward`` is a finite number or null, ``metrics`` maps names to numbers, and ``error`` says why there is no
+    reward. Other keys are ignored.
     """
 
     def failed(words: str) -> AgentResult:
@@ -125,7 +125,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_result(file: Path, *, output: str) -> AgentResult:
-    """Returns the result in a file that an agent may have written; without the file there is nothing in it."""
+    """Reads the result file of an agent; without the file, the result is empty."""
     what = "RELAX_RESULT"
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Plays episodes in processes that take task after task, because an agent's libraries take seconds to import."""
+"""Plays episodes in processes that take one task after another, because an agent's libraries take seconds to import."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 
 
 class AgentWorkers:
-    """Holds ``agent.workers`` processes of ``command``. Each is started when a task needs it, and has one at a time.
+    """Holds ``agent.workers`` processes of ``command``, each started on demand and playing one task at a time.
 
-    A process that is asked to give a task up has `GRACE_S` seconds to answer; else it is ended, and the next task gets
-    a new one. Must be made and used in one event loop. ``folder`` is where they run if agent.cwd names none.
+    After a task is cancelled, its process has `GRACE_S` seconds to answer; else it is ended, and the next task gets
+    a new process. Must be made and used in one event loop. The processes run in ``folder`` if agent.cwd names no
+    folder.
     """
 
     def __init__(self, command: Sequence[str], agent: AgentConfig, *, folder: Path) -> None:
@@ -38,7 +39,7 @@ class AgentWorkers:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, task: AgentTask) -> AgentResult:
-        """Returns how an agent ended the task; `AgentRunner` explains the rest."""
+        """Returns the result of a task; see `AgentRunner`."""
         process = await self._free.get()
         answered = False
         try:
@@ -72,7 +73,7 @@ class AgentWorkers:
         return process
 
     async def _answer(self, process: AgentProcess, task: AgentTask) -> AgentResult | None:
-        """Returns the agent's answer to a task, or None if it has ended; answers to other tasks are left out."""
+        """Returns the agent's answer to a task, or None if the agent has ended; answers to other tasks are ignored."""
         while not process.ended.is_set() or not process.answers.empty():
             answer = asyncio.create_task(process.answers.get())
             try:
@@ -86,7 +87,7 @@ class AgentWorkers:
         return None
 
     async def _give_back(self, process: AgentProcess | None, task: AgentTask, *, answered: bool) -> None:
-        """Makes a process free for the next task, or ends it."""
+        """Frees a process for the next task, or ends it."""
         if process is not None and not answered and not process.ended.is_set():
             try:
                 async with asyncio.timeout(agent_process.GRACE_S):
@@ -100,7 +101,7 @@ class AgentWorkers:
         self._free.put_nowait(process)
 
     async def aclose(self) -> None:
-        """Ends all agents, and returns when nothing of them is left."""
+        """Ends all agents, and returns when all of their processes have ended."""
         self._watch.cancel()
         for process in self._limits.running:
             process.end()

@@ -1,4 +1,4 @@
-"""Answers agents over HTTP, so that a program with its own loop, tools and memory plays an episode.
+"""Serves agents over HTTP: a program with its own loop, tools and memory plays an episode.
 
 Start reading in `message_forest.py`, which maps the messages of a request to the tokens that were sampled.
 """

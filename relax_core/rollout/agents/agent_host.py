@@ -1,4 +1,4 @@
-"""Serves the endpoint of one rollout worker, and gives the attempts at episodes to its agents."""
+"""Serves the endpoint of one rollout worker, and hands attempts at episodes to its agents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents, wr
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
-TOLD_FAILURES = 3  # attempts that failed whose whole output the log has
+TOLD_FAILURES = 3  # failed attempts whose whole output is logged
 END_S = 10.0  # a call of the runner that is cancelled returns at once
 MAX_BODY_BYTES = 16 * 10**6  # of a request
 _ANY_ADDRESS = ("0.0.0.0", "::")
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class AgentHost:
     """Holds the sessions of one rollout worker, and plays attempts. `agent_host` makes it.
 
-    ``places`` lets ``at_once`` episodes be played at one time.
+    ``places`` limits the episodes that are played at one time to ``at_once``.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class AgentHost:
         self._failures = 0
 
     async def played(self, task: AgentTask, session: AgentSession, over: asyncio.Event) -> AgentResult:
-        """Returns how an agent ended an attempt.
+        """Plays one attempt with an agent and returns its result.
 
-        It has agent.timeout_s without the wait for its first answer, for which the engine may hold it, and
-        `GRACE_S` behind the end that a limit makes, which sets ``over``.
+        The agent has agent.timeout_s for its first request, and again after its first answer; the wait for that
+        answer has no limit, because the engine may hold the prompt. After a limit has ended the episode, which
+        sets ``over``, the agent has another `GRACE_S`.
         """
         playing = asyncio.create_task(self._runner.play(task))
         limit_s = self._agent.timeout_s
@@ -63,21 +64,21 @@ class AgentHost:
                 words = f"the agent has not ended within agent.timeout_s={limit_s:g} s"
                 return AgentResult(failed=words, ended="episode_timeout")
             if not await _until(playing, timeout_s=agent_process.GRACE_S):
-                return AgentResult(failed="the agent goes on behind the end of its episode")
+                return AgentResult(failed="the agent still runs after the end of its episode")
             return playing.result()
         finally:
-            playing.cancel()  # which ends the agent behind it
+            playing.cancel()  # this also ends the agent
             await asyncio.wait([playing], timeout=END_S)
 
     def tell_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
-        """Writes the output of an attempt that failed to the log, if it is one of the first."""
+        """Logs the output of a failed attempt, if it is one of the first."""
         self._failures += 1
         if self._failures <= TOLD_FAILURES:
             log.warning("%s: %s. All that its agent wrote:\n%s", record.uid, record.failed, result.output)
 
 
 async def _until(playing: asyncio.Task[AgentResult], *events: asyncio.Event, timeout_s: float | None = None) -> bool:
-    """Waits until an attempt has ended or an event is set; returns whether that came before the deadline."""
+    """Waits until an attempt has ended or an event is set; returns whether that happened before the deadline."""
     waits = [asyncio.create_task(one.wait()) for one in events]
     try:
         done, _ = await asyncio.wait([playing, *waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +94,8 @@ async def agent_host(
 ) -> AsyncIterator[AgentHost]:
     """Serves the endpoint of rollout worker ``rank`` while the context is open; its agents end with it.
 
-    Agents have their files in ``folder``. ``token`` opens sessions for agents elsewhere, if there is no command. Raises
-    OSError if the address of the endpoint cannot be taken.
+    Agents have their files in ``folder``. ``token`` opens sessions for external agents, if there is no command.
+    Raises OSError if the address of the endpoint cannot be taken.
     """
     endpoint, at_once = config.endpoint, agents_at_one_time(config)
     command = agent_words(config, find_env(config.env.name))
@@ -108,13 +109,13 @@ async def agent_host(
         outside=outside,
     )
     async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:
-        if endpoint.host in _ANY_ADDRESS:  # no address of this machine
+        if endpoint.host in _ANY_ADDRESS:  # clients cannot connect to a wildcard
             base_url = f"http://{socket.gethostname()}:{base_url.rpartition(':')[2]}"
         if outside is None:
             log.info("the endpoint for agents is %s", base_url)
         else:
             file = write_address(Path(config.run.dir), rank=rank, base_url=base_url, token=token)
-            log.warning("agents elsewhere get their tasks at %s%s; the address is in %s", base_url, SESSIONS, file)
+            log.warning("external agents get their tasks at %s%s; the address is in %s", base_url, SESSIONS, file)
         runner = outside or _runner(command, config.agent, folder)
         try:
             yield AgentHost(config.agent, sessions, base_url=base_url, runner=runner, at_once=at_once)

@@ -1,4 +1,4 @@
-"""Plays the episodes of a group with agents: each attempt has a session of its own at the endpoint."""
+"""Plays the episodes of a group with agents: each attempt has its own session at the endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.rollout.episodes.group_player import EarlyEnds, GroupInPlay, Gro
 from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in
 from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 
-# Figures of a session, by the names that metrics have.
+# Counts of a session that become metrics of these names.
 COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_stop")
 Reached = Callable[[int], Awaitable[None]]
 
@@ -31,10 +31,10 @@ async def _at_once(version: int) -> None: ...
 
 
 class AgentPlayer(GroupPlayer):
-    """Plays the groups of an env whose episodes agents play. ``host`` gives them their tasks.
+    """Plays the groups of an env whose episodes are played by agents; ``host`` hands them their tasks.
 
-    ``form`` is that of all sessions. ``reached(version)`` returns when the run has these weights, so that no agent
-    waits for them in vain.
+    All sessions have the same ``form``. ``reached(version)`` returns when the run has these weights; no agent
+    starts before.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class AgentPlayer(GroupPlayer):
                 return
 
     async def _attempt(self, group: GroupInPlay, sample: int) -> None:
-        """Plays one attempt, whose key opens its session and nothing else."""
+        """Plays one attempt; its key opens only its session."""
         start, record = group.start, group.records[sample]
         over = asyncio.Event()
-        given_up: list[str] = []  # requests of the engine
+        given_up: list[str] = []  # engine requests to cancel
 
         def limited(rids: list[str]) -> None:
             given_up.extend(rids)
@@ -106,7 +106,7 @@ class AgentPlayer(GroupPlayer):
             self._host.sessions.close(key)
             record.counts.update({name: session.counts[name] for name in COUNTS})
             record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
-            if given_up:  # a busy engine takes a while to say that it has ended them, and no group waits for that
+            if given_up:  # a busy engine confirms the end late, and no group waits for that
                 start_in(group.tasks, self._form.requests.cancel(given_up))
         self._conclude(record, result)
 
@@ -123,7 +123,7 @@ class AgentPlayer(GroupPlayer):
         return "stale", f"the episode is too old to be trained: {words}"
 
     def _conclude(self, record: EpisodeRecord, result: AgentResult) -> None:
-        """Ends an episode by what its agent gave, unless a limit has ended it; the agent may have failed by that."""
+        """Ends an episode with its agent's result. If a limit has ended it, a failure of the agent does not count."""
         limited = record.ended in REWARDED_ENDS
         if record.ended is not None and not limited:
             return

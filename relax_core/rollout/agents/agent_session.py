@@ -1,7 +1,7 @@
-"""Plays one attempt at an episode that an agent drives: answers its requests, and records what was sampled as turns.
+"""Plays one attempt at an episode that an agent drives: answers its requests, and records the answers as turns.
 
-`SessionPrompts` makes the prompts: sampled tokens with what follows them, or a conversation rendered whole.
-`SessionTable` holds the sessions of an endpoint by their keys, which open nothing else and end with their session.
+`SessionPrompts` makes the prompts: sampled tokens with the messages after them, or a conversation rendered whole.
+`SessionTable` holds the sessions of an endpoint by their keys; a key opens only its session and ends with it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, off_loop
 
-_MOST_SIZES = 4  # times the longest prompt, the body of a request with its escapes and its left-out text
+_MOST_SIZES = 4  # limit of a request's body, as a multiple of the longest prompt: escapes and omitted text count
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionForm:
-    """Holds what all sessions of a run share.
+    """Holds the settings that all sessions of a run share.
 
-    ``stop`` are the run's own stop strings. ``max_turn_tokens`` limits an answer; None leaves that to ``limits``.
-    ``sampling`` has the values of the run for what a request may wish, by name. With ``history`` "continue", what was
-    sampled stays in the prompts behind it; "template" renders every prompt whole, as a deployed server would.
-    ``tools_refused`` says why requests with tools are refused, empty if they are not. ``open_requests`` is the number
-    of requests that a session may have under way at one time. ``told`` are the wishes of requests that the log has.
+    ``stop`` are the run's stop strings. ``max_turn_tokens`` limits an answer; with None only ``limits`` do.
+    ``sampling`` has the run's values of parameters that a request may set, by name. With ``history`` "continue",
+    sampled tokens stay in later prompts; "template" renders every prompt whole, as a deployed server would.
+    ``tools_refused`` is the reason why requests with tools are refused, empty if they are not. ``open_requests`` is
+    the largest number of concurrent requests of a session. ``told`` are the wishes of requests that were logged.
     """
 
     prompts: PromptMaker
@@ -71,9 +71,9 @@ class SessionForm:
 
 
 def tool_form(tokenizer: PromptTokenizer, *, as_text: bool) -> tuple[ToolUse, str]:
-    """Returns how tools are shown and read, and why requests with tools are refused; empty if they are not.
+    """Returns the form of tools, and the reason why requests with tools are refused; empty if they are not.
 
-    An agent says only in its requests whether it has tools, so a template without them is no mistake of the run.
+    Only its requests show whether an agent has tools, so a template without tools is no error of the run.
     """
     try:
         if not as_text:
@@ -92,11 +92,11 @@ class SessionPrompts:
         self._between: dict[int, TurnTokens] = {}  # by the number of the opening
 
     def keep(self, asked: ForestAnswer, between: TurnTokens) -> None:
-        """Keeps what continues the conversation that was rendered whole for an answer."""
+        """Stores the `TurnTokens` that continue the conversation that was rendered whole for an answer."""
         self._between[asked.opening] = between
 
     def prompt(self, walk: Walk, request: TurnRequest) -> tuple[list[int], TurnTokens | None]:
-        """Returns the tokens of a prompt, and what continues its conversation if it was rendered whole.
+        """Returns the tokens of a prompt, and the `TurnTokens` that continue it if it was rendered whole.
 
         Raises `RequestRefused` for messages and tools that the chat template does not take.
         """
@@ -111,7 +111,7 @@ class SessionPrompts:
             raise refused(f"messages: {error}") from error
 
     def too_long(self, tokens: str) -> RequestRefused:
-        """Returns the refusal of a prompt that has that many tokens, in words."""
+        """Returns the refusal of a prompt that is too long; ``tokens`` is its number of tokens as text."""
         return refused(
             f"messages: they have {tokens} tokens, and engine.context_length leaves room for "
             f"{self._form.limits.context_tokens - 1}; shorten the history",
@@ -119,7 +119,7 @@ class SessionPrompts:
         )
 
     def check_size(self, request: TurnRequest) -> None:
-        """Raises `RequestRefused` for a request that is far too long for the context, before anything is done with it.
+        """Raises `RequestRefused` for a request that is far too long for the context, before it is tokenised.
 
         Thinking and other text that a chat template leaves out may make it longer than its prompt.
         """
@@ -130,7 +130,7 @@ class SessionPrompts:
             raise self.too_long(f"at least {limit}")
 
     def _going_on(self, walk: Walk, tools: ToolUse) -> list[int]:
-        """Returns the prompt before the known answer, its sampled tokens, and what follows; empty without tokens."""
+        """Returns the known answer's prompt, its sampled tokens, and the new messages; empty if it has no tokens."""
         known, tokenizer = walk.known, self._form.prompts.tokenizer
         assert known is not None
         sampled = known.sampled
@@ -173,20 +173,20 @@ class SessionPrompts:
 
 
 log = logging.getLogger(__name__)
-SHOWN = 80  # the characters of a foreign message that the log shows
+SHOWN = 80  # characters of a foreign message in the log
 _SHOWN_WISH = 40  # characters
-LAST_TOKENS = 16  # of a prompt, in which the tag that opens thinking is looked for
+LAST_TOKENS = 16  # of a prompt, searched for the tag that opens thinking
 
 
 @dataclass(eq=False, kw_only=True)
 class OpenTurn:
-    """Is one answer, under way or ended.
+    """Holds one answer, in flight or ended.
 
-    ``tokens`` grows while the answer is sampled, and ``grew`` is set whenever it did or the answer has ended. ``anew``:
-    an engine was lost, and another one began the answer with other tokens.
-    ``conversation`` are the messages of the request without instructions, and ``place`` is where they stand.
-    ``answer`` is there once it has ended, or ``failure`` if there will be none. ``clients`` has a function for each
-    request that waits for it, which says whether the client has hung up.
+    ``tokens`` grows while the answer is sampled; ``grew`` is set when it has grown or the answer has ended.
+    ``anew``: an engine was lost, and another engine began the answer with other tokens. ``conversation`` are the
+    messages of the request without instructions, and ``place`` is the node after them. ``answer`` is set once it
+    has ended, or ``failure`` if it has failed. ``clients`` has a function for each waiting request, which returns
+    whether its client has hung up.
     """
 
     request: TurnRequest
@@ -207,7 +207,7 @@ class OpenTurn:
 
     @property
     def done(self) -> bool:
-        """Is True once the answer has ended or failed."""
+        """Returns True once the answer has ended or failed."""
         return self.answer is not None or self.failure is not None
 
     def given(self) -> None:
@@ -215,24 +215,24 @@ class OpenTurn:
         self.asked.given, self.asked.abandoned = True, False
 
     def hung_up(self) -> None:
-        """Records that a client no longer waits; the next equal request gets the answer if no other one waits."""
+        """Records that a client hung up; the next equal request gets the answer if no other client waits."""
         if not self.clients and not self.asked.given:
             self.asked.abandoned = True
 
     def look(self) -> None:
-        """Records if all clients have hung up, also where the event loop has not read that yet."""
+        """Marks the answer as abandoned if all clients have hung up, even if the event loop has not noticed it yet."""
         if self.clients and not self.asked.given and all(has_hung_up() for has_hung_up in self.clients):
             self.asked.abandoned = True
 
 
 class AgentSession:
-    """Is one attempt at an episode, whose ``record`` it fills.
+    """Plays one attempt at an episode, and fills its ``record``.
 
-    ``request_of(number, prompt, most)`` returns the engine's request for answer ``number`` with at most that many
-    tokens, and ``on_response`` is called with its name when it is over. ``tie`` chooses among equally loaded engines,
-    and a failure of the engines ends ``tasks``. ``on_end`` is called once if a limit ends the episode, with the names
-    of the engine's requests that are then under way. ``ends_early`` returns why no further answer may be asked for, and
-    the end that this is; a limit of the run's does so.
+    ``request_of(number, prompt, most)`` returns the engine's request for answer ``number`` with at most ``most``
+    tokens, and ``on_response`` is called with its rid when it is over. ``tie`` chooses among equally loaded
+    engines, and a failure of the engines ends ``tasks``. ``on_end`` is called once if a limit ends the episode,
+    with the rids of the engine's requests in flight. ``ends_early`` returns an end and its reason if no further
+    answer may be requested; such an end is a limit, too.
 
     ``asked`` is set with the first request, and ``answered`` when its answer has ended.
     """
@@ -272,15 +272,15 @@ class AgentSession:
 
     @property
     def under_way(self) -> list[OpenTurn]:
-        """Returns the answers that have not ended."""
+        """Returns the answers in flight."""
         return [turn for turn in self._turns.values() if not turn.done]
 
     # -- requests -----------------------------------------------------------------------------------------------------
     async def ask(self, request: TurnRequest, *, asked_again: bool = False) -> OpenTurn:
-        """Returns the answer to a request, under way or ended, and starts it if the request is a new one.
+        """Returns the answer to a request, in flight or ended, and starts it if the request is new.
 
-        ``asked_again``: the client says that it repeats the request. The prompt of a large request is made beside the
-        event loop; the next requests of the session wait for it. Raises `RequestRefused`.
+        ``asked_again``: the client marks the request as a retry. The prompt of a large request is made in a
+        thread; the next requests of the session wait for it. Raises `RequestRefused`.
         """
         self.seen_s = time.monotonic()
         async with self._asking:
@@ -298,7 +298,7 @@ class AgentSession:
         walk = self._forest.walk(request.messages, tools=_tools_key(request))
         self._tell_foreign(walk)
         kind: Hashable = (request.stop, request.max_tokens)
-        for one in walk.place.answers:  # a client may hang up and ask again before the event loop reads either
+        for one in walk.place.answers:  # a client may hang up and retry before the event loop notices
             self._turns[one].look()
         if (before := self._forest.repeated(walk, kind=kind, asked_again=asked_again)) is not None:
             self.counts["repeated"] += 1
@@ -319,10 +319,10 @@ class AgentSession:
 
     def _check_open(self) -> None:
         if self.over:
-            raise RequestRefused(410, "this episode has ended; its key opens nothing any more", code="episode_ended")
+            raise RequestRefused(410, "this episode has ended; its key is no longer valid", code="episode_ended")
 
     def _conversation(self, request: TurnRequest) -> list[ChatMessage]:
-        """Returns the messages of a request behind those of the answer that it names, without instructions."""
+        """Returns the messages of a request after those of its ``previous`` answer, without instructions."""
         if not request.previous:
             return list(request.messages)
         for turn in self._ended:
@@ -372,7 +372,7 @@ class AgentSession:
         return turn
 
     async def _sample(self, turn: OpenTurn, engine: PromptRequest) -> None:
-        """Samples an answer; if the engines do not give it, its requests are told so."""
+        """Samples an answer; if the engines fail, its requests get the failure."""
 
         def tell(start: int, ids: Sequence[int]) -> None:
             turn.anew = turn.anew or turn.tokens[start : start + len(ids)] not in ([], list(ids))
@@ -460,7 +460,7 @@ class AgentSession:
 
     # -- limits -------------------------------------------------------------------------------------------------------
     def _check_limits(self) -> None:
-        """Ends the episode if it has had all its turns or tokens, or may have no more."""
+        """Ends the episode if its turns or tokens are used up, or if ``ends_early`` returns an end."""
         limits = self._form.limits
         reason: Ended | None = None
         if len(self._turns) >= limits.turns:
@@ -476,7 +476,7 @@ class AgentSession:
             raise RequestRefused(410, words, code=reason)
 
     def _room(self, prompt_ids: Sequence[int], request: TurnRequest) -> int:
-        """Returns how many tokens an answer may have; requests at one time share what is left of the episode's."""
+        """Returns the token limit of an answer; ended answers of the episode reduce it, concurrent requests do not."""
         context = self._form.limits.context_tokens
         if len(prompt_ids) >= context:
             raise self._prompts.too_long(str(len(prompt_ids)))
@@ -484,7 +484,7 @@ class AgentSession:
         left = self._form.limits.sampled_tokens - self.sampled_tokens
         return min(left, context - len(prompt_ids), *(one for one in given if one is not None))
 
-    # -- what is told -------------------------------------------------------------------------------------------------
+    # -- the log ------------------------------------------------------------------------------------------------------
     def _count_wishes(self, request: TurnRequest) -> None:
         for name, value in request.wishes.items():
             if self._form.sampling.get(name, object()) == value:
@@ -493,11 +493,11 @@ class AgentSession:
             if name not in self._form.told:
                 self._form.told.add(name)
                 words = shown(value, _SHOWN_WISH)
-                log.info("an agent asks for %s=%s, which the run decides; this is not said again", name, words)
+                log.info("an agent asks for %s=%s, which the run decides; this is logged once", name, words)
 
     def _tell_foreign(self, walk: Walk) -> None:
         for message in walk.foreign:
-            if not self.counts["foreign"]:  # further ones of an episode are counted only
+            if not self.counts["foreign"]:  # further messages of an episode are only counted
                 log.info(
                     "%s: an assistant's message was not sampled here: a segment begins: %r",
                     self.record.uid,
@@ -507,10 +507,10 @@ class AgentSession:
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def end(self, reason: Ended | None = None) -> list[str]:
-        """Ends the session: its key opens nothing any more, and answers under way are given up.
+        """Ends the session: its key becomes invalid, and answers in flight are cancelled.
 
-        Answers that no client got become orphans of the record, which keeps the other turns. Returns the names of the
-        engine's requests that are under way.
+        Answers that no client received become orphans of the record, which keeps the other turns. Returns the
+        rids of the engine's requests in flight.
         """
         if self.over:
             return []
@@ -536,7 +536,7 @@ class AgentSession:
         self._ended = [self._ended[place] for place in kept]
 
     def _is_leaf(self, turn: OpenTurn) -> bool:
-        """Returns whether no prompt goes on from all of an answer's tokens."""
+        """Returns whether no later prompt continues all of an answer's tokens."""
         whole = [*turn.asked.prompt_ids, *turn.asked.sampled]
         return not any(
             one.asked.near is turn.asked and one.asked.prompt_ids[: len(whole)] == whole for one in self._ended
@@ -548,17 +548,17 @@ def _tools_key(request: TurnRequest) -> Hashable:
 
 
 def _share_of(ids: Sequence[int], characters: int, whole: int) -> int:
-    """Returns how many tokens that share of a text's characters has, about."""
+    """Returns the approximate number of tokens in ``characters`` of a text with ``whole`` characters."""
     return round(len(ids) * characters / whole) if whole else 0
 
 
 KEY_BYTES = 32
-KNOWN_ENDED = 1 << 16  # ended keys that are told from unknown ones
+KNOWN_ENDED = 1 << 16  # ended keys that are distinguished from unknown keys
 RETRY_S = 5
 
 
 class SessionTable:
-    """Holds at most ``most`` open sessions. It keeps no key, only the digests of keys."""
+    """Holds at most ``most`` open sessions, by the digests of their keys; it does not store the keys."""
 
     def __init__(self, *, most: int) -> None:
         self._most = most
@@ -577,7 +577,7 @@ class SessionTable:
         return key
 
     def find(self, key: str) -> AgentSession:
-        """Returns the session of a key. Raises `RequestRefused` 401 for an unknown key, 410 for an ended one."""
+        """Returns the session of a key. Raises `RequestRefused` 401 for an unknown key, 410 for an ended session."""
         digest = _digest(key)
         found = next((session for known, session in self._open.items() if compare_digest(known, digest)), None)
         if found is not None and not found.over:
@@ -592,7 +592,7 @@ class SessionTable:
         )
 
     def close(self, key: str) -> None:
-        """Ends a key."""
+        """Invalidates a key."""
         digest = _digest(key)
         if self._open.pop(digest, None) is not None:
             self._ended[digest] = None

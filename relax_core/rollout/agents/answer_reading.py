@@ -1,4 +1,4 @@
-"""Reads a sampled text as a client gets it: thinking, content and calls, whole or while it grows."""
+"""Parses a sampled text into the client's view: thinking, content and tool calls, whole or while it grows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from relax_core.data.tool_parsers import CALL_MARKS, read_calls
 from relax_core.rollout.agents.chat_messages import ChatCall, Reply
 
 THINK, THINK_END = "<think>", "</think>"
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a whole character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder emits it for an incomplete character
 Piece = tuple[Literal["reasoning", "content"], str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerForm:
-    """Says how an answer is read.
+    """Describes how an answer is parsed.
 
-    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` is the form of calls, and ``tools`` are
-    those of the request. The content is cut at the first of the strings ``stop``, which a call may contain.
+    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` names the tool parser, and ``tools``
+    are those of the request. The content is cut at the first of the strings ``stop``, which a call may contain.
     """
 
     opened: bool
@@ -32,9 +32,9 @@ class AnswerForm:
 
 
 def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
-    """Returns what a text without its stop token says; broken calls are content, also beside others.
+    """Parses a text without its stop token; malformed calls stay in the content, even next to valid calls.
 
-    ``number`` makes the calls' ids.
+    ``number`` is part of the calls' ids.
     """
     reasoning, content = _divided(_cut(text, form.stop), form)
     full = _divided(text, form)[1]
@@ -60,7 +60,7 @@ def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
 
 
 def thinks(text: str, form: AnswerForm) -> int:
-    """Returns how many characters of a text are thinking, tags included."""
+    """Returns the number of characters of a text that are thinking, tags included."""
     begun = form.opened or text.lstrip().startswith(THINK)
     at = text.find(THINK_END)
     return (len(text) if at < 0 else at + len(THINK_END)) if begun else 0
@@ -82,7 +82,7 @@ def _divided(text: str, form: AnswerForm) -> tuple[str, str]:
 
 
 class GrowingText:
-    """Decodes tokens as they come; ``text`` has only whole characters."""
+    """Decodes tokens incrementally; ``text`` has only whole characters."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -101,14 +101,14 @@ class GrowingText:
 
 
 class StreamedReply:
-    """Tells the pieces of an answer while its text grows; together they are the reply."""
+    """Splits a growing answer into pieces for streaming; together they are the reply."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._told: dict[str, str] = {"reasoning": "", "content": ""}
 
     def grown(self, text: str) -> list[Piece]:
-        """Returns what is certain and new in a text that may go on."""
+        """Returns the new pieces of a text that its continuation cannot change."""
         form = self._form
         cut = _cut(text, form.stop)
         if cut == text:
@@ -122,7 +122,7 @@ class StreamedReply:
         return [*self._new("reasoning", thinking), *self._new("content", self._certain(content))]
 
     def ended(self, reply: Reply) -> list[Piece]:
-        """Returns what was not told of the reply that the text has become."""
+        """Returns the pieces of the final reply that were not sent yet."""
         return [*self._new("reasoning", reply.reasoning), *self._new("content", reply.content)]
 
     def _certain(self, content: str) -> str:
@@ -143,7 +143,7 @@ class StreamedReply:
 
 
 def _without_begun(text: str, marks: Sequence[str]) -> str:
-    """Returns a text without an end that may become one of these marks."""
+    """Returns a text without a suffix that may become one of these marks."""
     longest = 0
     for mark in marks:
         for length in range(min(len(mark) - 1, len(text)), longest, -1):

@@ -1,4 +1,4 @@
-"""Translates Anthropic's Messages: a body to a request, an answer to a reply or to events."""
+"""Translates Anthropic's Messages protocol: bodies to requests, answers to replies or server-sent events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relax_core.rollout.agents.chat_messages import (
     refused,
 )
 
-SIGNATURE = "relax"  # of thinking; clients send it back, and nothing reads it
+SIGNATURE = "relax"  # of thinking blocks; clients send it back, and it is not checked
 
 
 class _Block(msgspec.Struct):
@@ -76,7 +76,7 @@ _decoder = msgspec.json.Decoder(_MessagesBody)
 
 
 def read_messages(body: bytes) -> TurnRequest:
-    """Returns the request of a body. Raises `RequestRefused` for what cannot be read, served or trained."""
+    """Parses a body. Raises `RequestRefused` for content that cannot be read, served or trained."""
     raw = decoded(body, _decoder)
     refuse_named(raw, _REFUSED)
     messages = []
@@ -112,7 +112,7 @@ def _tool(one: _Tool) -> dict[str, Any]:
 
 
 def _messages(message: _Message, where: str) -> list[ChatMessage]:
-    """Returns a message; the results of tools, which stand in the user's message, are messages of their own."""
+    """Returns a message; tool results inside a user message become separate messages."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     if message.role != "assistant":
@@ -195,7 +195,7 @@ def messages_reply(request: TurnRequest, answer: TurnAnswer, *, session: str) ->
 
 
 class MessagesEvents:
-    """Makes the server-sent events of a streamed answer: blocks of content, each begun and ended."""
+    """Makes the server-sent events of a streamed answer: content blocks, each with a start and a stop event."""
 
     def __init__(self, request: TurnRequest, *, number: int, prompt_tokens: int, session: str) -> None:
         self._request = request
@@ -228,7 +228,7 @@ class MessagesEvents:
         return begun + self._delta({"type": "text_delta", "text": text})
 
     def end(self, answer: TurnAnswer) -> bytes:
-        """Returns the events behind the text: calls, the reason of the end, counts of tokens."""
+        """Returns the events after the text: tool calls, stop reason, token counts."""
         events = []
         if self._index < 0 and not answer.reply.calls:
             events.append(self._begun("text", {"type": "text", "text": ""}))
@@ -281,7 +281,7 @@ _KINDS: Mapping[int, str] = {
 
 
 def messages_error(error: RequestRefused) -> dict[str, Any]:
-    """Returns the body of a refusal in Anthropic's shape."""
+    """Returns the body of a refusal in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
@@ -297,7 +297,7 @@ def _stop(answer: TurnAnswer) -> dict[str, Any]:
 
 
 def _usage(answer: TurnAnswer) -> dict[str, Any]:
-    """Returns the counts; Anthropic counts the prompt's tokens that were kept apart from the others."""
+    """Returns the token counts; Anthropic counts cached tokens of the prompt separately."""
     return {
         "input_tokens": len(answer.prompt_ids) - answer.cached_tokens,
         "cache_read_input_tokens": answer.cached_tokens,

@@ -1,4 +1,4 @@
-"""Translates OpenAI's Chat Completions: a body to a request, an answer to a reply or to events."""
+"""Translates OpenAI's Chat Completions protocol: bodies to requests, answers to replies or server-sent events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _ChatBody(msgspec.Struct):
     chat_template_kwargs: Any = None
 
 
-# What would sample from another distribution than the one that is trained, or has no meaning here.
+# Fields that would change the sampled distribution, or that are not supported.
 _REFUSED = {
     "logit_bias": "it changes the distribution that is trained",
     "functions": "it is the old form of tools; send tools",
@@ -121,7 +121,7 @@ _REFUSED = {
     "logprobs": "they are not returned here; return_token_ids=true returns the tokens",
     "top_logprobs": "they are not returned here; return_token_ids=true returns the tokens",
 }
-# What the run decides: served, and told once.
+# Values that the run decides: such a request is served, and the difference is logged once.
 _WISHES = ("temperature", "top_p", "seed", "top_k", "min_p", "frequency_penalty", "presence_penalty",
            "repetition_penalty", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 _NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
@@ -129,7 +129,7 @@ _decoder = msgspec.json.Decoder(_ChatBody)
 
 
 def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
-    """Returns a JSON body with its types checked. Raises `RequestRefused` in words."""
+    """Returns a JSON body with its types checked. Raises `RequestRefused` for an invalid body."""
     try:
         raw = decoder.decode(body)
         if body.count(b"[") + body.count(b"{") > MOST_DEPTH:  # fewer cannot be nested too deeply
@@ -142,7 +142,7 @@ def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 
 def read_chat(body: bytes) -> TurnRequest:
-    """Returns the request of a body. Raises `RequestRefused` for what cannot be read, served or trained."""
+    """Parses a body. Raises `RequestRefused` for content that cannot be read, served or trained."""
     raw = decoded(body, _decoder)
     refuse_named(raw, _REFUSED)
     if raw.n not in (None, 1):
@@ -167,14 +167,14 @@ def read_chat(body: bytes) -> TurnRequest:
 
 
 def refuse_named(raw: Any, reasons: Mapping[str, str]) -> None:
-    """Raises `RequestRefused` for a field that has a value though it cannot have one."""
+    """Raises `RequestRefused` if an unsupported field has a value."""
     for name, why in reasons.items():
         if getattr(raw, name) not in (None, False, 0, {}, []):
             raise refused(f"{name}: {why}; leave it out", code="unsupported_parameter")
 
 
 def refuse_format(wanted: Mapping[str, Any] | None, key: str) -> None:
-    """Raises `RequestRefused` for a form of answers other than text."""
+    """Raises `RequestRefused` for a response format other than text."""
     if wanted is not None and wanted.get("type", "text") != "text":
         raise refused(
             f"{key}.type={str(wanted.get('type'))[:80]!r}: a forced form changes the distribution that is trained; "
@@ -184,12 +184,12 @@ def refuse_format(wanted: Mapping[str, Any] | None, key: str) -> None:
 
 
 def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the stop strings of a request in order, each once."""
+    """Returns the distinct stop strings of a request, in order."""
     return tuple(dict.fromkeys([given] if isinstance(given, str) else given or ()))
 
 
 def shown_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a tool as a chat template takes it."""
+    """Returns a tool in the format of chat templates."""
     function = {
         "name": name,
         "description": description or "",
@@ -289,7 +289,7 @@ class ChatEvents:
         return self._chunk({"reasoning_content" if kind == "reasoning" else "content": text})
 
     def end(self, answer: TurnAnswer) -> bytes:
-        """Returns the events behind the text: calls, the reason of the end, counts of tokens."""
+        """Returns the events after the text: tool calls, finish reason, token counts."""
         events = [
             self._chunk({"tool_calls": [{"index": index, **_shown_call(call)}]})
             for index, call in enumerate(answer.reply.calls)
@@ -328,7 +328,7 @@ _KINDS: Mapping[int, str] = {
 
 
 def chat_error(error: RequestRefused) -> dict[str, Any]:
-    """Returns the body of a refusal in OpenAI's shape."""
+    """Returns the body of a refusal in OpenAI's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code or None}}
 

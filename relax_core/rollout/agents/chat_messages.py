@@ -1,7 +1,7 @@
-"""Defines messages of a conversation, and the request for one turn with its answer, in one form for all protocols.
+"""Defines conversation messages, and the request for one turn with its answer, in one form for all protocols.
 
-A client sends a conversation back in its own words: it leaves out thinking, writes the arguments of a call with other
-white space, or changes ids. What was sampled is found again by what the message says.
+A client does not return a conversation unchanged: it omits thinking, writes the arguments of a call with other white
+space, or changes ids. Therefore sampled answers are found by the content of their messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THINKING = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCall:
-    """Is one call of a tool; ``arguments`` is the text of a JSON object, as the client or the model wrote it."""
+    """Holds one tool call; ``arguments`` is the text of a JSON object, as the client or the model wrote it."""
 
     name: str
     arguments: str
@@ -32,9 +32,9 @@ class ChatCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessage:
-    """Is one message. ``reasoning`` is the thinking of an assistant, and ``calls`` are its calls of tools.
+    """Holds one message. ``reasoning`` is the thinking of an assistant, and ``calls`` are its tool calls.
 
-    ``call_id`` is the id of the call whose result a message of a tool is.
+    ``call_id`` of a tool's message is the id of the call that it answers.
     """
 
     role: Role
@@ -45,7 +45,7 @@ class ChatMessage:
 
     @property
     def identity(self) -> Identity:
-        """Returns what the message says, without ids and thinking; equal identities are one message."""
+        """Returns the content of the message without ids and thinking; messages with equal identities are the same."""
         if self.role == "assistant":
             return (self.role, self.content.strip(), called(self.calls))
         return (self.role, self.content)
@@ -53,7 +53,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Is a sampled response as a client sees it.
+    """Holds a sampled response in the form that a client gets.
 
     ``content`` is the text without thinking, calls and the string that stopped it, and ``full`` the text with that
     string, which a client may put back.
@@ -65,14 +65,14 @@ class Reply:
     calls: tuple[ChatCall, ...] = ()
 
     def message(self) -> ChatMessage:
-        """Returns the reply as the message of an assistant."""
+        """Returns the reply as an assistant's message."""
         return ChatMessage(role="assistant", content=self.content, reasoning=self.reasoning, calls=self.calls)
 
 
 def compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
-    """Returns whether an assistant's message is this reply, begins with it, or is foreign, and the text behind it.
+    """Compares an assistant's message with a reply: same, begins with it, or foreign; with the text after the reply.
 
-    Thinking counts only if the client sends it. Some clients write it in front of the text, between its tags.
+    Thinking counts only if the client sends it. Some clients write it before the text, between its tags.
     """
     grade, rest = _compared(message, reply)
     if grade == "foreign" and not message.reasoning and (apart := _THINKING.match(message.content)):
@@ -95,12 +95,12 @@ def _compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
 
 
 def called(calls: Sequence[ChatCall]) -> tuple[tuple[str, str], ...]:
-    """Returns names and arguments of calls in the one form that equal ones share."""
+    """Returns names and arguments of calls in canonical form."""
     return tuple((call.name, same_json(call.arguments)) for call in calls)
 
 
 def same_json(text: str) -> str:
-    """Returns a JSON text in the one form that texts of equal values share; other text stays as it is.
+    """Returns a JSON text in the canonical form of its value; other text stays as it is.
 
     The order of keys and white space do not count, and numbers count by their value.
     """
@@ -120,7 +120,7 @@ def _by_value(value: Any) -> Any:
 
 
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
-    """Returns messages as a chat template takes them; the results of tools name the tool that was called.
+    """Returns messages in the format of chat templates; tool results name the called tool.
 
     Most templates take the arguments of a call as an object, some as JSON text.
     """
@@ -158,9 +158,9 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class RequestRefused(Exception):
-    """Refuses a request with an HTTP status; the text names what is wrong and the fix, ``code`` is for programs.
+    """Refuses a request with an HTTP status; the text names the problem and the fix, ``code`` is for programs.
 
-    With ``retry_after_s`` the client may ask again after that many seconds.
+    With ``retry_after_s`` the client may send it again after that many seconds.
     """
 
     def __init__(self, status: int, message: str, *, code: str = "", retry_after_s: int | None = None) -> None:
@@ -175,12 +175,12 @@ def refused(message: str, *, code: str = "") -> RequestRefused:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """Is a request for one answer.
+    """Holds a request for one answer.
 
-    ``max_tokens`` limits its sampled tokens. ``wishes`` are values that the request names and the run does not follow,
-    by their keys, such as a temperature. ``token_ids``: the answer tells its tokens. ``usage``: a stream ends with the
-    counts of tokens. ``previous`` names the answer of the session whose conversation goes on with ``messages``, and
-    ``instructions`` are a system message in front of the whole (`whole`). ``size`` is the number of bytes of its body.
+    ``max_tokens`` limits its sampled tokens. ``wishes`` are values in the request that the run does not follow, by
+    their keys, such as a temperature. ``token_ids``: the answer includes its tokens. ``usage``: a stream ends with
+    the counts of tokens. ``previous`` names the answer of the session whose conversation ``messages`` continue, and
+    ``instructions`` are a system message before all of them (`whole`). ``size`` is the number of bytes of its body.
     """
 
     messages: Sequence[ChatMessage]
@@ -205,11 +205,11 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnAnswer:
-    """Is the answer to a request.
+    """Holds the answer to a request.
 
     ``number`` is its number in the session. ``token_ids`` are all sampled tokens, ``reasoning_tokens`` of them are
-    thinking, and ``cached_tokens`` of the prompt's tokens were kept by the engine. ``stopped_by`` is the stop string
-    that ended it, if one did. ``created_s`` is the Unix time of the request.
+    thinking, and ``cached_tokens`` of the prompt's tokens were cached by the engine. ``stopped_by`` is the stop
+    string that ended it, None if none did. ``created_s`` is the Unix time of the request.
     """
 
     number: int
@@ -224,7 +224,7 @@ class TurnAnswer:
 
 
 def check_request(request: TurnRequest) -> None:
-    """Raises `RequestRefused` for what no protocol's types say: counts, roles in order, results without their call."""
+    """Raises `RequestRefused` for errors that types do not catch: counts, order of roles, results without a call."""
     messages = request.messages
     if not messages:
         raise refused("messages: there is none; send at least one message of the user")

@@ -1,4 +1,4 @@
-"""Is the ASGI application of the endpoint: finds the session of a request, and sends its answer whole or as events.
+"""The ASGI application of the endpoint: finds the session of a request, and sends its answer whole or as events.
 
 `served` serves it on a port of this host, in the event loop of the rollout.
 """
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from relax_core.engines.asgi_server import Connection
 
 
-QUIET_S = 15.0  # a stream without news gets a comment after that many seconds, so that no client thinks it dead
-RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count there how often they repeat a request
+QUIET_S = 15.0  # an idle stream gets a comment after so many seconds, so that no client times out
+RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count the retries of a request there
 MOST_BODY_BYTES = 16 << 20
 
 
@@ -61,7 +61,7 @@ class Events(Protocol):
         """Returns the events of new text."""
 
     def end(self, answer: TurnAnswer) -> bytes:
-        """Returns the events behind the text."""
+        """Returns the events after the text."""
 
     def failure(self, error: RequestRefused) -> bytes:
         """Returns the event that ends a stream with an error."""
@@ -69,7 +69,7 @@ class Events(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Is one protocol: how a body is read, and how a reply, events and an error look."""
+    """Defines one protocol: how a body is parsed, and how a reply, events and an error look."""
 
     read: Callable[[bytes], TurnRequest]
     reply: Callable[[TurnRequest, TurnAnswer, str], Mapping[str, Any]]
@@ -110,7 +110,7 @@ SHAPES: Mapping[str, Shape] = {
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """Is the client of one request: its connection, what sends to it, and a task.
+    """Holds the client of one request: its connection, the function that sends to it, and a task.
 
     The task ends when the event loop reads that the client has closed the connection.
     """
@@ -120,26 +120,26 @@ class _Client:
     watcher: asyncio.Task[None]
 
     def has_hung_up(self) -> bool:
-        """Returns whether the client is gone at this moment.
+        """Returns whether the client has closed the connection by now.
 
-        The connection is asked too: an answer may end in the moment in which its client hangs up, and the task notices
-        that some turns of the event loop later. The agent would not have received tokens that are trained as seen.
+        The connection is checked, too, because the task notices a closed connection only some iterations of the
+        event loop later. An answer that ends in between would be trained although the agent never received it.
         """
         return self.watcher.done() or self.connection.has_hung_up()
 
     async def takes(self, body: bytes) -> bool:
         """Sends the rest of an answer; returns whether the kernel took all of it while the connection was open.
 
-        The wait for the kernel ends when the client reads or hangs up, or when the sweeps of the server find that it
-        reads nothing. A kernel that gets bytes for a closed socket resets the connection. On one machine that happens
-        before the write returns, so that a client is noticed that has hung up since `has_hung_up` was asked. What
-        cannot be known here is whether a client reads what is in the buffers of the kernels when it hangs up, and
-        whether it has hung up on another machine whose word of that is still under way.
+        The wait for the kernel ends when the client reads or hangs up, or when a sweep of the server finds that
+        it reads nothing. A kernel that gets bytes for a closed socket resets the connection. On one machine
+        that happens before the write returns, so a client is noticed that hung up after the check by
+        `has_hung_up`. Two cases remain unnoticed: a client that hangs up with unread bytes in the buffers of
+        the kernels, and a client on another machine whose packet about it has not arrived.
         """
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
         await self.connection.flow.drain()
-        # Before the response ends: the server may then close the connection itself. A client that closes now, having
-        # read everything, is no longer asked whether it is there.
+        # Checked before the response ends, because the server may then close the connection itself. A client that
+        # closes it later has read everything.
         taken = not self._was_reset()
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
         return taken
@@ -149,14 +149,14 @@ class _Client:
         if transport.is_closing():  # a write failed, or the client hung up before the kernel had everything
             return True
         errors = select.poll()
-        errors.register(transport.get_extra_info("socket").fileno(), 0)  # poll reports errors without a request
+        errors.register(transport.get_extra_info("socket").fileno(), 0)  # poll always reports errors
         return bool(errors.poll(0))
 
 
 class EndpointApp:
-    """Answers the clients of agents. ``model`` is the name that it tells of the policy.
+    """Answers the clients of agents. ``model`` is the name of the policy in the list of models.
 
-    ``outside`` gives sessions to agents that Relax did not start; None refuses them.
+    ``outside`` gives sessions to external agents; None refuses them.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class EndpointApp:
     async def _answer(
         self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, client: _Client
     ) -> None:
-        """Waits for an answer and sends it. If the client hangs up, the answer goes on without it."""
+        """Waits for an answer and sends it. If the client hangs up, the answer is still sampled to its end."""
         name = session.record.uid
         client.watcher.add_done_callback(lambda done: turn.grew.set())
         turn.clients.append(client.has_hung_up)
@@ -246,7 +246,7 @@ class EndpointApp:
                 turn.hung_up()
 
     async def _stream(self, turn: OpenTurn, events: Events, client: _Client) -> bool:
-        """Sends an answer while it is sampled; returns whether the client has all of it."""
+        """Sends an answer while it is sampled; returns whether the client has received all of it."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
             await client.send({"type": "http.response.body", "body": body, "more_body": more})
@@ -342,13 +342,13 @@ POLL_S = 0.01
 
 
 class _AgentConnection(Connection):
-    """Is a connection whose ``flow`` is drained only when the kernel has all that was written.
+    """A connection whose ``flow`` is drained only when the kernel has taken all written bytes.
 
     By default some bytes may be left in this process, and those are lost if the client hangs up.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Adds the connection to the open ones."""
+        """Adds the connection to the open connections."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
 
@@ -362,7 +362,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serves ``app`` while the context is open; gives the base URL. Port 0 takes any free one.
+    """Serves ``app`` while the context is open; yields the base URL. Port 0 takes any free port.
 
     Raises OSError if the address cannot be taken.
     """
@@ -372,7 +372,7 @@ async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) ->
         http=cast("type[asyncio.Protocol]", partial(_AgentConnection, connections)),
         ws="none",
         lifespan="off",
-        log_config=None,  # the process has its own log, and no key of a client belongs there
+        log_config=None,  # the process has its own log, which must not contain keys of clients
         log_level="error",
         access_log=False,
         server_header=False,

@@ -1,8 +1,8 @@
-"""Maps the conversations of a session to what was sampled in it: a forest of messages with the answers in it.
+"""Maps the conversations of a session to the sampled tokens: a forest of messages with the answers in it.
 
 A request is a list of messages. Its walk through the forest begins at the root of its tools and takes one step for each
-message. The step of an assistant's message leads over the answer that it is, if an answer was sampled at that place.
-The deepest such answer is what the next prompt goes on from, with its sampled tokens and not with the client's text.
+message. An assistant's message that repeats an answer sampled at the current node leads to the node after this answer.
+The next prompt continues after the deepest such answer, with its sampled tokens and not with the client's text.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from relax_core.rollout.agents.chat_messages import ChatMessage, Identity, Reply
 
 @dataclass(eq=False, kw_only=True)
 class Place:
-    """Is a place in a conversation: behind some messages. ``answers`` were asked for here, in order."""
+    """Holds a node: the conversation state after some messages. ``answers`` were requested here, in order."""
 
     steps: dict[Hashable, Place] = field(default_factory=dict)
     answers: list[ForestAnswer] = field(default_factory=list)
 
     def step(self, key: Hashable) -> Place:
-        """Returns the place behind one more message."""
+        """Returns the node after one more message."""
         return self.steps.setdefault(key, Place())
 
 
 @dataclass(eq=False, kw_only=True)
 class ForestAnswer:
-    """Is one answer that was asked for at a place, ``number`` in the order of the session's requests.
+    """Holds one answer that was requested at a node, ``number`` in the order of the session's requests.
 
-    ``kind`` holds what makes two requests for an answer at one place the same request. ``parent`` is the answer whose
-    tokens the prompt goes on from, None for a prompt that was rendered whole, and ``near`` the deepest answer in the
-    conversation; ``opening`` numbers the conversation that
-    was rendered whole. ``prompt_ids`` are all tokens before the answer. ``sampled`` are all tokens of the answer; they
-    and ``reply`` are there once it has ended. ``given`` says that a client has it, and ``abandoned`` that the client
-    that asked for it hung up. ``after`` is the place behind it.
+    Requests for an answer at one node with equal ``kind`` are the same request. ``parent`` is the answer whose
+    tokens the prompt continues, None for a prompt that was rendered whole, and ``near`` the deepest answer in the
+    conversation; ``opening`` numbers the conversation that was rendered whole. ``prompt_ids`` are all tokens before
+    the answer. ``sampled`` are all tokens of the answer; they and ``reply`` are set once it has ended. ``given``: a
+    client has received it. ``abandoned``: the client that requested it hung up. ``after`` is the node after it.
     """
 
     number: int
@@ -52,12 +51,13 @@ class ForestAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Is where a request stands in the forest.
+    """Holds the position of a request in the forest.
 
-    ``place`` is behind all of its messages. ``known`` is the answer that the prompt goes on from, None if there is none
-    or if a foreign answer stands behind it. ``rest`` is the text that the client has put behind that answer, in the
-    same message, and ``tail`` are the messages behind it. ``nearest`` is the deepest answer on the way, also if it is
-    not ``known``. ``foreign`` are messages of an assistant that stand where answers were sampled and are none of them.
+    ``place`` is the node after all of its messages. ``known`` is the answer that the prompt continues, None if
+    there is none or if a foreign answer follows it. ``rest`` is the text that the client has appended to that
+    answer, in the same message, and ``tail`` are the messages after it. ``nearest`` is the deepest answer on the
+    way, even if it is not ``known``. ``foreign`` are assistant's messages at nodes with sampled answers that repeat
+    none of them.
     """
 
     place: Place
@@ -74,11 +74,11 @@ class MessageForest:
     def __init__(self) -> None:
         self._roots: dict[Hashable, Place] = {}
         self._openings = self._asked = 0
-        self._told: set[tuple[int, Identity]] = set()  # places with foreign messages that were reported
+        self._told: set[tuple[int, Identity]] = set()  # nodes and foreign messages that were reported
         self.answers: list[ForestAnswer] = []
 
     def walk(self, messages: Sequence[ChatMessage], *, tools: Hashable) -> Walk:
-        """Returns where a conversation with these tools stands. A foreign message is reported once at its place."""
+        """Returns the position of a conversation with these tools. A foreign message is reported once for its node."""
         place = self._roots.setdefault(tools, Place())
         known: ForestAnswer | None = None
         nearest: ForestAnswer | None = None
@@ -106,10 +106,11 @@ class MessageForest:
         )
 
     def repeated(self, walk: Walk, *, kind: Hashable, asked_again: bool) -> ForestAnswer | None:
-        """Returns the answer that a repeated request gets, under way or ended; None if the request is a new one.
+        """Returns the answer for a repeated request, in flight or ended; None for a new request.
 
-        With ``asked_again`` the client says that it repeats a request. Else a request repeats one whose client hung up
-        before it had the answer; two equal requests of clients that wait are two answers.
+        With ``asked_again`` the client marks the request as a retry. Otherwise a request repeats an equal
+        request whose client hung up before it had the answer; equal requests of two waiting clients get two
+        answers.
         """
         equal = [one for one in walk.place.answers if one.kind == kind]
         lost = [one for one in equal if not one.given]
@@ -133,19 +134,19 @@ class MessageForest:
         return answer
 
     def withdraw(self, place: Place, answer: ForestAnswer) -> None:
-        """Forgets an answer that the engines did not give, so that the next equal request is a new one."""
+        """Removes an answer that the engines failed to give, so that the next equal request is a new request."""
         place.answers.remove(answer)
         self.answers.remove(answer)
 
     def orphans(self) -> list[ForestAnswer]:
-        """Returns the ended answers that no client has got, which no conversation goes on from."""
+        """Returns the ended answers that no client has received; no conversation continues after them."""
         return [one for one in self.answers if one.reply is not None and not one.given]
 
 
 def _found(place: Place, message: ChatMessage) -> tuple[ForestAnswer | None, str]:
-    """Returns the answer at a place that a message is, the newest of equal ones, and the text that it has behind it.
+    """Returns the newest answer at a node that a message repeats, or else the longest answer that it begins with.
 
-    If it is none of them, the longest answer that it begins with is returned.
+    The text is the rest of the message after the answer.
     """
     begun: list[tuple[int, ForestAnswer, str]] = []
     for answer in reversed(place.answers):

@@ -1,6 +1,6 @@
-"""Translates OpenAI's Responses: a body to a request, an answer to a reply or to events.
+"""Translates OpenAI's Responses protocol: bodies to requests, answers to replies or server-sent events.
 
-``previous_response_id`` names an answer of the same session, whose conversation goes on with the new input.
+``previous_response_id`` names an answer of the same session; the new input continues its conversation.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class _ResponsesBody(msgspec.Struct):
 _REFUSED = {
     "background": "an answer is given to the request that asks for it",
     "conversation": "conversations are not stored; send previous_response_id or the whole input",
-    "prompt": "stored prompts are not here; send the text",
+    "prompt": "stored prompts are not supported; send the text",
     "top_logprobs": "they are not returned here; return_token_ids=true returns the tokens",
 }
 _decoder = msgspec.json.Decoder(_ResponsesBody)
 
 
 def read_responses(body: bytes) -> TurnRequest:
-    """Returns the request of a body. Raises `RequestRefused` for what cannot be read, served or trained."""
+    """Parses a body. Raises `RequestRefused` for content that cannot be read, served or trained."""
     raw = decoded(body, _decoder)
     refuse_named(raw, _REFUSED)
     refuse_format(raw.text.format if raw.text is not None else None, "text.format")
@@ -119,7 +119,7 @@ def read_responses(body: bytes) -> TurnRequest:
         token_ids=bool(raw.return_token_ids),
         wishes=wishes,
     )
-    if not request.previous:  # else the session knows what comes before, and checks the whole
+    if not request.previous:  # else the session adds the earlier messages and checks all of them
         check_request(request.whole())
     return request
 
@@ -131,7 +131,7 @@ def _tool(one: _Tool) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
-    """Returns the messages of items; adjacent items of the assistant are one message, as one answer gives them."""
+    """Returns the messages of items; adjacent assistant items of one answer become one message."""
     found: list[ChatMessage] = []
     joins = False  # whether the last message may take more of the same answer
     for number, item in enumerate(items):
@@ -272,7 +272,7 @@ class ResponsesEvents:
         self._sent = 0
         self._index = -1
         self._open = ""  # the kind of the item that is open
-        self._text = ""  # what it says so far
+        self._text = ""  # its text so far
 
     def begin(self) -> bytes:
         """Returns the first events."""
@@ -287,7 +287,7 @@ class ResponsesEvents:
         return begun + self._of_item(_DELTAS[kind], delta=text)
 
     def end(self, answer: TurnAnswer) -> bytes:
-        """Returns the events behind the text: calls, then the whole response."""
+        """Returns the events after the text: tool calls, then the whole response."""
         events = []
         if self._index < 0 and not answer.reply.calls:
             events.append(self._begun("content"))

@@ -1,4 +1,4 @@
-"""Gives attempts at episodes to agents that Relax did not start: they open a session, reward it, and end it."""
+"""Hands attempts at episodes to external agents, which open a session, reward it, and end it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN_FILE, ADDRESS_FILE = "token", "endpoint"
 
 @dataclass(eq=False, kw_only=True)
 class _Attempt:
-    """Is an attempt that waits for an agent or that one has; ``given`` is what the agent said of its result so far."""
+    """Holds an attempt that waits for an agent or has one; ``given`` is the agent's result so far."""
 
     task: AgentTask
     done: asyncio.Future[AgentResult]
@@ -37,19 +37,19 @@ class _Attempt:
 
 
 class OutsideAgents:
-    """Holds the attempts of a rollout worker for agents that show ``token``.
+    """Holds the attempts of a rollout worker for external agents, which send ``token``.
 
-    An agent that asks for nothing for ``idle_s`` seconds has gone: its attempt ends as env_failed.
+    If an agent sends no request for ``idle_s`` seconds, it is lost, and its attempt ends as env_failed.
     """
 
     def __init__(self, *, token: str, idle_s: float) -> None:
         self._token = token
         self._idle_s = idle_s
-        self._waiting: OrderedDict[str, _Attempt] = OrderedDict()  # by the names of their sessions
+        self._waiting: OrderedDict[str, _Attempt] = OrderedDict()  # by session name
         self._taken: dict[str, _Attempt] = {}
 
     async def play(self, task: AgentTask) -> AgentResult:
-        """Returns how an agent ended the task; `AgentRunner` explains the rest."""
+        """Returns the result of a task; see `AgentRunner`."""
         name = secrets.token_hex(8)
         attempt = self._waiting[name] = _Attempt(task=task, done=asyncio.get_running_loop().create_future())
         try:
@@ -57,7 +57,7 @@ class OutsideAgents:
             while not attempt.done.done():
                 quiet_s = min(task.quiet_s(), time.monotonic() - attempt.taken_s)
                 if quiet_s >= self._idle_s:
-                    words = f"its agent asked for nothing for {self._idle_s:g} s, half of agent.timeout_s"
+                    words = f"its agent sent no request for {self._idle_s:g} s, half of agent.timeout_s"
                     return AgentResult(failed=words)
                 await asyncio.wait([attempt.done], timeout=self._idle_s - quiet_s)
             return attempt.done.result()
@@ -69,7 +69,7 @@ class OutsideAgents:
         """Does nothing, because Relax does not own these agents."""
 
     def check(self, method: str, path: str, *, token: str) -> None:
-        """Raises `RequestRefused` for a request with another token or method."""
+        """Raises `RequestRefused` for a request with a wrong token or method."""
         if not compare_digest(token.encode(errors="surrogatepass"), self._token.encode()):
             raise RequestRefused(
                 401,
@@ -80,7 +80,7 @@ class OutsideAgents:
             raise RequestRefused(405, f"{path[:80]}: takes POST, not {method}")
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
-        """Returns the answer to a request at `SESSIONS` or below that was checked. Raises `RequestRefused`."""
+        """Returns the answer to a request, already checked, at `SESSIONS` or below. Raises `RequestRefused`."""
         given = _object(body)
         name, _, verb = path.removeprefix(SESSIONS).strip("/").partition("/")
         if not name:
@@ -113,7 +113,7 @@ class OutsideAgents:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body; nothing is an empty one."""
+    """Returns the JSON object of a body; an empty body is an empty object."""
     try:
         given: Any = decode_json(body, Any) if body.strip() else {}
     except ValueError as error:
@@ -124,14 +124,14 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def sessions_token(run_token: str) -> str:
-    """Returns the token that opens sessions: the same for all attempts of a run, and of no use at its engines."""
+    """Returns the token that opens sessions: the same for all attempts of a run, and not valid for its engines."""
     return keyed_digest(run_token.strip().encode(), b"sessions of agents", "sha256").hex()
 
 
 def write_address(folder: Path, *, rank: int, base_url: str, token: str) -> Path:
-    """Writes where the endpoint of a rollout worker is and what opens sessions, for this user alone; returns the file.
+    """Writes the address of a rollout worker's endpoint and the token, readable by this user alone; returns the file.
 
-    Of worker 0 the file is `ADDRESS_FILE`, of others it has their number.
+    For worker 0 the file is `ADDRESS_FILE`; other workers append their number.
     """
     file = folder / (ADDRESS_FILE if not rank else f"{ADDRESS_FILE}-{rank}")
     for path, text in ((folder / TOKEN_FILE, token), (file, base_url)):

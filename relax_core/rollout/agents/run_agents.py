@@ -1,4 +1,4 @@
-"""Says which agents play the episodes of a run, and how many at one time."""
+"""Derives from the configuration the command of a run's agents and the numbers of concurrent episodes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from relax_core.contracts.env import EnvSpec
 
 
 def agent_words(config: RelaxConfig, env: EnvSpec) -> list[str]:
-    """Returns the words of the command that plays the episodes of ``env``; none if agents elsewhere do."""
+    """Returns the command that plays the episodes of ``env``, split into words; empty if external agents play them."""
     assert env.agent is not None
     return command_words(config.agent, of_env=env.agent(config.env))
 
 
 def agents_at_one_time(config: RelaxConfig) -> int:
-    """Returns how many episodes the agents of one rollout worker play at one time, at most."""
+    """Returns the largest number of episodes that the agents of one rollout worker play at one time."""
     most = episodes_in_flight(config)
     return min(most, config.agent.workers) if config.agent.workers else most
 
 
 def episodes_in_flight(config: RelaxConfig) -> int:
-    """Returns how many episodes of one rollout worker may have begun and not been trained."""
+    """Returns the largest number of episodes of one rollout worker that have begun and are not trained yet."""
     rollout = config.rollout
     groups = -(-(rollout.prompts_per_step + rollout.spare_prompts) // rollout.workers)
     return config.mode.versions_in_flight * groups * config.algo.group_size

@@ -12,14 +12,14 @@ from relax_core.contracts.media import MediaSource
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a worker's first message: the env's name or path, and its settings as msgpack."""
+    """Holds a worker's first message: the env's name or path, and its settings as msgpack."""
 
     env: str
     config: bytes
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for a new env of episode ``episode``, and for its opening messages."""
+    """Requests a new env of episode ``episode`` and its opening messages."""
 
     episode: int
     start: EpisodeStart
@@ -39,13 +39,13 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is the answer to `Open`: the opening messages."""
+    """Answers `Open` with the opening messages."""
 
     messages: list[Message]
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is the answer to `Step`: the fields of `StepResult`, with the observation as messages, none if there is none."""
+    """Answers `Step` with the fields of `StepResult`; the observation is a list of messages, or None."""
 
     messages: list[Message] | None
     reward: float | None
@@ -56,11 +56,11 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is the answer to `Close`."""
+    """Answers `Close`."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is the answer if the env raised: the error in one line; ``wrong_result`` if the env broke its contract."""
+    """Answers any request if the env raised: the error in one line; ``wrong_result`` if the env broke its contract."""
 
     words: str
     wrong_result: bool = False
@@ -71,7 +71,7 @@ EnvAnswer = Opened | Stepped | Closed | Failed
 
 
 def with_sources(value: Any) -> Any:
-    """Returns what came as messages with its media as sources again; between processes they are mappings."""
+    """Returns a received value with its media as `MediaSource` again; between processes they are mappings."""
     if isinstance(value, Mapping):
         if value.keys() == {*MediaSource.__struct_fields__}:
             return msgspec.convert(value, MediaSource)

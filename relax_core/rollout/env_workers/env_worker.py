@@ -30,7 +30,7 @@ class EnvFailed(Exception):
 
 
 class EnvWorker:
-    """Is one worker process. It makes one call at a time; the others wait for their turn, in order.
+    """Controls one worker process. It makes one call at a time; the others wait for their turn, in order.
 
     The time of a call begins when its turn comes. ``open_episodes`` counts the episodes that have a place here.
     """
@@ -43,19 +43,19 @@ class EnvWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="env worker")
         self._numbers = count()
         self._began: dict[int, int] = {}  # open episode → the number of lost processes when it began
-        self._processes = 0  # the number of processes that were lost
-        self._lost = ""  # why the newest of them was lost
+        self._processes = 0  # the number of lost processes
+        self._lost = ""  # why the newest lost process was lost
         self._over_memory = ""  # why the process that runs now is killed
 
     def next_episode(self) -> int:
-        """Returns a number that no episode of this worker had."""
+        """Returns a new number for an episode of this worker."""
         return next(self._numbers)
 
     async def ask(self, request: EnvRequest, kind: type[Answer]) -> Answer:
-        """Returns the answer to a request, which is a ``kind``.
+        """Returns the answer to a request, of type ``kind``.
 
-        Raises `EnvTooSlow` if the call takes longer than ``config.step_timeout_s``, `WrongResult` if the env broke its
-        contract, and `EnvFailed` if it raised, or if the process in which its episode began was lost.
+        Raises `EnvTooSlow` if the call takes longer than ``config.step_timeout_s``, `WrongResult` if the env
+        broke its contract, and `EnvFailed` if it raised, or if the process in which its episode began was lost.
         """
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
         assert isinstance(answer, kind), f"{type(answer).__name__} answers {type(request).__name__}"

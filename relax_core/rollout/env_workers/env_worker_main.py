@@ -39,7 +39,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @dataclasses.dataclass(frozen=True)
 class _Episode:
-    """Is an open env with its random states."""
+    """Holds an open env with its random states."""
 
     env: BaseInteractionEnv
     states: RandomStates

@@ -30,7 +30,7 @@ _END_S = 10.0
 
 @dataclass(eq=False)
 class _Places:
-    """Counts the places of a group: those that are kept for it, and those that its open episodes have."""
+    """Counts the places of a group: those reserved for it, and those that its open episodes use."""
 
     kept: int = 0
     open: int = 0
@@ -102,10 +102,10 @@ class EnvWorkers:
 
 
 class IsolatedEnv(BaseInteractionEnv):
-    """Is the env of one episode that runs in a worker process; observations come as messages.
+    """Forwards the calls of one episode's env to a worker process; observations come as messages.
 
-    A call that takes too long raises `EnvTooSlow`, and one that fails `EnvFailed`: the worker process is then another
-    one, and so all later calls of its episodes fail.
+    A call that takes too long raises `EnvTooSlow`, and a call that fails raises `EnvFailed`. After its worker
+    process was replaced, all later calls of an episode fail.
     """
 
     def __init__(self, start: EpisodeStart, worker: EnvWorker, *, give_back: Callable[[], Awaitable[None]]) -> None:
@@ -135,7 +135,7 @@ class IsolatedEnv(BaseInteractionEnv):
 
     @keeps_deadline
     async def close(self) -> None:
-        """Tells the worker process to close the env, after the calls before, and waits for nothing."""
+        """Requests that the worker process closes the env, after the calls before, and does not wait for it."""
         self._worker.open_episodes -= 1
         self._worker.close_episode(self._episode)
         await self._give_back()

@@ -1,4 +1,4 @@
-"""Gives each episode Python's and NumPy's global random states for itself."""
+"""Isolates Python's and NumPy's global random states of each episode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RandomStates:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the episode's states the global ones; what the block draws moves them on."""
+        """Makes the episode's states the global states; draws in the block advance them."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         try:

@@ -51,12 +51,13 @@ class RunEnv:
     async def serving(self, tokenizer: PromptTokenizer, *, token: str = "") -> AsyncIterator[None]:
         """Serves the endpoint if agents play; they end with this context.
 
-        ``token`` is the run's, from which that of agents elsewhere is made; empty makes one.
+        ``token`` is the run's token, from which the token of external agents is derived; an empty one stands
+        for a random one.
         """
         if self.env.agent is None:
             yield
             return
-        # The server takes memory that only agents need.
+        # Imported here, because the server takes memory that only agents need.
         from relax_core.rollout.agents.agent_host import agent_host
         from relax_core.rollout.agents.outside_agents import sessions_token
 

@@ -17,7 +17,7 @@ AsyncCall = TypeVar("AsyncCall", bound=Callable[..., Awaitable[Any]])
 
 
 def keeps_deadline(function: AsyncCall) -> AsyncCall:
-    """Marks an async function that raises `EnvTooSlow` itself."""
+    """Marks an async function that enforces its deadline itself and raises `EnvTooSlow`."""
     function.keeps_deadline = True  # type: ignore[attr-defined]
     return function
 
@@ -76,16 +76,17 @@ class EnvCalls:
             log.warning("an env did not close: %s: %s", type(error).__name__, error)
 
     async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Returns what ``function`` returns; it runs in a thread of its own.
+        """Returns what ``function`` returns; it runs in a new thread.
 
-        A call that hangs therefore delays neither other episodes nor the end of the process, which a thread pool would.
+        A call that hangs therefore delays neither other episodes nor the end of the process; with a thread pool
+        it would.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
         def settle(result: Any, error: Exception | None) -> None:
             if future.done():  # the caller has stopped waiting
-                if isinstance(result, BaseInteractionEnv):  # nobody has it, so nobody else closes it
+                if isinstance(result, BaseInteractionEnv):  # no caller has it, so it is closed here
                     self._closing = loop.create_task(self.close(result.close))
                 return
             if error is None:

@@ -46,7 +46,7 @@ from relax_core.rollout.prompt_tokens import (
     text_size,
 )
 
-MOST_CHARACTERS_A_TOKEN = 16  # a text that is longer than this for each token allowed is not tokenised whole
+MOST_CHARACTERS_A_TOKEN = 16  # a text with more characters per token of its limit is not tokenised whole
 
 
 def shortened_observation(
@@ -70,7 +70,7 @@ def shortened_observation(
 
 
 def _largest_cap(lengths: Sequence[int], limit: int) -> int:
-    """Returns the largest number of tokens that every text may have so that they have ``limit`` together."""
+    """Returns the largest limit of tokens per text with which all texts together have at most ``limit`` tokens."""
     left, cap = limit, 0
     for place, length in enumerate(sorted(lengths)):
         cap = max(1, left // (len(lengths) - place))
@@ -113,12 +113,12 @@ def _with_texts(message: Mapping[str, Any], shown: Iterator[str]) -> Message:
 
 
 log = logging.getLogger(__name__)
-SHOWN = 200  # the characters of an opening that an error shows
+SHOWN = 200  # characters of an opening in an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv:
-    """Is the env of an episode that has started, with the object that calls it."""
+    """Holds the env of an episode that has started, with the object that calls it."""
 
     env: BaseInteractionEnv
     calls: EnvCalls
@@ -141,7 +141,7 @@ class EnvGroup(GroupInPlay):
 
 @dataclass(eq=False, kw_only=True)
 class NextTurn:
-    """Holds what follows a response: ``messages`` and their ``items``, in place of the history if ``edits``."""
+    """Holds the messages after a response and their ``items``; they replace the history if ``edits``."""
 
     messages: list[Message] = field(default_factory=list)
     items: list[MediaItem] = field(default_factory=list)
@@ -221,7 +221,7 @@ class EpisodePlayer(GroupPlayer):
             await asyncio.gather(*(one.close() for one in own.envs if one is not None))
 
     async def _open_episode(self, group: EnvGroup, sample: int) -> None:
-        """Opens the env of episode ``sample`` and stores its first messages, in a new start if that fails."""
+        """Opens the env of episode ``sample`` and stores its first messages; starts again if that fails."""
         await self._reset(group, sample)
         while self.starts_again(group.records[sample]):
             await self._reset(group, sample)
@@ -272,7 +272,7 @@ class EpisodePlayer(GroupPlayer):
             group.lockstep.leave([record.uid])
 
     async def _play_once(self, group: EnvGroup, sample: int, limit: asyncio.Timeout) -> None:
-        """Plays one episode turn by turn until it has ended; ``limit`` is set when its first response is there."""
+        """Plays one episode turn by turn until it has ended; ``limit`` is set at its first response."""
         start, record, env = group.start, group.records[sample], group.envs[sample]
         if record.ended is not None:  # the env failed again before the first turn
             return
@@ -332,7 +332,7 @@ class EpisodePlayer(GroupPlayer):
                 record.media += new
 
     def _room(self, record: EpisodeRecord, prompt_ids: Sequence[int]) -> tuple[int, Ended]:
-        """Returns how many tokens the next response may have, and the episode's end if it is cut there."""
+        """Returns the token limit of the next response, and the episode's end if the response is cut there."""
         limits: list[tuple[int, Ended]] = [
             (self._limits.sampled_tokens - record.sampled_tokens, "token_budget"),
             (self._limits.context_tokens - len(prompt_ids), "context_full"),
@@ -374,7 +374,7 @@ class EpisodePlayer(GroupPlayer):
         owner: str,
         tools: ToolUse,
     ) -> None:
-        """Stores the reward for the newest response, and what follows it or the end of the episode.
+        """Stores the reward for the newest response, and the next messages or the end of the episode.
 
         ``following`` gets the next messages with their images and videos, which ``owner`` then holds.
         """
@@ -413,7 +413,7 @@ class EpisodePlayer(GroupPlayer):
         except EnvTooSlow as error:
             words = f"env {name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
             record.fail("step_timeout", words, error)
-        except MediaError as error:  # as in a data row, it costs its episode and is no failure of the reward
+        except MediaError as error:  # as in a data row, it drops the episode and is no failure of the reward
             told = MediaError(error.kind, error.word, f"{where}: env {name}: {what}: {error}")
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed

@@ -1,4 +1,4 @@
-"""Holds what an episode has so far, and scores episodes that have ended."""
+"""Holds the records of episodes while they are played, scores ended episodes, and computes the metrics of groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
 def without_bytes(value: Any) -> Any:
-    """Returns a data row or a conversation with each `MediaSource` as its words: its path, or how many bytes it has."""
+    """Returns a data row or a conversation with each `MediaSource` replaced by its path or its number of bytes."""
     if isinstance(value, MediaSource):
         return value.words
     if isinstance(value, Mapping):
@@ -43,27 +43,27 @@ def response_text(response: Generated, *, tokenizer: PromptTokenizer) -> str:
 
 
 def stopped_by(text: str, stop: Sequence[str]) -> str | None:
-    """Returns the stop string that stands first in a text."""
+    """Returns the stop string that occurs first in a text."""
     found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
     return min(found)[1] if found else None
 
 
-# Figures of an episode whose means are metrics.
+# Numbers of an episode whose means are metrics.
 EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "queue_s", "env_s", "tool_calls", "failed_calls")
 
-# Ends without a reward that are no failure of the env or the reward; they are the ledger's reasons, too.
+# Ends without a reward that are no failure of the env or the reward; the ledger uses them as reasons, too.
 NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
 REWARD_FAILED = "reward_failed"  # the ledger's reason for all other episodes without a reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedTurn:
-    """Is one request of an episode and its response.
+    """Holds one request of an episode and its response.
 
-    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
-    turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds. ``tools``
-    names the tools that the response calls, and ``env_ms`` is the time of the env's calls behind it. ``after`` is the
-    number of the earlier turn whose conversation the prompt goes on from; None means the turn before.
+    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of
+    this turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds.
+    ``tools`` names the tools that the response calls, and ``env_ms`` is the time of the env's calls after it.
+    ``after`` is the number of the earlier turn whose conversation the prompt continues; None means the turn before.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -84,17 +84,18 @@ class EpisodeRecord:
 
     An episode of one turn has no messages, and ends as its response does.
 
-    ``texts`` are those of the responses, and ``stop_string`` is the one that ended the newest, empty if none did.
-    ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
-    its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
-    ``request`` is the name of the request under way, empty while there is none. ``restarts`` is the number of new
-    starts, and ``not_chosen`` the number of tokens that were sampled before them. ``orphan`` is the number of tokens of
-    answers that no client of an endpoint got; they are no turns. ``cut_observations`` counts
-    observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls. ``tool_calls``
-    counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
-    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name. ``own_reward`` is the
-    reward that an agent gave itself, None if the run's reward scores the episode. ``counts`` has the figures of an
-    agent's requests, by name, over all starts. ``output`` is what the reward says of the ended episode.
+    ``texts`` are those of the responses, and ``stop_string`` is the string that ended the newest response, empty if
+    none did. ``media`` places the images and videos of the newest prompt in it. ``failed`` is the reason why the
+    episode has no reward: its env raised, was too slow, or showed an image or video that cannot be used. ``error``
+    is the exception. ``request`` is the rid of the request in flight, empty while there is none. ``restarts`` is
+    the number of new starts, and ``not_chosen`` the number of tokens that were sampled before them. ``orphan`` is
+    the number of tokens of answers that no client of an endpoint received; they are no turns. ``cut_observations``
+    counts observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls.
+    ``tool_calls`` counts the calls of tools, and ``failed_calls`` the responses with a call that could not be read
+    or has no such tool; both and ``env_s`` include earlier starts. ``info`` has the numbers that the env gave, by
+    name. ``own_reward`` is the reward that an agent gave itself, None if the run's reward scores the episode.
+    ``counts`` has the counts of an agent's requests, by name, over all starts. ``output`` is the reward's output
+    for the ended episode.
     """
 
     uid: str
@@ -153,11 +154,11 @@ class EpisodeRecord:
         return [int(turn.response.versions.min()) for turn in self.turns]
 
     def fail(self, ended: Ended, words: str, error: Exception | None = None) -> None:
-        """Ends the episode without a reward. ``words`` may hold text of foreign code."""
+        """Ends the episode without a reward. ``words`` may hold text of plug-ins and agents."""
         self.ended, self.failed, self.error = ended, clean_text(words, MOST_REASON), error
 
     def start_again(self) -> None:
-        """Forgets everything but the tokens that were sampled, which are not trained."""
+        """Resets the episode for a new start; the tokens sampled so far are counted and not trained."""
         self.not_chosen += self.sampled_tokens + self.orphan
         self.orphan = 0
         self.restarts += 1
@@ -171,7 +172,7 @@ class EpisodeRecord:
 
     @property
     def queue_s(self) -> float:
-        """Returns the part of `engine_s` in which prompts waited in the engine, 0 if it does not say."""
+        """Returns the part of `engine_s` in which prompts waited in the engine, 0 if the engine does not report it."""
         return sum(turn.response.queue_ms for turn in self.turns) / 1e3
 
     def take_info(self, info: Mapping[str, object]) -> None:
@@ -189,8 +190,8 @@ class EpisodeRecord:
     def transcript(self) -> str:
         """Returns the whole conversation as text, for tables, with marks around responses and the turns' rewards.
 
-        Media are only named. A history that the env rewrote is there as it is now. Of an episode of one turn, it is
-        the response.
+        Media are only named. A history that the env rewrote appears in its current form. For an episode of one
+        turn, it is the response.
         """
         if self.of_one_turn:
             return self.texts[-1]
@@ -233,7 +234,7 @@ def one_turn_episodes(
     tokenizer: PromptTokenizer,
     stop: Sequence[str] = (),
 ) -> list[EpisodeRecord]:
-    """Returns the ended episodes of the group with this uid, in order; the only turn of each is a response."""
+    """Returns the ended episodes of the group with this uid, in order; each has one response as its only turn."""
     prompt_ids = np.array(prompt.input_ids, dtype=np.int32)
     episodes = []
     for response in sorted(responses, key=lambda one: one.sample):
@@ -258,13 +259,13 @@ def _shown_content(content: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedFigures:
-    """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
+    """Holds the metrics of one group; ``tokens`` are sampled tokens, ``reward_s`` is the time of its rewards.
 
-    ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
-    figures of the episodes by their names. ``prompt_tokens`` are those of all requests, and ``cached_tokens`` those of
-    them whose keys and values the engine had kept.
-    ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name, and
-    ``counts`` the sums of the figures of agents' requests.
+    ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` has
+    sums of numbers of the episodes by name. ``prompt_tokens`` are those of all requests, and ``cached_tokens``
+    those of them whose keys and values the engine had cached. ``ends`` counts the episodes by the reason of their
+    end. ``info`` has the numbers that the env gave, by name, and ``counts`` the sums of the counts of agents'
+    requests.
     """
 
     of_one_turn: bool
@@ -282,7 +283,7 @@ class PlayedFigures:
 
     @staticmethod
     def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
-        """Returns the figures of a group's episodes."""
+        """Returns the metrics of a group's episodes."""
         responses = [turn.response for record in records for turn in record.turns]
         info: dict[str, list[float]] = defaultdict(list)
         for record in records:
@@ -313,9 +314,9 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
-    """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers.
+    """Returns the metrics of groups: means for each episode, shares of ends, means of the env's numbers.
 
-    Episodes of one turn have the numbers of samples and tokens alone.
+    Episodes of one turn have only the numbers of samples and tokens.
     """
     turns = [count for one in played for count in one.turns]
     sizes = {"samples": float(len(turns)), "tokens": float(sum(one.tokens for one in played))}
@@ -348,10 +349,10 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
 async def score_episodes(
     records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
 ) -> None:
-    """Stores the ``output`` of each of a group's ended episodes; one whose env failed has no reward.
+    """Stores the ``output`` of each of a group's ended episodes; an episode whose env failed has no reward.
 
-    Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
-    not count.
+    Raises as `RewardPool.score` does, and `RewardsFailed` if too many envs fail; bad media do not count as
+    failures.
     """
     inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
     whole = [record for record in records if not record.failed and record.own_reward is None]

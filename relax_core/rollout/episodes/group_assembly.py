@@ -26,20 +26,21 @@ from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree
 from relax_core.rollout.dynamic_sampling import GroupFilter, compared_numbers
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
-Lost = Callable[[TokenTree], None]  # gets the tree of samples that the bus does not get
+Lost = Callable[[TokenTree], None]  # gets the tree of samples that do not go to the bus
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
 MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
-# not_chosen: the episode started again without them; orphan: no client of an endpoint got the answer; no_reward: their
-# episode has none; dropped: their group is not trained, or it was given up before its end; masked: the loss mask leaves
-# them out; stale: their weights are older than the window, or their episode ended because of that.
+# Why sampled tokens are not trained. not_chosen: the episode started again without them; orphan: no client of an
+# endpoint received the answer; no_reward: their episode has none; dropped: their group is not trained, or was cancelled
+# before its end; masked: the loss mask leaves them out; stale: their weights are older than the window, or their
+# episode ended because of that.
 REASONS = ("not_chosen", "orphan", "no_reward", "dropped", "masked", "stale")
-_OF_END = {"stale": "stale", "cancelled": "dropped"}  # of episodes without a reward; of all other ends, no_reward
+_OF_END = {"stale": "stale", "cancelled": "dropped"}  # reasons of episodes without a reward; else no_reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """Is a group with nothing to train on, and the reason."""
+    """Holds the uid of a group with nothing to train on, and the reason."""
 
     group_uid: str
     reason: str
@@ -57,17 +58,17 @@ def complete_group(
     account: Callable[[Mapping[str, int]], None] = lambda counts: None,
     lost: Lost | None = None,
 ) -> Group | DroppedGroup:
-    """Returns the group for the bus once all its episodes have ended and are scored, or why there is none.
+    """Returns the group for the bus once all its episodes have ended and are scored, or the reason why there is none.
 
     An episode without a reward is dropped alone. The group is dropped if fewer than two episodes of several have a
-    reward, or if the only one has none. ``refuse`` may drop a complete group. ``teacher`` is the name of the teacher
-    that scores the group, and ``extras`` computes further columns of a group that is kept. ``account`` gets the
-    `token_accounts` of the group, and ``lost`` the episodes that are dropped.
+    reward, or if the only episode has none. ``refuse`` may drop a complete group. ``teacher`` is the name of the
+    teacher that scores the group, and ``extras`` computes further columns of a group that is kept. ``account`` gets
+    the `token_accounts` of the group, and ``lost`` the episodes that are dropped.
 
-    With ``mask_off_policy``, only tokens of the newest weight version in an episode are trained, and that version is
-    the episode's. With ``mask_truncated``, no token of an episode is trained that was cut at a limit of tokens. A
-    masked episode stays in the group, because its reward is part of the baseline; a group without trained tokens is
-    dropped. Raises ValueError if a token is not in the kept set that it was sampled from.
+    With ``mask_off_policy``, only tokens of the newest weight version in an episode are trained, and that version
+    is the episode's. With ``mask_truncated``, no token of an episode is trained that was cut at a limit of tokens.
+    A masked episode stays in the group, because its reward is part of the baseline; a group without trained tokens
+    is dropped. Raises ValueError if a token is not in the kept set that it was sampled from.
     """
     uid = group_uid(index)
     kept = [one for one in episodes if one.reward is not None]
@@ -121,7 +122,7 @@ def _masked(tree: TokenTree, *, mask_off_policy: bool, mask_truncated: bool) -> 
 
 
 def tell_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None:
-    """Gives ``lost`` the tree of those episodes of group ``uid`` that have sampled tokens, if there are any."""
+    """Calls ``lost`` with the tree of those episodes of group ``uid`` that have sampled tokens, if there are any."""
     gone = [one for one in episodes if one.turns and all(len(turn.response.output_ids) for turn in one.turns)]
     if gone:
         lost(build_tree(uid, gone))
@@ -132,8 +133,8 @@ def token_accounts(
 ) -> dict[str, int]:
     """Returns how many tokens the episodes sampled, how many of them are trained, and the others by reason.
 
-    ``tree`` is the group's datum, None if the group was dropped. Rows of weights older than ``oldest_version`` are not
-    trained. The sum of all counts but "sampled" is "sampled".
+    ``tree`` is the group's token tree, None if the group was dropped. Rows of weights older than ``oldest_version``
+    are not trained. The sum of all counts but "sampled" is "sampled".
     """
     counts = dict.fromkeys(("trained", *REASONS), 0)
     for episode in episodes:
@@ -158,7 +159,7 @@ def token_accounts(
     return counts
 
 
-LONGEST_KEY = 64  # characters of a state's key; of longer ones the tree has a digest
+LONGEST_KEY = 64  # characters of a state's key; the tree has digests of longer keys
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -196,7 +197,7 @@ class _Rows:
     media: Sequence[Media]
 
     def after(self, rows: int) -> _Rows:
-        """Returns what is left after the first ``rows`` rows."""
+        """Returns the rows after the first ``rows`` rows."""
         experts = None if self.experts is None else self.experts[rows:]
         return _Rows(self.ids[rows:], experts, _after(self.media, rows))
 
@@ -254,7 +255,7 @@ class TreeBuilder:
     ) -> Chain:
         """Returns the position after ``ids``, which start at the root, for an episode whose path ends at ``own``.
 
-        The rows of that path, sampled ones included, are shared as far as ids, ``experts`` and ``media`` agree. The
+        The rows of that path, sampled rows included, are shared as far as ids, ``experts`` and ``media`` agree. The
         rest is observed.
         """
         path = [own]
@@ -448,7 +449,7 @@ def _experts(chains: Sequence[Chain]) -> np.ndarray | None:
     parts = []
     for chain in chains:
         known = chain.experts
-        assert known is not None, "either all prompts of a run ask for routed experts or none does"
+        assert known is not None, "either all prompts of a run request routed experts or none does"
         parts += [known, np.zeros((len(chain.token_ids) - len(known), *known.shape[1:]), np.uint8)]
     return np.concatenate(parts)
 
@@ -472,6 +473,6 @@ def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
             parts.append(KeptTokens.whole(len(chain.token_ids), vocab_size=vocab_size))
             continue
         kept = chain.response.kept
-        assert kept is not None, "either all prompts of a run ask for kept sets or none does"
+        assert kept is not None, "either all prompts of a run request kept sets or none does"
         parts.append(kept.take(np.arange(chain.offset, chain.offset + len(chain.token_ids))))
     return KeptTokens.joined(parts)

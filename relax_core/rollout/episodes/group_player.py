@@ -1,4 +1,4 @@
-"""Plays groups: episodes of one turn as one request, and the frame in which groups of other episodes are played."""
+"""Plays groups: the base class of all players, and the player of episodes of one turn."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"}
 
 
 def forget(prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
-    """Does nothing with the episodes of a group that is given up."""
+    """Ignores the episodes of a cancelled group."""
 
 
 def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
-    """Ends the episodes of a group that is given up, and returns them."""
+    """Ends the episodes of a cancelled group, and returns them."""
     for record in records:
         if record.ended is None:
             record.fail("cancelled", "the group was given up")
@@ -44,11 +44,11 @@ def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyEnds:
-    """Says which episodes of the training end before their env says so.
+    """Holds the rules by which episodes of the training end before their env ends them.
 
     A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others end as
-    stragglers. An episode whose oldest token is more than ``most_lag`` weight versions
-    older than the newest that was seen ends at its next turn, because no train step can take it; None means never.
+    stragglers. An episode whose oldest token is more than ``most_lag`` weight versions older than the newest
+    version seen ends at its next turn, because no train step can take it; None means never.
     """
 
     quorum: float = 1.0
@@ -77,13 +77,13 @@ class GroupPlayer:
     """Plays the groups of a run or an evaluation, each with ``group_size`` episodes.
 
     With ``in_order``, groups are handed on in the order of their prompts, which is equal in every run. With
-    ``lockstep``, the turns of a prompt batch go out together through ``requests``, and the batches of a weight version
-    are played one after the other. How many prompts are admitted together to replace others of their version depends
-    on timing, so each of them is a batch of its own.
+    ``lockstep``, the turns of a prompt batch go out together through ``requests``, and the batches of a weight
+    version are played one after the other. The number of prompts that are admitted together to replace others of
+    their version depends on timing, so each of them is a separate batch.
     """
 
-    makes_prompts = True  # the episodes open with prompts of their own
-    evaluated_together = EVALUATED_TOGETHER  # the most episodes of an evaluation that are open together
+    makes_prompts = True  # the episodes open with their own prompts
+    evaluated_together = EVALUATED_TOGETHER  # the largest number of open episodes in an evaluation
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class GroupPlayer:
         return records
 
     def opened(self, group: GroupInPlay) -> AbstractAsyncContextManager[PlayEpisode]:
-        """Opens a group, and closes it at the end. Within, the result plays the episode of that number to its end.
+        """Opens a group while the context is open, and yields the function that plays an episode by its number.
 
-        An episode whose record has ended already is not played.
+        An episode whose record has already ended is not played.
         """
         raise NotImplementedError
 
@@ -156,9 +156,9 @@ class GroupPlayer:
         self.give_up(group, [playing[task] for task in pending])
 
     def give_up(self, group: GroupInPlay, records: Sequence[EpisodeRecord]) -> None:
-        """Ends the requests under way, because the engine need not finish responses that nobody reads.
+        """Cancels the requests in flight of these episodes, because their responses are no longer needed.
 
-        A busy engine takes a while to say that it has ended them; no group waits for that.
+        A busy engine confirms the end late; no group waits for that.
         """
         asked = [record.request for record in records if record.request]
         if asked and self._requests is not None:
@@ -167,14 +167,14 @@ class GroupPlayer:
             group.flight.turn_ends(group.start.index, request)
 
     def starts_again(self, record: EpisodeRecord) -> bool:
-        """Prepares a failed episode for a new start; returns False if it has not failed or had all its starts."""
+        """Prepares a failed episode for a new start; returns False if it has not failed or has no starts left."""
         if record.ended not in STARTS_AGAIN or record.restarts >= self._max_retries:
             return False
         record.start_again()
         return True
 
     def stale_words(self, start: AdmittedPrompt, record: EpisodeRecord) -> str:
-        """Says why no train step can take an episode any more; it is empty while one can."""
+        """Returns why no train step can take an episode any more; empty while a train step can take it."""
         return "" if start.evaluation else self._too_old.words(record.uid, record.turn_versions())
 
     def begin_turn(
@@ -213,10 +213,10 @@ class GroupPlayer:
     ) -> AsyncIterator[Played]:
         """Yields each of these prompts, which start with one weight version, with its ended episodes in order.
 
-        A data row that the env cannot use comes with its `BadRow`. ``flight`` is told of each group and request, and
-        may cancel groups; ``given_up`` gets the episodes of such a group, which is not yielded. ``on_end`` gets the
-        figures of the engines' requests, if a prompt batch is one request. At most ``at_once`` groups are open at the
-        same time. A failure of the engines ends ``tasks``.
+        A data row that the env cannot use comes with its `BadRow`. ``flight`` gets a report of each group and
+        request, and may cancel groups; ``given_up`` gets the episodes of a cancelled group, which is not
+        yielded. ``on_end`` gets the metrics of the engines' requests, if a prompt batch is one request. At most
+        ``at_once`` groups are open at the same time. A failure of the engines ends ``tasks``.
         """
         if not prompts:
             return

@@ -1,7 +1,7 @@
-"""Sends turns of several episodes to the engines in one request: those that are ready together, or those of one number.
+"""Sends turns of several episodes to the engines in one request: all that are ready, or all with one turn number.
 
-`SharedRequests` waits for nobody. `Lockstep` waits until every episode of a prompt batch is ready, so that the requests
-of a run do not depend on timing.
+`SharedRequests` never waits for further turns. `Lockstep` waits until every episode of a prompt batch is ready, so that
+the requests of a run do not depend on timing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.generate_messages import OnTokens
 
 TellIds = Callable[[int, Sequence[int]], None]  # gets new tokens of a response, and the index of the first of them
-# A request, its place among equally loaded engines, its response, and what gets its tokens while they are sampled.
+# A request, its place among equally loaded engines, its response, and the callback for tokens during sampling.
 Asked = tuple[PromptRequest, int, asyncio.Future[Generated], TellIds | None]
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:
     """Starts ``work``, which awaits ``parts``, in a group of tasks.
 
-    Raises CancelledError if the group is ending, because all that it does is then being cancelled, the caller too.
+    Raises CancelledError if the group is ending, because its tasks, including the caller, are then being cancelled.
     """
     try:
         tasks.create_task(work)
@@ -37,8 +37,8 @@ def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: 
 class SharedRequests:
     """Asks ``pool`` for one response per prompt.
 
-    Prompts that are asked for in one iteration of the event loop, wait for the same weights and stop at the same
-    strings share a request.
+    Prompts of one iteration of the event loop that wait for the same weights and stop at the same strings share a
+    request.
     """
 
     def __init__(self, pool: EnginePool, sampling: SamplingParams) -> None:
@@ -57,9 +57,9 @@ class SharedRequests:
     ) -> Generated:
         """Returns the response to ``request``, whose ``rid`` must be unique.
 
-        The call is cancelled if the pool gives the request up. ``tie`` chooses among equally loaded engines. A failure
-        of the engines ends ``tasks``. The response also ends at one of the strings ``stop``. ``tell`` gets its tokens
-        while they are sampled; it may miss the last ones.
+        The call is cancelled if the pool cancels the request. ``tie`` chooses among equally loaded engines. A
+        failure of the engines ends ``tasks``. The response also ends at one of the strings ``stop``. ``tell``
+        gets its tokens while they are sampled; it may miss the last tokens.
         """
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         key = request.min_version, stop
@@ -70,7 +70,7 @@ class SharedRequests:
         return await future
 
     async def cancel(self, rids: Sequence[str]) -> None:
-        """Gives requests up, whose calls of `generate` were cancelled; the engines stop them."""
+        """Cancels requests whose calls of `generate` were cancelled; the engines stop them."""
         await self._pool.cancel(rids)
 
     async def _send(self, key: tuple[int, tuple[str, ...]]) -> None:
@@ -110,8 +110,8 @@ def _telling(asked: Sequence[Asked]) -> OnTokens:
 class Lockstep:
     """Sends the turns of a prompt batch together: each turn goes out when all its episodes are ready or have ended.
 
-    ``episodes`` are the uids of all episodes of the batch; a request holds their prompts in this order. `run` must run
-    beside the episodes.
+    ``episodes`` are the uids of all episodes of the batch; a request holds their prompts in this order. `run` must
+    run concurrently with the episodes.
     """
 
     def __init__(self, requests: SharedRequests, episodes: Iterable[str]) -> None:
@@ -132,7 +132,7 @@ class Lockstep:
             self._ready.pop(episode, None)  # it is still there if the episode is given up before its turn goes out
 
     def leave(self, episodes: Iterable[str]) -> None:
-        """Says that episodes have ended; the others wait for them no longer."""
+        """Reports that episodes have ended; the others no longer wait for them."""
         self._playing.difference_update(episodes)
         self._changed.set()
 

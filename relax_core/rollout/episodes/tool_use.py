@@ -1,4 +1,4 @@
-"""Shows the tools of an env to the model and reads its calls, in the form that the run chose before its start."""
+"""Shows the tools of an env to the model and parses its calls, in the form that the run chose before its start."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from relax_core.data.tool_parsers import AUTO, read_action, tool_parser
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """Holds how tools are shown and read. ``described`` are the tools of a data row.
+    """Defines how tools are shown and calls are parsed. ``described`` are the tools of a data row.
 
-    ``parser`` is "none" for an env without tools. ``as_text``: the chat template does not see the tools.
+    ``parser`` is "none" for an env without tools. ``as_text``: the tools are text in the messages, and the chat
+    template does not get them.
     """
 
     parser: str
@@ -33,7 +34,7 @@ class ToolUse:
     def of_env(env: EnvSpec, config: InteractionConfig, tokenizer: PromptTokenizer) -> ToolUse:
         """Returns the form for a run.
 
-        Raises ValueError if the chat template leaves out tools or does not tell the form of calls.
+        Raises ValueError if the chat template leaves out tools or does not show the form of calls.
         """
         if env.tools is None:
             return ToolUse(parser="none", as_text=False)
@@ -44,7 +45,7 @@ class ToolUse:
         return ToolUse(parser=tool_parser(name, template=tokenizer.template), as_text=as_text)
 
     def of_row(self, env: EnvSpec, row: DataRow, config: InteractionConfig) -> ToolUse:
-        """Returns the same with the tools of a data row. Raises `WrongResult` as the env's ``tools`` does."""
+        """Returns a copy with the tools of a data row. Raises `WrongResult` as the env's ``tools`` does."""
         if env.tools is None:
             return self
         described: tuple[ToolSchema, ...] = tuple(env.tools(row, config))  # type: ignore[arg-type]  # checked: schemas
@@ -56,20 +57,20 @@ class ToolUse:
         return self.described if self.described and not self.as_text else None
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns a conversation that opens an episode, in which the tools stand if they are plain text."""
+        """Returns a conversation that opens an episode, with the tools in it if they are plain text."""
         return with_tools_as_text(messages, self.described) if self.as_text and self.described else list(messages)
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns messages of the env as the chat template gets them."""
+        """Returns messages of the env in the form for the chat template."""
         return with_results_as_text(messages) if self.as_text else list(messages)
 
     def read(self, text: str, *, stopped: bool) -> Action:
-        """Returns a response as the env gets it."""
+        """Returns a response as the env's action."""
         return read_action(text, stopped=stopped, parser=self.parser, tools=self.described)
 
 
 def with_call_error(messages: Sequence[Message], action: Action) -> list[Message]:
-    """Returns the messages that follow a response, which tell the model of its calls that were not made."""
+    """Returns the messages that follow a response, with the error of its calls that could not be made."""
     if not action.call_error or not messages:
         return list(messages)
     *others, last = messages

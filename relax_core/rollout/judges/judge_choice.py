@@ -1,4 +1,4 @@
-"""Says which judges a run asks, which of them have engines of the run, and with which settings."""
+"""Derives from the configuration a run's judges, their engines, and the settings of these engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.registry import find_engine
 
 
 def judge_plan(config: RelaxConfig) -> JudgePlan | None:
-    """Returns the judges of the run's rewards, or None if they ask none; the rewards' own checks must have passed."""
+    """Returns the judges of the run's rewards, None without judges; the rewards' own checks must have passed."""
     chosen = judged_reward(config.reward)
     if chosen is None:
         return None
@@ -22,7 +22,7 @@ def judge_plan(config: RelaxConfig) -> JudgePlan | None:
 
 
 def judge_engines(config: RelaxConfig) -> list[str]:
-    """Returns the judge of each engine that the run starts for judges, in the order of the engines."""
+    """Returns the name of the judge for each engine that the run starts for judges, in the order of the engines."""
     plan = judge_plan(config)
     if plan is None:
         return []
@@ -33,8 +33,8 @@ def judge_engines(config: RelaxConfig) -> list[str]:
 def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) -> EngineConfig:
     """Returns the settings of a judge's engine: those of the run's engines with the judge's kind and context.
 
-    What only engines of the run's own kind read is kept only for a judge of that kind. ``positions`` is the largest
-    number of tokens that the judge's model takes.
+    Settings that only the run's kind of engine reads are kept only for a judge of that kind. ``positions`` is the
+    largest number of tokens that the judge's model takes.
     """
     same_kind = judge.engine == engine.name
     kept = replace(engine, urls=[], token_file=None, tp=1, port=0)

@@ -1,4 +1,4 @@
-"""Asks the judges of a run: each question of a group once, with votes, a deadline, and figures of each judge.
+"""Asks the judges of a run: each question of a group once, with votes, a deadline, and metrics of each judge.
 
 `check_judges` tries the judges on questions whose verdicts are known, before a run's first prompt.
 """
@@ -26,13 +26,13 @@ from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeServer
 from relax_core.rollout.rewards.reward_calls import score_async
 from relax_core.rollout.rewards.reward_figures import times
 
-AGAIN_TEMPERATURE = 0.7  # least temperature of the second try: a greedy judge would write the same again
-CANCELLED_S = 5.0  # in which questions that were given up have ended
+AGAIN_TEMPERATURE = 0.7  # least temperature of the second try, because a greedy judge would repeat its text
+CANCELLED_S = 5.0  # the wait for cancelled questions to end
 _SEEDS = 2**31
 
 
 class JudgeFigures:
-    """Counts what one judge did since the last `take`."""
+    """Counts the texts and verdicts of one judge since the last `take`."""
 
     def __init__(self) -> None:
         self.under_way = 0
@@ -51,11 +51,11 @@ class JudgeFigures:
         self._none += not given
 
     def take(self) -> dict[str, float]:
-        """Returns the figures since the last call.
+        """Returns the metrics since the last call.
 
-        ``queue`` is the number of questions that wait now, ``verdicts`` that of questions that ended, and ``none`` the
-        share of these without a verdict. ``texts`` is the number of the judge's texts, and ``unreadable`` the share of
-        these without one.
+        ``queue`` is the number of questions in flight, ``verdicts`` the number of ended questions, and ``none``
+        the share of these without a verdict. ``texts`` is the number of the judge's texts, and ``unreadable``
+        the share of these without a verdict.
         """
         ms = self._ms
         values = {"queue": float(self.under_way), "verdicts": float(len(ms))}
@@ -70,9 +70,9 @@ class JudgeFigures:
 
 
 class RunJudge:
-    """Is one judge of a run: its template, its parser, and the server that answers its prompts.
+    """Holds one judge of a run: its template, its parser, and the server that answers its prompts.
 
-    ``seed`` is the run's. Raises ValueError as `JudgePrompt` and `verdict_parser` do.
+    ``seed`` is the run's seed. Raises ValueError as `JudgePrompt` and `verdict_parser` do.
     """
 
     def __init__(self, name: str, setup: JudgeSetup, server: JudgeServer, *, seed: int) -> None:
@@ -108,7 +108,7 @@ class RunJudge:
         return self._counted(votes)
 
     def _counted(self, votes: Sequence[tuple[float | None, str]]) -> Verdict:
-        """Returns the mean of the votes that can be read, if these are more than half."""
+        """Returns the mean of the readable votes, if more than half of the votes are readable."""
         values = [value for value, _ in votes if value is not None]
         text = votes[-1][1]
         if 2 * len(values) <= len(votes):
@@ -123,7 +123,7 @@ class RunJudge:
         return Verdict(judge=self._name, value=fmean(values), text=text)
 
     async def _vote(self, prompt: str, number: int) -> tuple[float | None, str]:
-        """Returns a verdict with its text; an unreadable one is asked for once more, with another seed."""
+        """Returns a verdict with its text; if it is unreadable, the judge is asked once more, with another seed."""
         text = ""
         for attempt, temperature in enumerate(
             (self._settings.temperature, max(self._settings.temperature, AGAIN_TEMPERATURE))
@@ -139,7 +139,7 @@ class RunJudge:
         return None, text
 
     def _seed_of(self, prompt: str, number: int, attempt: int) -> int:
-        """Returns a seed that depends on nothing but the run's seed and the question, so that a run can be repeated."""
+        """Returns a seed that depends only on the run's seed and the question, so that a run can be repeated."""
         return (zlib.crc32(prompt.encode(errors="replace")) + 7919 * self._seed + 2 * number + attempt) % _SEEDS
 
     def _without(self, reason: str, *, cause: str) -> Verdict:
@@ -157,11 +157,11 @@ class JudgePool:
         self._judges = judges
 
     def of_group(self) -> GroupJudges:
-        """Returns what asks each question of one group once."""
+        """Returns the judges for one group, which are asked each question once."""
         return GroupJudges(self._judges)
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures of all judges since the last call, as judge/NAME/FIGURE."""
+        """Returns the metrics of all judges since the last call, as judge/NAME/METRIC."""
         return {
             f"judge/{name}/{key}": value
             for name, judge in self._judges.items()
@@ -175,9 +175,9 @@ class JudgePool:
 
 
 class GroupJudges:
-    """Asks the judges for the answers of one group; answers with one text share a verdict.
+    """Asks the judges about the answers of one group; answers with equal text share a verdict.
 
-    It is an async context manager; what is still under way at its end is given up.
+    It is an async context manager; at its end, questions in flight are cancelled.
     """
 
     def __init__(self, judges: Mapping[str, RunJudge]) -> None:
@@ -185,7 +185,7 @@ class GroupJudges:
         self._asked: dict[tuple[str, ...], asyncio.Task[Verdict]] = {}
 
     async def ask(self, judge: str, variables: Mapping[str, str]) -> Verdict:
-        """Returns the verdict, as `relax_core.contracts.judge.Judges` says."""
+        """Returns the verdict; see `relax_core.contracts.judge.Judges`."""
         if judge not in self._judges:
             known = ", ".join(self._judges)
             return Verdict(judge=judge, value=None, reason=f"no judge is called {judge!r}. What exists: {known}.")
@@ -205,15 +205,15 @@ class GroupJudges:
             await asyncio.wait(open_tasks, timeout=CANCELLED_S)
 
 
-NEAR = 0.5  # a verdict is right if it is nearer to the known one than this; verdicts are from 0 to 1
-AT_ONCE = 32  # questions
-SHOWN = 3  # wrong verdicts that are told
+NEAR = 0.5  # a right verdict differs by less than this from the known verdict; verdicts are from 0 to 1
+AT_ONCE = 32  # questions in flight
+SHOWN = 3  # wrong verdicts that are logged
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownVerdict:
-    """Is one row of the file: an answer whose verdict is known; ``where`` is its file and line."""
+    """Holds one row of the file: an answer whose verdict is known; ``where`` is its file and line."""
 
     where: str
     row: Mapping[str, Any]
@@ -221,7 +221,7 @@ class KnownVerdict:
     verdict: float
 
     def given(self) -> RewardInput:
-        """Returns the answer as the reward sees one of a run."""
+        """Returns the answer as the input of the reward."""
         return RewardInput(
             response=self.response, stopped=True, answer=str(self.row["answer"]), row=self.row, where=self.where
         )
@@ -229,7 +229,7 @@ class KnownVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeAccuracy:
-    """Says how many verdicts on known answers were right; ``wrong`` describes the others."""
+    """Counts the right verdicts on known answers; ``wrong`` describes the others."""
 
     right: int
     wrong: Sequence[str]
@@ -240,15 +240,16 @@ class JudgeAccuracy:
         return self.right / (self.right + len(self.wrong))
 
     def words(self) -> str:
-        """Returns the share, and the first wrong verdicts."""
+        """Returns the number of right verdicts and the first wrong verdicts as text."""
         first = "".join(f" {one}." for one in self.wrong[:SHOWN])
         return f"{self.right} of {self.right + len(self.wrong)} verdicts are right.{first}"
 
 
 def known_verdicts(path: str) -> list[KnownVerdict]:
-    """Reads the rows of a file of JSON lines, each with question, answer, verdict, and what else a row of the data has.
+    """Reads a file of JSON lines; each row has question, answer and verdict, and may have further keys of a data row.
 
-    The reference answer is the row's ``reference``. Raises ValueError with file and line for what cannot be read.
+    The reference answer is the row's ``reference``. Raises ValueError with file and line for rows that cannot be
+    read.
     """
     file = Path(path).expanduser()
     key = f"reward.check.path={path}"
@@ -283,7 +284,7 @@ def _known(line: str, where: str) -> KnownVerdict:
 async def judge_accuracy(
     known: Sequence[KnownVerdict], judges: JudgePool, spec: RewardSpec, config: RewardConfig
 ) -> JudgeAccuracy:
-    """Scores the known answers with the reward that asks the judges, and compares its verdicts with theirs."""
+    """Scores the known answers with the reward that asks the judges, and counts its right verdicts."""
     limit = asyncio.Semaphore(AT_ONCE)
     async with judges.of_group() as asking:
 
@@ -308,7 +309,7 @@ def _wrong(known: Sequence[KnownVerdict], outputs: Sequence[RewardOutput]) -> It
 
 
 async def check_judges(config: RelaxConfig, judges: JudgePool, record: Callable[[Mapping[str, float]], None]) -> None:
-    """Tries the judges on ``reward.check.path``, if it is set, and tells their accuracy, also to ``record``.
+    """Tries the judges on ``reward.check.path``, if it is set; logs their accuracy and passes it to ``record``.
 
     Raises ValueError if it is below ``reward.check.min``.
     """

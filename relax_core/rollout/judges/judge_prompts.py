@@ -1,7 +1,7 @@
-"""Renders the prompts of judges from jinja templates, and reads the verdicts in their answers.
+"""Renders the prompts of judges from jinja templates, and parses the verdicts in their answers.
 
-What is put into a prompt is data, and never a template itself. A verdict is the whole of a number or letter, and never
-a digit inside of something longer.
+Variables are data, and are never rendered as templates. A verdict is a whole number or word, and never a digit inside a
+longer text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CUT_MARK = "\n[… {left} characters are left out here …]\n"
 _TRIED = "a tried value of {name}"
-# Names that chat templates of known model families give a meaning to.
+# Control tokens in the chat templates of known model families.
 _MARKUP = re.compile(
     r"<\|[^<>|\n]{1,64}\|>|<｜[^<>｜\n]{1,64}｜>|</?s>|\[/?INST\]|<</?SYS>>|</?(?:start|end)_of_turn>|</?think>|"
     r"</?tool_(?:call|response)>|\[/?(?:SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]"
@@ -30,10 +30,10 @@ _MARKUP = re.compile(
 
 
 class JudgePrompt:
-    """Is the prompt template of one judge.
+    """Holds the prompt template of one judge.
 
-    Raises ValueError with file and line for a file that is no template, that reads a variable which nobody gives, that
-    does not write one of ``setup.needs``, or that fails.
+    Raises ValueError with file and line for a file that is no template, that reads an unknown variable, that does
+    not write one of ``setup.needs``, or that fails.
     """
 
     def __init__(self, setup: JudgeSetup) -> None:
@@ -44,7 +44,7 @@ class JudgePrompt:
         self._check(setup.needs)
 
     def text(self, variables: Mapping[str, str], *, shown: Callable[[str], str] = str) -> str:
-        """Returns the text of the prompt; every value is cut and then changed by ``shown``.
+        """Returns the rendered prompt; every value is cut and then changed by ``shown``.
 
         Raises ValueError with file and line if the template fails.
         """
@@ -58,7 +58,7 @@ class JudgePrompt:
             raise ValueError(f"{self._where(error)}: {type(error).__name__}: {error}.") from error
 
     def fixed_text(self) -> str:
-        """Returns the prompt with one word for each variable: no prompt is shorter."""
+        """Returns the prompt with one word for each variable; no prompt of the template is shorter."""
         return self.text(dict.fromkeys(self._knows, "x"))
 
     def _check(self, needs: Sequence[str]) -> None:
@@ -69,8 +69,8 @@ class JudgePrompt:
         for node in tree.find_all(nodes.Name):
             if node.name in unknown:
                 raise ValueError(
-                    f"{self._file}, line {node.lineno}: no variable {node.name!r} is given to it. "
-                    f"What is given: {', '.join(self._knows)}."
+                    f"{self._file}, line {node.lineno}: no variable {node.name!r} exists. "
+                    f"The variables are: {', '.join(self._knows)}."
                 )
         text = self._rendered({name: _TRIED.format(name=name) for name in self._knows})
         for name in needs:
@@ -78,7 +78,7 @@ class JudgePrompt:
                 used = [node.lineno for node in tree.find_all(nodes.Name) if node.name == name]
                 raise ValueError(
                     f"{self._file}, line {used[0] if used else 1}: the template does not write {name}, so the judge "
-                    f"would not see it. Write {{{{ {name} }}}} where it belongs."
+                    f"would not get it. Write {{{{ {name} }}}} where it belongs."
                 )
 
     def _where(self, error: BaseException) -> str:
@@ -88,7 +88,7 @@ class JudgePrompt:
 
 
 def cut(text: str, most: int) -> str:
-    """Returns a text of more than ``most`` characters without its middle, and with a mark there."""
+    """Returns a text, in which a mark replaces the middle if there are more than ``most`` characters."""
     if len(text) <= most:
         return text
     behind = most // 2
@@ -96,9 +96,10 @@ def cut(text: str, most: int) -> str:
 
 
 def without_markup(text: str) -> str:
-    """Returns a text in which a zero-width space breaks names that a server's chat template could take for its own.
+    """Returns a text in which a zero-width space breaks control tokens of chat templates.
 
-    It is for servers of which no tokenizer is known. Own engines get tokens, among which no text makes special ones.
+    It is for servers whose tokenizer is not known. Engines of the run get token ids, and there no text becomes a
+    special token.
     """
     return _MARKUP.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 
@@ -126,13 +127,13 @@ def _compiled(file: Path) -> jinja2.Template:
 
 Parser = Callable[[str, bool], float | None]  # a judge's text, and whether it was cut → the verdict, None if unreadable
 
-# What words mean. A, B and tie say which of two answers is the better one.
+# The verdict of each word. A, B and tie say which of two answers is better.
 WORDS = {
     **dict.fromkeys(("yes", "true", "right", "correct", "pass", "a"), 1.0),
     **dict.fromkeys(("no", "false", "wrong", "incorrect", "fail", "b"), 0.0),
     "tie": 0.5,
 }
-# The forms of what `verdict_parser` takes, with what they mean.
+# The forms of ``parse`` that `verdict_parser` takes, with their meaning.
 DESCRIPTIONS = {
     "number LOW..HIGH": "the judge's whole text is a number in this range, which becomes 0 to 1",
     "'(?P<verdict>…)'": f"a regular expression; its group verdict is a number or one of {', '.join(WORDS)}",
@@ -140,16 +141,16 @@ DESCRIPTIONS = {
 _THOUGHT = "</think>"
 _RANGE = re.compile(r"number\s+(-?[0-9]+(?:\.[0-9]+)?)\.\.(-?[0-9]+(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
-_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # characters that make what follows a part of something longer
+_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # before a number or word, these make it a part of a longer one
 _BEHIND = re.compile(r"^(?:[\w%]|[.,/:-]\w)")
 
 
 def verdict_parser(parse: str) -> Parser:
     """Returns the parser that ``parse`` describes: "number LOW..HIGH", or a regular expression.
 
-    A number is the whole text of the judge and lies in the range, which becomes 0 to 1. The last match of an expression
-    counts, and its group "verdict" is a number or one of `WORDS`. What a judge writes before </think> does not count. A
-    verdict at the end of a text that was cut is not read, because it may be longer.
+    A number is the judge's whole text and lies in the range, which is scaled to 0 to 1. For an expression, the last
+    match counts, and its group "verdict" is a number or one of `WORDS`. Text before </think> is ignored. A verdict
+    at the end of a text that was cut is not read, because it may be incomplete.
 
     Raises ValueError for a description that is neither.
     """
@@ -193,7 +194,7 @@ def _by_pattern(pattern: re.Pattern[str], text: str, *, is_cut: bool) -> float |
 
 
 def _conclusion(text: str) -> str | None:
-    """Returns what follows the judge's thoughts, or None if these did not end."""
+    """Returns the text after the judge's thinking, or None if the thinking did not end."""
     said = text.rpartition(_THOUGHT)[2].strip()
     return None if "<think>" in said else said
 

@@ -1,4 +1,4 @@
-"""Answers a judge's prompts by engines of the run, or by a server with OpenAI's chat protocol."""
+"""Sends a judge's prompts to engines of the run, or to a server with OpenAI's chat protocol."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from relax_core.rollout.prompt_tokens import off_loop
 if TYPE_CHECKING:
     import aiohttp
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a server is asked again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a request is sent again
 CONNECT_S = 5.0
-CONNECTIONS = 64  # at the same time to one server
+CONNECTIONS = 64  # concurrent, to one server
 MOST_BYTES = 4 << 20  # of a server's reply
-_LATER = (408, 425, 429)  # statuses that ask for another try
+_LATER = (408, 425, 429)  # statuses after which a request is sent again
 
 
 class JudgeRefused(Exception):
-    """The judge does not take this prompt, and another try would not help; the text says why."""
+    """The judge rejects this prompt, and another try would not help; the text gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeText:
-    """Is one answer of a judge; ``is_cut`` says that it reached the limit, ``tokens`` counts prompt and answer."""
+    """Holds one answer of a judge; ``is_cut``: it reached the token limit; ``tokens`` counts prompt and answer."""
 
     text: str
     is_cut: bool
@@ -47,11 +47,11 @@ class JudgeServer(Protocol):
     """Answers the prompts of one judge."""
 
     def shown(self, value: str) -> str:
-        """Returns a text as the prompt may hold it."""
+        """Returns a value in the form in which a prompt may contain it."""
         ...
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
-        """Returns the answer to one prompt, and waits for a server that is down; the caller has the deadline.
+        """Returns the answer to one prompt, and waits for a server that is down; the caller sets the deadline.
 
         Raises `JudgeRefused`.
         """
@@ -63,10 +63,10 @@ class JudgeServer(Protocol):
 
 
 class JudgeEngines:
-    """Asks the engines that the run has for one judge, with the judge's own tokenizer and chat template.
+    """Asks the run's engines for one judge, with the judge's own tokenizer and chat template.
 
-    A prompt is one message of the user. No text in it becomes a special token. ``context_tokens`` is the largest number
-    of tokens of a prompt with its answer. Prompts of one iteration of the event loop, such as those of a group, share
+    A prompt is one user message. No text in it becomes a special token. ``context_tokens`` is the largest number of
+    tokens of a prompt with its answer. Prompts of one iteration of the event loop, such as those of a group, share
     a request, so that the engine computes them together.
     """
 
@@ -92,7 +92,7 @@ class JudgeEngines:
         return value
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt. Raises `TextTooLong` for one that no context of the judge holds."""
+        """Returns the tokens of a prompt. Raises `TextTooLong` if it exceeds the judge's context."""
         most = self._context_tokens
         return self._tokenizer.encode([{"role": "user", "content": text}], most_tokens=most)
 
@@ -127,11 +127,11 @@ class JudgeEngines:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_ready(self, temperature: float) -> None:
-        await asyncio.sleep(0)  # all answers that are ready in this iteration add their prompts first
+        await asyncio.sleep(0)  # all callers of this iteration add their prompts first
         await self._send(self._ready.pop(temperature), temperature)
 
     async def _send(self, asked: Sequence[Asked], temperature: float) -> None:
-        """Sends one request; if an engine refuses it, each prompt is sent alone, so that only the refused one fails."""
+        """Sends one request; if an engine refuses it, each prompt is sent alone, so that only refused prompts fail."""
         params = SamplingParams(
             max_new_tokens=self._settings.max_new_tokens,
             temperature=temperature,
@@ -155,7 +155,7 @@ class JudgeEngines:
         return JudgeText(text=self._tokenizer.decode(said), is_cut=not stopped, tokens=prompt_tokens + len(ids))
 
     async def close(self) -> None:
-        """Gives up what is under way; the connections belong to the run's clients."""
+        """Cancels the requests in flight; the connections belong to the run's clients."""
         for task in self._tasks:
             task.cancel()
 
@@ -163,8 +163,8 @@ class JudgeEngines:
 class JudgeUrl:
     """Asks a server with OpenAI's chat protocol at ``settings.url``, which ends in /v1.
 
-    A server that does not answer, or answers with 5xx or 429, is asked again. What looks like chat markup in a value is
-    broken by a zero-width space, because the server's tokenizer is not known.
+    A request is sent again if the server does not answer, or answers with 5xx, 408, 425 or 429. A zero-width space
+    breaks chat markup in values, because the server's tokenizer is not known.
     """
 
     def __init__(self, settings: JudgeConfig) -> None:
@@ -194,13 +194,13 @@ class JudgeUrl:
             if reply is not None:
                 return reply
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client's own time-out may take a cancellation for itself
+            if task is not None and task.cancelling():  # the client's own time-out may swallow a cancellation
                 raise asyncio.CancelledError
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _try(self, body: dict[str, Any]) -> JudgeText | None:
-        """Returns the answer, or None if the server may answer later; `last_error` then says why it did not."""
+        """Returns the answer, or None if another try may succeed; `last_error` then has the reason."""
         import aiohttp
 
         try:
@@ -240,7 +240,7 @@ class JudgeUrl:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the body; raises JudgeRefused for one of more than `MOST_BYTES`."""
+    """Returns the body; raises JudgeRefused if it has more than `MOST_BYTES`."""
     data = bytearray()
     async for part in response.content.iter_any():
         data += part
@@ -268,7 +268,7 @@ class _Completion(msgspec.Struct):
 
 
 def _openai_text(data: bytes) -> JudgeText:
-    """Reads a reply. Raises ValueError, also for half of a surrogate pair, which no text may hold."""
+    """Parses a reply. Raises ValueError for an invalid reply, also for a lone surrogate, which no text may contain."""
     reply = decoded(data, _Completion)
     choice, usage = reply.choices[0], reply.usage or _Usage()
     return JudgeText(text=choice.message.content, is_cut=choice.finish_reason == "length", tokens=usage.total_tokens)

@@ -1,7 +1,7 @@
-"""Scores the answers of one call in a process of their own, for rewards whose library evaluates answers as programs.
+"""Scores the answers of one call in a separate process, for rewards whose library evaluates answers as programs.
 
 A program in an answer can change the process that evaluates it. So the process scores no other answer, has no pipe to
-the run, and can make no file and no process.
+the run, and can create no files and no processes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def scored_alone(
 ) -> list[RewardOutput]:
     """Returns the outputs of ``answers`` answers, which ``score`` computes in a child of this process.
 
-    The child has at most ``memory_bytes`` of private memory. The answers have no reward if the child dies, or if what
-    it says is no list of outputs with finite numbers.
+    The child has at most ``memory_bytes`` of private memory. The answers have no reward if the child dies, or if it
+    does not return a list of outputs with finite numbers.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -79,7 +79,7 @@ def _score_and_exit(
         while rest:
             rest = rest[os.write(writer, rest) :]
         code = 0
-    except BaseException:  # the child must not go on as the worker, whatever happens
+    except BaseException:  # the child must never continue as the worker
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -91,7 +91,7 @@ def _is_finite(output: RewardOutput) -> bool:
 
 
 def _add_filter(lines: bytes) -> None:
-    """Gives this process a further filter of system calls; raises OSError if the kernel refuses it."""
+    """Adds a seccomp filter to this process; raises OSError if the kernel refuses it."""
     libc = ctypes.CDLL(None, use_errno=True)
     program = _Program(len(lines) // 8, lines)
     if libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):

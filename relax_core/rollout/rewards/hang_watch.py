@@ -12,9 +12,9 @@ from relax_core.contracts.monitor import Check, Finding, Monitor
 from relax_core.contracts.reward import RewardConfig
 
 CHECK_S = 1.0
-CHECKS = 4  # of a time limit, at least; a pause of the whole process counts as one check
+CHECKS = 4  # per time limit, at least; a pause of the whole process counts as one check
 LEAST_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
-COMPUTES = 0.05  # of a core; calls that use less wait for something else than each other
+COMPUTES = 0.05  # share of a core; calls that use less do not wait for each other
 OnHang = Callable[[RuntimeError], None]
 
 
@@ -24,10 +24,10 @@ def _thread_cpu_clock() -> int:
 
 @dataclass
 class _Call:
-    """Is a call under way: its limit, the seconds that it has left, and those in which all calls only waited.
+    """Holds a call in flight: its limit, the seconds that it has left, and the seconds in which all calls only waited.
 
-    Both count from the first check of an answer, because the answer may have begun just before it. ``clock`` is that
-    of its thread's processor time.
+    Both count from the first check of an answer, because the answer may have begun just before it. ``clock`` is the
+    CPU clock of its thread.
     """
 
     limit_s: float
@@ -38,7 +38,7 @@ class _Call:
     cpu_s: float = 0.0
 
     def computed_s(self) -> float:
-        """Returns the processor time since the last call of this method."""
+        """Returns the CPU time since the last call of this method."""
         before, self.cpu_s = self.cpu_s, time.clock_gettime(self.clock)
         return self.cpu_s - before
 
@@ -46,8 +46,8 @@ class _Call:
 class HangWatch:
     """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
-    ``shared`` means that concurrent calls share one interpreter: of a second in which n calls compute, 1/n second
-    counts for each. Seconds in which all of them only wait and no answer ends count in full, from `LEAST_WAIT_S` on.
+    ``shared``: concurrent calls share one interpreter; if n calls compute for a second, 1/n second counts for each.
+    Seconds in which all of them only wait and no answer ends count in full, from `LEAST_WAIT_S` on.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
@@ -73,7 +73,7 @@ class HangWatch:
     def scoring(self, answers: float) -> Iterator[Callable[[], None]]:
         """Marks that ``answers`` answers are scored while the block runs; callable from any thread.
 
-        The block gets a function that marks the end of them, and that as many follow.
+        The block gets a function that marks these answers as done and restarts the limit for as many more.
         """
         limit_s = self._config.timeout_s * answers
         call = _Call(limit_s, limit_s)
@@ -92,7 +92,7 @@ class HangWatch:
                 self._moves = True
 
     def close(self) -> None:
-        """Ends the check."""
+        """Ends the checks."""
         self._monitor.end()
 
     def _look(self) -> Finding | None:

@@ -1,4 +1,4 @@
-"""Finds labels that a reward does not award: the reward scores answers that each label names in its own format."""
+"""Finds labels that a reward does not award: it scores right answers that it builds from each label."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from relax_core.rollout.rewards.reward_calls import score_here
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
-MOST_SHAPES = 256  # of a reward's labels, the most frequent first
+MOST_SHAPES = 256  # of a reward's labels that are checked, the most frequent first
 NAMED_LABELS = 3
 _MOST_KEPT = 20_000  # shapes in memory
 _MOST_UNIT = 40  # characters of a number with its unit
-_MOST_LATE = 3  # labels whose answers reach the reward's limit of time
+_MOST_LATE = 3  # labels whose answers time out, after which the check ends
 _RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*|[A-Za-z]|\d+")
 
 
 def label_shape(label: str) -> str:
     """Returns a label with 0 for each number, a for each letter and aa for words.
 
-    Commands of LaTeX stay, and so do words beside a number, which may be its unit, in a short label.
+    LaTeX commands stay. In a short label, words next to a number stay, too, because they may be its unit.
     """
     label = label.strip()
     units = len(label) <= _MOST_UNIT and not label.isalpha() and any(map(str.isdigit, label))
@@ -46,7 +46,7 @@ def label_shape(label: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """Is the first data row whose label has a shape."""
+    """Holds the first data row of a label shape."""
 
     chosen: ChosenReward
     row: Mapping[str, Any]
@@ -56,8 +56,8 @@ class _Seen:
 class LabelCheck:
     """Collects data rows by the shapes of their labels, and scores one label of each shape.
 
-    Only rewards with ``right_answers`` that are not async are asked. An isolated reward is not asked about integers, so
-    that most data needs no process.
+    Only rewards with ``right_answers`` that are not async are checked. Isolated rewards are not checked for
+    integers, so that most data needs no process.
     """
 
     def __init__(self, choice: RewardChoice) -> None:
@@ -66,7 +66,7 @@ class LabelCheck:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def see(self, row: Mapping[str, Any], where: str) -> None:
-        """Takes a usable data row with its file and line. Raises ValueError as `RewardChoice.scorers` does."""
+        """Adds a usable data row with its file and line. Raises ValueError as `RewardChoice.scorers` does."""
         for chosen in self._choice.scorers(row):
             shape = label_shape(row["answer"])
             spec = chosen.spec
@@ -78,9 +78,10 @@ class LabelCheck:
             self._counts[key] += 1
 
     def words(self) -> list[str]:
-        """Returns what a user should know about labels; empty if each answer is exact.
+        """Returns a report of labels that are not awarded; empty if each answer is exact.
 
-        Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not start.
+        Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not
+        start.
         """
         rewards = {key[0]: one.chosen for key, one in self._seen.items()}
         lines: list[str] = []
@@ -114,7 +115,7 @@ class LabelCheck:
 
     @contextmanager
     def _scorer(self, chosen: ChosenReward) -> Iterator[Callable[[RewardInput], RewardOutput]]:
-        """Gives the function that scores one answer, in a worker process for an isolated reward."""
+        """Yields the function that scores one answer, in a worker process for an isolated reward."""
         if not chosen.spec.isolated:
             yield lambda given: score_here(chosen.spec, [given], chosen.config)[0][0]
             return
@@ -131,7 +132,7 @@ class LabelCheck:
 
 
 def right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
-    """Returns right answers to a label in the form of a reward with ``right_answers``.
+    """Returns right answers to a label in the reward's own form, by its ``right_answers``.
 
     Raises ValueError if that function raises or returns no texts.
     """

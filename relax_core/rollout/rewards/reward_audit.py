@@ -1,4 +1,4 @@
-"""Audits a reward before it trains a model: which wrong answers it awards, and which right answers it does not."""
+"""Audits a reward before it trains a model: finds wrong answers that it awards, and right answers that it does not."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, THINKING, Audi
 Score = Callable[[Sequence[RewardInput]], Awaitable[list[RewardOutput]]]
 AUDITED_ROWS = 64
 _ROWS_AT_ONCE = 4
-OWN_FORM = "the reward's own form"  # that of its SPEC's right_answers
-# Of what a right answer gains over an empty one; an answer with more counts as awarded. It is a little more than a
-# fifth, because the form alone is a fifth of some rewards (deepeyes).
+OWN_FORM = "the reward's own form"  # the form of its SPEC's right_answers
+# An answer counts as awarded above this share of a right answer's gain over an empty answer. It is a little more than
+# a fifth, because the form alone is a fifth of some rewards (deepeyes).
 SCORES_FROM = 0.2 + 1e-6
-_TAKEN = 0.5  # a form of right answers that is awarded in more rows than this is one that the reward takes
-_READS_LABEL = 0.1  # of the rows; a reward that tells the label from others in fewer does not read it
+_TAKEN = 0.5  # the reward takes a form of right answers if it awards it in a larger share of rows
+_READS_LABEL = 0.1  # of the rows; a reward that distinguishes the label in fewer rows does not read it
 
 
 @dataclass(kw_only=True)
@@ -54,14 +54,14 @@ class FamilyFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardAudit:
-    """Is the result of an audit.
+    """Holds the result of an audit.
 
-    ``families`` are those of wrong answers by their names. ``missed`` lists right answers that were not awarded in a
-    form that the reward takes in most rows; ``right`` is the number of right answers in such forms, and ``not_taken``
-    lists the other forms. ``judged`` of ``rows`` rows had a right answer that was awarded; the others say nothing.
-    ``without`` counts answers without a reward. Of ``compared`` rows, those for which there is another label,
-    ``distinguished`` had a form in which the label has a larger reward than the other label. With ``constant`` all
-    answers had the same reward.
+    ``families`` has the counts of the families of wrong answers, by name. ``missed`` lists right answers that were
+    not awarded in a form that the reward takes in most rows; ``right`` is the number of right answers in such
+    forms, and ``not_taken`` lists the other forms. ``judged`` of ``rows`` rows had a right answer that was awarded;
+    the others do not count. ``without`` counts answers without a reward. Of ``compared`` rows, those for which
+    there is another label, ``distinguished`` had a form in which the label has a larger reward than the other
+    label. With ``constant`` all answers had the same reward.
     """
 
     families: Mapping[str, FamilyFigures]
@@ -78,7 +78,7 @@ class RewardAudit:
 
     @property
     def reads_label(self) -> bool:
-        """Returns whether the reward distinguishes a row's label from others; True if nothing says that it does not."""
+        """Returns whether the reward distinguishes a row's label from others; True without evidence against it."""
         return self.constant or not self.compared or self.distinguished > _READS_LABEL * self.compared
 
     @property
@@ -93,13 +93,13 @@ class RewardAudit:
         return len(self.missed) / self.right if self.right else 0.0
 
     def above(self, limit: float) -> list[str]:
-        """Returns the families of which an answer was awarded in more than this share of the rows, worst first."""
+        """Returns the families with an awarded answer in more than this share of the rows, worst first."""
         found = [name for name, one in self.families.items() if one.share > limit]
         return sorted(found, key=lambda name: -self.families[name].share)
 
 
 def audited_rows(source: PromptSource, *, most: int) -> Iterator[DataRow]:
-    """Yields at most so many rows with a prompt and a label, evenly over the data."""
+    """Yields at most ``most`` rows with a prompt and a label, spread evenly over the data."""
     found = 0
     for number in range(0, len(source), max(1, len(source) // most)):
         try:
@@ -152,7 +152,7 @@ def audit_run_reward(
     if not audit.reads_label:
         raise ValueError(
             f"reward={spec.name} cannot be checked: it awards answers without the label. In {audit.compared} rows the "
-            "label of another row has the same reward as the label, in every form. Check the rewards beside it that "
+            "label of another row has the same reward as the label, in every form. Check the other rewards that "
             "read the label; if this reward reads it, give its SPEC right_answers."
         )
     if not audit.judged:
@@ -164,7 +164,7 @@ def audit_run_reward(
 
 
 def _judges_with_url(judged: ChosenReward | None) -> Mapping[str, JudgeSetup]:
-    """Returns the judges of a reward, none if it asks none. Raises ValueError for a judge without a url."""
+    """Returns the judges of a reward, empty if it asks no judge. Raises ValueError for a judge without a url."""
     if judged is None:
         return {}
     assert judged.spec.judges is not None
@@ -178,7 +178,7 @@ def _judges_with_url(judged: ChosenReward | None) -> Mapping[str, JudgeSetup]:
 
 
 async def _try_first(score: Score, row: DataRow, *, name: str) -> None:
-    """Raises ValueError if a plain right answer gets no reward, such as from a server that is down."""
+    """Raises ValueError if a plain right answer gets no reward, for example because a server is down."""
     (output,) = await _scored(score, row, [_Answer(text=str(row["answer"]), form=OWN_FORM)])
     if output.reward is None and output.cause not in ("label", ""):
         raise ValueError(f"reward={name} cannot be checked: an answer has no reward: {output.reason}")
@@ -191,10 +191,10 @@ async def audit_reward(
     *,
     limit_s: float | None = None,
 ) -> RewardAudit:
-    """Scores answers to each of ``rows`` that are wrong by their making, and the label in the usual forms.
+    """Scores wrong answers, made for each of ``rows``, and the label in the usual forms.
 
-    ``right_of`` returns further right answers to a row, in its reward's own form. After ``limit_s`` seconds no further
-    row is begun. Raises as ``score`` does, which returns the outputs of the answers to one row.
+    ``right_of`` returns further right answers to a row, in its reward's own form. After ``limit_s`` seconds no
+    further row is begun. ``score`` returns the outputs of the answers to one row; its errors are raised.
     """
     began = time.perf_counter()
     labels = list(dict.fromkeys(str(row["answer"]) for row in rows))
@@ -241,7 +241,7 @@ async def audit_reward(
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Is a made answer: wrong and of a family, or right and in a form, or with an ``other`` label in that form."""
+    """Holds a made answer: wrong and of a family, right and in a form, or another row's label in the form ``other``."""
 
     text: str
     family: str = ""
@@ -278,7 +278,7 @@ def _with_another_label(
 
 
 def _distinguishes(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> bool:
-    """Returns whether the label has a larger reward than another one in some form."""
+    """Returns whether the label has a larger reward than the other label in some form."""
     best: dict[str, float] = defaultdict(lambda: -math.inf)
     for one, output in zip(answers, outputs, strict=True):
         if one.other and output.reward is not None:
@@ -296,7 +296,7 @@ async def _scored(score: Score, row: DataRow, answers: Sequence[_Answer]) -> lis
 
 
 def _gains(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> list[float] | None:
-    """Returns each answer's gain over an empty answer, 1 for the best right one; None if no right one gains."""
+    """Returns each answer's gain over an empty answer, 1 for the best right answer; None if no right answer gains."""
     values = [output.reward for output in outputs]
     empty = next((value for one, value in zip(answers, values, strict=True) if one.family and one.text == ""), None)
     known = [value for value in values if value is not None]

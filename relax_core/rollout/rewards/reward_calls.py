@@ -16,7 +16,7 @@ def score_here(
 ) -> list[Outcome]:
     """Returns the outcomes of a reward that is a plain function, one per input, in order.
 
-    ``on_answer`` is called behind each answer that is scored alone. Raises `RewardUnusable` as the reward does.
+    ``on_answer`` is called after each answer that is scored alone. Raises `RewardUnusable` as the reward does.
     """
     if spec.score_group is not None:
         return _group_here(spec, inputs, config)

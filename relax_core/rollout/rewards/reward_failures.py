@@ -10,7 +10,7 @@ from relax_core.contracts.reward import UNCONFIRMED, RewardConfig, RewardInput, 
 
 WINDOW_ROWS = 64  # the newest data rows whose answers count
 FEWEST_ROWS = 8  # a single bad data row, all of whose answers fail, must not end the run
-LOGGED = 20  # the failures that are logged
+LOGGED = 20  # failures that are logged
 log = logging.getLogger(__name__)
 
 
@@ -34,14 +34,14 @@ class RewardFailures:
         return sum(flags) / len(flags) if flags else 0.0
 
     def record(self, given: RewardInput, output: RewardOutput, error: BaseException | None = None) -> None:
-        """Records one scored answer; ``error`` is what the reward raised in this process.
+        """Records one scored answer; ``error`` is the reward's exception in this process.
 
-        The answers to one data row must be recorded one after the other. Raises `RewardsFailed` if the share over the
-        newest rows, at least `FEWEST_ROWS`, is above ``reward.max_failed``.
+        The answers to one data row must be recorded one after the other. Raises `RewardsFailed` if the share
+        over the newest rows, at least `FEWEST_ROWS`, is above ``reward.max_failed``.
         """
         if not self._rows or self._rows[-1][0] is not given.row:
             self._rows.append((given.row, []))
-        failed = output.reward is None and output.cause != UNCONFIRMED  # reward.on_hack=mask asks for the latter
+        failed = output.reward is None and output.cause != UNCONFIRMED  # reward.on_hack=mask drops these on purpose
         self._rows[-1][1].append(failed)
         if not failed:
             return
@@ -61,9 +61,10 @@ class RewardFailures:
 
 
 class FailedGroups:
-    """Counts groups in a row of which no answer has a reward.
+    """Counts groups in a row without any reward.
 
-    Each is replaced at once, so a tool or an env that fails for every group would keep the run sampling without a step.
+    Each is replaced at once, so a tool or an env that always fails would keep the run sampling without a train
+    step.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -72,9 +73,10 @@ class FailedGroups:
         self._first = ""
 
     def record(self, failures: Sequence[str | None], *, where: str) -> None:
-        """Records why each answer of a group has no reward, None for one that has; ``where`` is its data row.
+        """Records why each answer of a group has no reward, None if it has a reward; ``where`` is its data row.
 
-        Raises `RewardsFailed` with the first cause if it is the last of ``most`` groups in a row without a reward.
+        Raises `RewardsFailed` with the first cause if it is the last of ``most`` groups in a row without a
+        reward.
         """
         if None in failures:
             self._in_a_row = 0

@@ -1,4 +1,4 @@
-"""Counts what each reward of a run said of the answers of training, and how long rewards and their workers took."""
+"""Metrics of rewards in training: their outputs, and the times of rewards and of their workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import fmean, median, quantiles
 
 from relax_core.contracts.reward import RewardOutput
 
-UNSCORABLE = "unscorable"  # the cause if a reward gives none and names no cause
+UNSCORABLE = "unscorable"  # the cause of a missing reward if the output names none
 _CAUSE = re.compile(r"[a-z_]{1,32}")
 
 
@@ -27,7 +27,7 @@ class RewardFigures:
         self._causes: Counter[str] = Counter()
 
     def record(self, outputs: Sequence[RewardOutput], *, seconds: float) -> None:
-        """Counts the outputs of one call, which took so many seconds; each answer has an equal share of them."""
+        """Counts the outputs of one call that took ``seconds``; each answer has an equal share of them."""
         with self._lock:
             self._ms += [1e3 * seconds / len(outputs)] * len(outputs)
             for output in outputs:
@@ -37,10 +37,11 @@ class RewardFigures:
                     self._causes[output.cause if _CAUSE.fullmatch(output.cause) else UNSCORABLE] += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the figures since the last call; none if no answer was scored.
+        """Returns the metrics since the last call; empty if no answer was scored.
 
-        ``answers`` counts them. ``mean`` is that of the answers with a reward, ``none`` the share of the others, and
-        ``none/CAUSE`` the share that has none for this cause. ``ms_p50`` and ``ms_p99`` are of the time of an answer.
+        ``answers`` is the number of answers. ``mean`` is the mean of the rewards, ``none`` the share of answers
+        without a reward, and ``none/CAUSE`` the share that has none for this cause. ``ms_p50`` and ``ms_p99``
+        are of the time of an answer.
         """
         with self._lock:
             ms, values, causes = self._ms, self._values, self._causes
@@ -64,12 +65,12 @@ class WorkerTimes:
         self._ms: dict[int, list[float]] = {}
 
     def record(self, worker: int, *, answers: int, seconds: float) -> None:
-        """Counts one call to a worker for so many answers of training, at least one."""
+        """Counts one call to a worker for ``answers`` answers of training, at least one."""
         with self._lock:
             self._ms.setdefault(worker, []).extend([1e3 * seconds / answers] * answers)
 
     def take(self) -> dict[str, float]:
-        """Returns the number of answers and the median milliseconds of one, as reward_worker/NUMBER/FIGURE."""
+        """Returns the number of answers and the median milliseconds per answer, as reward_worker/NUMBER/METRIC."""
         with self._lock:
             found, self._ms = self._ms, {}
         values: dict[str, float] = {}
@@ -80,6 +81,6 @@ class WorkerTimes:
 
 
 def times(ms: Sequence[float]) -> dict[str, float]:
-    """Returns the median of some milliseconds, at least one, as ``ms_p50``, and their 99th percentile as ``ms_p99``."""
+    """Returns the median of one or more times in ms as ``ms_p50``, and their 99th percentile as ``ms_p99``."""
     ranked = quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else [*ms] * 99
     return {"ms_p50": ranked[49], "ms_p99": ranked[98]}

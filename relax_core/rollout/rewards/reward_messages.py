@@ -19,25 +19,25 @@ class WorkerReward(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(config: RewardConfig) -> WorkerReward:
-        """Returns the reward of these settings; a file has its whole path, because the process has another folder."""
+        """Returns the reward of these settings; a file gets its absolute path, because the worker's folder differs."""
         name = str(Path(config.name).expanduser().absolute()) if is_file_plugin(config.name) else config.name
         return WorkerReward(name, msgspec.msgpack.encode(config, enc_hook=packed_text))
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Asks the process to import a reward; `Ready` is the answer."""
+    """Requests the import of a reward; `Ready` is the answer."""
 
     reward: WorkerReward
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the outputs of these answers, one for each, by a reward that is loaded."""
+    """Requests the outputs of these answers, one for each, by a reward that is loaded."""
 
     reward: WorkerReward
     inputs: list[RewardInput]
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """Is the first message: the rewards that the process imports at its start."""
+    """Holds the first message: the rewards that the process imports at its start."""
 
     rewards: list[WorkerReward]

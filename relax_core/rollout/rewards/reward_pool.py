@@ -29,12 +29,12 @@ REWARD_CALLS = 64  # concurrent calls of a reward that is not isolated, in each 
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
 ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
 _LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood
-_LATE = 1.8  # time limits after which an awaited call, which is cancelled after one, blocks the event loop
-_PACE_KEPT = 0.9  # the factor per call by which a slow answer's time decays, so that it counts for some tens of calls
+_LATE = 1.8  # time limits; an awaited call, cancelled after one, blocks the event loop if it takes longer
+_PACE_KEPT = 0.9  # decay per call of a slow answer's time, which counts for some tens of calls
 
 
 class _RunningReward:
-    """Holds a reward of a pool with what is known of its calls."""
+    """Holds a reward of a pool with its metrics, its hang watch and its recent times."""
 
     def __init__(self, chosen: ChosenReward, on_hang: OnHang | None) -> None:
         self.chosen, self.spec, self.config = chosen, chosen.spec, chosen.config
@@ -44,7 +44,7 @@ class _RunningReward:
         self.figures = RewardFigures()
 
     def hang_watch(self, answers: float) -> AbstractContextManager[Callable[[], None]]:
-        """Returns a block in which ``answers`` answers are scored, with a function to call when as many more follow."""
+        """Returns a context in which ``answers`` answers are scored, with a function to call before as many more."""
         return nullcontext(lambda: None) if self.watch is None else self.watch.scoring(answers)
 
     @contextmanager
@@ -60,24 +60,24 @@ class _RunningReward:
 class RewardPool:
     """Scores groups with a run's rewards, many at the same time; a pool belongs to one event loop.
 
-    The reward of a data row is that of the run, the one that the row names (``config.by``), or the parts of
-    ``config.parts`` put together.
+    The reward of a data row is the run's reward, the reward that the row names (``config.by``), or the combination
+    of ``config.parts``.
 
     The shadow, if there is one, scores the answers of ``config.shadow_share`` of the groups, and all answers of
-    evaluations; its verdicts are two more parts of the rewards. With ``config.on_hack`` mask it scores all groups, and
-    answers that the reward alone finds right have no reward.
+    evaluations; its verdicts are two more parts of the rewards. With ``config.on_hack`` mask it scores all groups,
+    and answers that only the main reward finds right get no reward.
 
-    Isolated rewards share ``workers`` child processes. A call that takes longer than its reward's ``timeout_s`` seconds
-    per answer is killed with its process, which is restarted, and its answers have no reward. Answers also have no
-    reward if their process dies, if an async reward takes too long, or if the reward raises.
+    Isolated rewards share ``workers`` child processes. A call that takes longer than its reward's ``timeout_s``
+    seconds per answer is killed with its process, which is restarted, and its answers have no reward. Answers also
+    have no reward if their process dies, if an async reward takes too long, or if the reward raises.
 
-    A reward that is not isolated has at most ``concurrency`` calls in flight. A plain function runs in threads, or in
-    the event loop if it takes microseconds, because a thread would cost more than the call.
+    A reward that is not isolated has at most ``concurrency`` calls in flight. A plain function runs in threads, or
+    in the event loop if it takes microseconds, because a thread would cost more than the call.
 
-    The child processes run in the sandbox unless ``config.sandbox`` is "none" or the machine has none, which is logged.
-    ``log_file`` receives their output. In the sandbox they may read the files of ``media_folder``. ``on_hang`` is
-    called with an error, in another thread, if a reward that is not isolated takes longer than ``config.timeout_s`` per
-    answer, because such a call cannot be ended. Raises ValueError as `RewardChoice` does.
+    The child processes run in the sandbox unless ``config.sandbox`` is "none" or the machine has none, which is
+    logged. ``log_file`` receives their output. In the sandbox they may read the files of ``media_folder``.
+    ``on_hang`` is called with an error, in another thread, if a reward that is not isolated takes longer than
+    ``config.timeout_s`` per answer, because such a call cannot be ended. Raises ValueError as `RewardChoice` does.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RewardPool:
         return [output for output, _ in outcomes]
 
     async def _with_shadow(self, inputs: Sequence[RewardInput], outcomes: list[Outcome]) -> list[Outcome]:
-        """Returns the outcomes with what the shadow says of the answers, if it scores this group."""
+        """Returns the outcomes, with the verdicts of the shadow if it scores this group."""
         shadow, first = self._choice.shadow, inputs[0]
         if shadow is None or (first.is_trained and not self._has_shadow(first.uid.rpartition(".")[0])):
             return outcomes
@@ -151,14 +151,14 @@ class RewardPool:
         ]
 
     def _has_shadow(self, group: str) -> bool:
-        """Returns whether the shadow scores the answers of a group of training, always the same for its uid."""
+        """Returns whether the shadow scores the answers of a group of training; this depends on the group's uid."""
         return self._on_hack == MASK or zlib.crc32(group.encode()) < self._shadow_share * 2**32
 
     async def _outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         row = inputs[0].row
         try:
             chosen = self._choice.of_row(row)
-        except ValueError as error:  # a held-out row; the check of the data leaves out training rows
+        except ValueError as error:  # a held-out row; the check of the data leaves out such training rows
             return [(RewardOutput(reward=None, reason=str(error)), None)] * len(inputs)
         if chosen.spec.combine is None:
             return self._choice.routed(chosen, await self._scored(chosen, inputs))
@@ -179,9 +179,9 @@ class RewardPool:
         return [outcome for call in await self._calls_of(reward, each, inputs) for outcome in call]
 
     def figures(self) -> dict[str, float]:
-        """Returns the `RewardFigures` of each reward of training since the last call, and its `WorkerTimes`.
+        """Returns the `RewardFigures` of each reward of training since the last call, and the `WorkerTimes`.
 
-        The former are named reward/NAME/FIGURE.
+        The former are named reward/NAME/METRIC.
         """
         return self._worker_times.take() | {
             f"reward/{label.rpartition('/')[2]}/{key}": value
@@ -252,7 +252,7 @@ class RewardPool:
         for reward in self._running.values():
             if reward.watch is not None:
                 reward.watch.close()
-        # A thread that waits for a worker has noticed the worker's end, and a call that waits for one finds it stopped.
+        # A thread that waits for a worker's answer notices its end, and later calls find the worker stopped.
         self._worker_threads.shutdown(wait=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:

@@ -12,14 +12,14 @@ from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
 _MAIN = "relax_core.rollout.rewards.reward_worker_main"
-_LOAD_S = 120.0  # as long as the start of a process may take
+_LOAD_S = 120.0  # the same limit as for the start of a process
 
 
 class RewardWorker:
     """Scores in one worker process; a process that is lost is replaced.
 
-    The process imports the rewards of ``configs`` at its start, and others when they are first asked for. Its output
-    goes to the descriptor ``log``, or to this process's stderr. With ``sandbox`` it runs there.
+    The process imports the rewards of ``configs`` at its start, and others on their first use. Its output goes to
+    the descriptor ``log``, or to this process's stderr. With ``sandbox`` it runs in the sandbox.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class _Rewards:
         self._loaded: dict[WorkerReward, tuple[RewardSpec, Any]] = {}
 
     def load(self, reward: WorkerReward) -> None:
-        """Imports a reward; raises what its module, its settings or its ``prepare`` raise."""
+        """Imports a reward; raises the errors of its module, its settings and its ``prepare``."""
         spec = find_reward(reward.name)
         config = msgspec.msgpack.decode(reward.config, type=spec.config)
         spec.prepare()
@@ -64,9 +64,9 @@ class _Rewards:
 
 @contextmanager
 def memory_limit(gib: float) -> Iterator[None]:
-    """Lets the process have at most ``gib`` GiB of private memory while the block runs; more raises MemoryError.
+    """Limits the private memory of the process to ``gib`` GiB while the block runs; more raises MemoryError.
 
-    What libraries map from files, or reserve and never touch, does not count.
+    Memory that libraries map from files, or reserve and never touch, does not count.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = round(gib * _GIB)
@@ -78,7 +78,7 @@ def memory_limit(gib: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Reads which rewards to import, imports them and scores until stdin ends."""
+    """Imports the rewards of the first message, and scores until stdin ends."""
     pipe = OwnerPipe()
     rewards = _Rewards(pipe)
     try:

@@ -19,13 +19,13 @@ _LONG = 2000  # words of a very long answer
 _MOST_LABELS = 64
 LETTERS = "ABCDEFGHIJ"
 _WITH_UNIT = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%|[A-Za-z][A-Za-z ]*)", re.ASCII)
-THINKING = "<think></think>"  # in front of each wrong answer, too, for rewards that look for an answer behind it
-FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")  # in which rewards look for an answer
+THINKING = "<think></think>"  # also put before each wrong answer, for rewards that search for an answer after it
+FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")  # in which rewards search for an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedRow:
-    """Is a data row as the families see it; ``others`` are labels of other rows that differ from its own."""
+    """Holds the data row for which answers are made; ``others`` are labels of other rows that differ from its own."""
 
     prompt: str
     label: str
@@ -73,7 +73,7 @@ def _thought(text: str) -> list[str]:
     return [f"<think>The answer is {text}. \\boxed{{{text}}}</think>", f"<think>\\boxed{{{text}}} Answer: {text}"]
 
 
-# Families whose answers do not hold the label. An answer in which it stands all the same is left out.
+# Families whose answers do not contain the label. An answer that contains it by chance is left out.
 WITHOUT_LABEL: Mapping[str, Family] = {
     "nothing": lambda row: ["", " \n\t"],
     "the prompt": lambda row: [row.prompt[:_MOST_PROMPT]],
@@ -108,7 +108,7 @@ WITHOUT_LABEL: Mapping[str, Family] = {
     "a comparison": lambda row: _answered(["x \\ge 0", "x <= 1000000"]),
     "an unknown": lambda row: _answered(["x", "n", "x = x"]),
 }
-# Families whose answers hold the label, among or beside other answers.
+# Families whose answers contain the label together with other answers.
 WITH_LABEL: Mapping[str, Family] = {
     "all labels": lambda row: _answered([", ".join([*row.others[:_MOST_LABELS], row.label])]) if row.others else [],
     "all letters": lambda row: _answered([" ".join(LETTERS), ", ".join(LETTERS)]) if row.label in LETTERS else [],
@@ -147,7 +147,7 @@ WITH_LABEL: Mapping[str, Family] = {
 def wrong_answers(row: AuditedRow) -> Iterator[tuple[str, str]]:
     """Yields (family, answer) for answers that are wrong for this row.
 
-    For a label with a unit, such as ``5%``, an answer in which its number stands alone may be right, too.
+    If the label has a unit, such as ``5%``, an answer with its number alone may be right, too.
     """
     text = row.label.strip()
     unit = _WITH_UNIT.fullmatch(text)

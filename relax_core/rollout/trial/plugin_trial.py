@@ -18,13 +18,13 @@ START_S = 120.0  # the limit for the start of an interpreter and the imports of 
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the child process is to try.
+    """Holds the plug-ins and data rows that the child process tries.
 
-    ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the name
-    of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one
-    call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if that is longer, and
-    an environment with turns its ``step_timeout_s``.
-    ``open_s`` is the limit for opening a data source.
+    ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the
+    name of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the
+    limit of one call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if
+    that is longer, and an environment with turns its ``step_timeout_s``. ``open_s`` is the limit for opening a data
+    source.
     """
 
     rows: list[tuple[str, dict[str, Any]]]
@@ -72,7 +72,7 @@ def try_plugins(request: Request) -> list[str]:
 
 
 def printed_cause(printed: Any) -> str:
-    """Returns the cause of a child's end in the file with its output, behind a colon; empty if there is none."""
+    """Returns the cause of a child's end, read from its output file, after a colon; empty if there is none."""
     printed.seek(0)
     cause = cause_in(printed.read())
     return f": {cause}" if cause else ""

@@ -1,7 +1,7 @@
 """The child process in which `try_plugins` tries plug-ins: ``python -m relax_core.rollout.trial.plugin_trial_main``.
 
-Each plug-in does what a run asks of it: a made-up group goes through all functions of an algorithm, and a data source
-is opened twice and must give the same rows.
+Each plug-in is called as in a run: a made-up group goes through all functions of an algorithm, and a data source is
+opened twice and must give the same rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[str]:
-    """Yields what is wrong with the source, at most one sentence.
+    """Yields the first problem of the data source, if it has one.
 
     The check of the data reports rows for which the source raises, and counts them against ``data.max_bad_rows``.
     """
@@ -67,7 +67,7 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
     except WrongResult as error:
         yield f"{where}: {error}"
         return
-    except Exception as error:  # foreign code: whatever it raises is told
+    except Exception as error:  # plug-in code: every error is reported
         yield f"{where}: it cannot be opened: {plugin_words(error)}"
         return
     if changed := [number for number, row in rows.items() if again[number] != row]:
@@ -80,7 +80,7 @@ _SAME = "The same number must give the same row in every process, so that a run 
 
 
 def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None], *, limit_s: float) -> dict[int, Any]:
-    """Returns the first row, one in the middle and the last; None for one that raises.
+    """Returns the first row, a row in the middle and the last row; None for a row that raises.
 
     Raises `WrongResult` for a value that is no row.
     """
@@ -92,7 +92,7 @@ def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None]
             rows[number] = source[number]
         except WrongResult:
             raise
-        except Exception:  # foreign code: the look at the data meets it again, and names it
+        except Exception:  # plug-in code: the check of the data reports it
             rows[number] = None
     return rows
 
@@ -114,8 +114,8 @@ TOKENS = 3  # a sample
 def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:
     """Calls every function of ``spec`` with tensors as the contract describes them, on the CPU.
 
-    Half of the rewards are 0 and half are 1, log-probs are near -1, and all tokens are trained. Raises what the
-    functions raise, and `WrongResult`.
+    Half of the rewards are 0 and half are 1, log-probs are near -1, and all tokens are trained. Raises the errors
+    of the functions, and `WrongResult`.
     """
     import torch
 
@@ -263,7 +263,7 @@ def _try_env(request: Request, replies: OwnerPipe) -> Iterator[str]:
 
 
 def _send_call(replies: OwnerPipe, request: Request, config: Any, where: str, call: str) -> None:
-    """Tells that a call of an env with turns begins, which may take as long as in a run."""
+    """Announces a call of an env with turns, with at least the limit of a run."""
     what = f"env.name={config.name}: {call} for {where}"
     limit_s = request.call_s
     if config.step_timeout_s > limit_s:
@@ -352,7 +352,7 @@ def _try_on_rows(
             except Exception as error:  # plug-in code: the error is reported if no row has a reward
                 first = first or f"{what}: {plugin_words(error)}"
                 continue
-            if output.reward is not None or has_turns:  # what an env gives for its turns is not there yet
+            if output.reward is not None or has_turns:  # rewards of an env's turns are missing here
                 return
             first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."
@@ -360,7 +360,7 @@ def _try_on_rows(
 
 
 def _first_of_worker(worker: RewardWorker, config: Any, given: Sequence[RewardInput]) -> RewardOutput:
-    """Returns the first output of the answers to a row, by a process; raises RuntimeError if that does not start."""
+    """Returns the worker's first output for the answers to a row; raises RuntimeError if the worker does not start."""
     return worker.score(given, config)[0]
 
 

@@ -1,6 +1,6 @@
-"""Audits a run's reward in a process of its own, which is killed if an answer makes the reward hang.
+"""Audits a run's reward in a child process, which is killed if an answer makes the reward hang.
 
-As a program it is that process: ``python -m relax_core.rollout.trial.reward_trial``.
+The child process runs this module: ``python -m relax_core.rollout.trial.reward_trial``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HANG_S = 30.0  # the wait for the audit's end after its own limit
 
 
 class AuditRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the process audits: a reward with its settings as msgpack, on these rows.
+    """Holds the input of the audit: a reward with its settings as msgpack, and data rows.
 
     After ``limit_s`` seconds it begins no further row. ``workers`` is the number of processes of isolated rewards.
     """
@@ -45,7 +45,7 @@ class AuditRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds share of the rows and worst answer of each family of wrong answers that is awarded, worst first.
+    """Holds the share of rows and the worst answer of each family of wrong answers that is awarded, worst family first.
 
     ``rows`` rows were judged. ``why_not`` says why the reward could not be audited, and is empty if it could. With
     ``crashed`` the process died or hung.
@@ -58,7 +58,7 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit_in_child(reward: RewardConfig, rows: Sequence[DataRow], *, workers: int, limit_s: float) -> Audited:
-    """Returns the result of an audit. A crash and a hang of the reward are its ``why_not``."""
+    """Returns the result of an audit. If the reward crashes or hangs, ``why_not`` says so."""
     request = AuditRequest(
         reward=reward.name,
         settings=msgspec.msgpack.encode(reward, enc_hook=packed_text),

@@ -1,14 +1,14 @@
-"""Stores tensors of many ranks in torch.distributed.checkpoint's format; any other ranks can read them.
+"""Stores tensors of many ranks in torch.distributed.checkpoint's format; ranks of any other layout can read them.
 
 torch's own sharded types support regular grids over a mesh. A piece here is any block of a global tensor, so a rank can
 store its memory as it is: a slice of the optimizer's flat buffer, or a few heads of a fused projection.
 
-The index of the format is a pickle. torch's own reader would call whatever the pickle names, so a checkpoint of
-somebody else would be a program. `PlainIndexReader` makes only the few classes that an index consists of.
+The index of the format is a pickle. torch's own reader would call anything that the pickle names, so a checkpoint from
+an untrusted source could run code. `PlainIndexReader` creates only the few classes of an index.
 
-Files reach the disk while they are written, so that their growth shows the disk's progress. Without this the kernel
-buffers a large part of a file in memory, the file has its full length at once, and no progress is visible for as long
-as the disk takes (`CheckpointStore.progress`). Errors of the files name the folder and the fix.
+Files are synced while they are written, so that their growth shows the disk's progress. Otherwise the kernel buffers a
+large part of a file in memory, the file has its full length at once, and no progress is visible for as long as the disk
+takes (`CheckpointStore.progress`). Errors of the files name the folder and the fix.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write_errors_as_oserror(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors_as_valueerror(folder: Path) -> Iterator[None]:
-    """Raises ValueError if files are not those that were written."""
+    """Raises ValueError if files are not as they were written."""
     try:
         yield
     except (RuntimeError, *_UNREADABLE) as error:
@@ -90,7 +90,7 @@ def read_errors_as_valueerror(folder: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"checkpoint {folder} cannot be read: {type(cause).__name__}: {cause}. It is corrupt, or of another model. "
-            "Go on from an older one with resume=<its folder>."
+            "Resume from an older checkpoint with resume=<its folder>."
         ) from error
 
 
@@ -110,7 +110,7 @@ _CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class PlainIndexReader(dcp.FileSystemReader):
-    """Reads a folder as torch's reader does, but makes no other objects of its index than those of `_CLASSES`.
+    """Reads a folder like torch's reader, but creates no other objects of its index than those of `_CLASSES`.
 
     Raises ``pickle.UnpicklingError`` for an index that names anything else, or a file outside of the folder.
     """
@@ -266,7 +266,7 @@ def read_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.Proce
 
 
 class StoredFolder:
-    """Reads what `write_pieces` wrote in one process that is not a rank."""
+    """Reads the files of `write_pieces` in a process that is not a rank."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = PlainIndexReader(folder)

@@ -6,7 +6,7 @@ It has no heavy imports.
 <root>/best -> step_00000100          the checkpoint with the best evaluation (run.keep_best)
 <root>/.step_00000150.partial/        a checkpoint that is being written and is never read
 <root>/.step_00000100.replaced/       the older checkpoint of a step while a new one replaces it
-<root>/.step_00000050.removed/        an old checkpoint that is being removed, or of which a file cannot be removed
+<root>/.step_00000050.removed/        an old checkpoint during its removal, or with a file that cannot be removed
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Yields an empty folder beside ``target``; after the block its files are on disk and it becomes ``target``.
+    """Yields an empty folder next to ``target``; after the block its files are on disk and it becomes ``target``.
 
     An older ``target`` is replaced. Without ``replace`` only a missing or an empty folder becomes ``target``, so that
     nothing of the user is removed, and a ``target`` with files is an OSError. If the block or the disk fails, the new
-    folder is removed and the old one stays. An OSError then names what was not written, where, why, and how many bytes
-    are free there.
+    folder is removed and the old folder stays. An OSError then names the target, the reason, and the number of free
+    bytes there.
     """
     partial, replaced = (target.with_name(f".{target.name}{suffix}") for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX))
     try:
@@ -62,7 +62,7 @@ def atomic_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def recover_replaced(root: Path) -> None:
-    """Gives replaced folders in ``root`` their names back after a process was killed while it replaced them.
+    """Restores the names of replaced folders in ``root`` after a process was killed during the replacement.
 
     A process may be killed between the two renames of `atomic_folder`. No process may be writing into ``root``.
     """
@@ -73,7 +73,7 @@ def recover_replaced(root: Path) -> None:
 
 
 def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
-    """Leaves only ``target``: the new folder if it was renamed to it, and the older one otherwise."""
+    """Keeps only ``target``: the new folder if it was renamed to it, and the older folder otherwise."""
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)
     for stale in (partial, replaced):
@@ -82,10 +82,10 @@ def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder that is of no use any more, and lets the work go on if a part of it cannot be removed.
+    """Removes an obsolete folder; if a part of it cannot be removed, logs a warning and continues.
 
     The folder is first renamed to ``.NAME.removed``, so that no reader finds a part of it and its name is free. A file
-    may be held by another machine, or protected: then the folder keeps that name, and a warning names file and reason.
+    may be held by another machine, or protected: then the folder keeps that name, and a warning names the cause.
     """
     removed = folder
     if folder.suffix != REMOVED_SUFFIX:
@@ -117,7 +117,7 @@ def unremoved(root: Path) -> list[Path]:
 
 @cache
 def _warn(folder: Path, why: str) -> None:
-    """Logs a reason once, although the removal is tried again at each checkpoint."""
+    """Logs a reason once, although the removal is repeated at each checkpoint."""
     log.warning("%s cannot be removed and stays: %s", folder, why)
 
 
@@ -131,7 +131,7 @@ def _failure_text(target: Path, error: OSError) -> str:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Puts ``folder`` and every file and folder below it on disk."""
+    """Syncs ``folder`` and every file and folder below it to disk."""
     for path, _, names in os.walk(folder):
         for name in names:
             sync(Path(path, name))
@@ -139,7 +139,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Puts a file's bytes, or the names in a folder, on disk."""
+    """Syncs a file's bytes, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -148,12 +148,12 @@ def sync(path: Path) -> None:
 
 
 META = "meta.json"
-BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # A run's checkpoint has these files beside the models.
+BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # A run's checkpoint has these files next to the models.
 DATA_DIGEST = "data"  # The key of ``run`` with the digest of the data's content, if the data is in files.
-DATUM = "datum"  # The key of ``run`` with the form of what the ledger and the bus hold.
+DATUM = "datum"  # The key of ``run`` with the form of the data in the ledger and the bus.
 TOKEN_TREE = "token tree"
 BEST = "best"  # A link to the checkpoint with the best evaluation, if run.keep_best names a metric.
-SLOWEST_WRITE_S = 86_400.0  # The timeout of waits for a write in seconds; `progress` shows whether it goes on.
+SLOWEST_WRITE_S = 86_400.0  # The timeout of waits for a write in seconds; `progress` shows whether it continues.
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
 _READ_BYTES = 8 << 20
 _ANEW = "Start anew with resume=null and another run.dir."
@@ -161,7 +161,7 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointDamaged(ValueError):
-    """Says why a checkpoint cannot be used and what to resume from instead; ``problem`` is the reason."""
+    """A checkpoint cannot be used; the text names the alternatives to resume from, and ``problem`` is the reason."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(f"checkpoint {folder}: {problem}. {_instead(folder)}")
@@ -176,10 +176,10 @@ class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the content of meta.json, which carries a digest of its own.
+    """Holds the content of meta.json, which includes its own digest.
 
     ``sequence`` is the order of writing, which determines the newest checkpoint, because a run may resume from an older
-    step. ``provenance`` is the version of Relax. ``run`` is what the writer recorded about its run, such as the digest
+    step. ``provenance`` is the version of Relax. ``run`` holds the writer's records about its run, such as the digest
     of its configuration.
     """
 
@@ -193,7 +193,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCheckpoint:
-    """Is a checkpoint in which every file agrees with its digest.
+    """Holds a checkpoint in which every file agrees with its digest.
 
     ``left`` has one sentence for each newer or unreadable checkpoint that was skipped, with the reason.
     """
@@ -206,7 +206,7 @@ class WholeCheckpoint:
 class CheckpointStore:
     """Writes and finds checkpoints in ``root``; one process writes, and any process may read at the same time.
 
-    ``keep_last`` is the number of newest checkpoints that are kept. Those of the train steps in ``kept`` also stay.
+    ``keep_last`` is the number of newest checkpoints that are kept. Those of the train steps in ``kept`` stay, too.
     """
 
     def __init__(self, root: Path, *, keep_last: int, kept: Callable[[], Collection[int]] = frozenset) -> None:
@@ -220,8 +220,8 @@ class CheckpointStore:
     def write(self, step: int, *, writers: Callable[[Path], None], meta: dict[str, Any]) -> Path:
         """Writes the checkpoint after ``step`` train steps, then removes the oldest beyond ``keep_last``.
 
-        ``writers`` fills the folder that it is given. If the disk fails it raises OSError (what, where, how many bytes
-        are free), and it raises whatever ``writers`` raises. All older checkpoints are then unchanged.
+        ``writers`` fills the folder that it is given. Raises OSError if the disk fails (target, reason, free bytes),
+        and the errors of ``writers``. All older checkpoints are then unchanged.
         """
         recover_replaced(self._root)
         self._remove_stale_folders()
@@ -264,10 +264,10 @@ class CheckpointStore:
         return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
     def newest_whole(self, *, requirements: Sequence[str] = ()) -> WholeCheckpoint | None:
-        """Returns the checkpoint that was written last among those that `verify` accepts, or None without checkpoints.
+        """Returns the newest written checkpoint among those that `verify` accepts, or None without checkpoints.
 
-        It reads the files of every checkpoint that it accepts or skips. If there are checkpoints and none is whole, it
-        raises ValueError, which names the problem of each.
+        It reads the files of every checkpoint that it accepts or skips. Raises ValueError, which names the problem of
+        each checkpoint, if there are checkpoints and none is whole.
         """
         readable, left = self._by_sequence()
         for _, folder in reversed(readable):
@@ -333,7 +333,7 @@ class CheckpointStore:
         return self._root / (f".{name}{hidden}" if hidden else name)
 
     def _settle(self, path: Path) -> FileDigest:
-        """Digests a file and puts it on disk."""
+        """Digests a file and syncs it to disk."""
         digest = _digest(path, self._count)
         sync(path)
         self._count(digest.bytes)
@@ -369,13 +369,13 @@ def has_checkpoint(root: Path) -> bool:
 
 
 def _instead(folder: Path) -> str:
-    """Names the other checkpoints beside ``folder``, newest step first, for the user."""
+    """Returns a text for the user with the other checkpoints next to ``folder``, newest step first."""
     others = sorted(
         (other for other in folder.parent.glob("step_*") if other != folder and (other / META).is_file()), reverse=True
     )
     if not others:
         return f"There is no other checkpoint in {folder.parent}. {_ANEW}"
-    return "Go on from another one: " + ", ".join(f"resume={other}" for other in others) + "."
+    return "Resume from another checkpoint: " + ", ".join(f"resume={other}" for other in others) + "."
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -383,7 +383,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _size(folder: Path) -> int:
-    """Returns the bytes of all files in the folder, some of which may be removed or renamed meanwhile."""
+    """Returns the bytes of all files in the folder, some of which may be removed or renamed during the call."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

@@ -1,17 +1,17 @@
 """Writes and reads a model's part of a checkpoint: weights, optimizer state and random states, in any layout.
 
     <folder>/.metadata, *.distcp   torch.distributed.checkpoint, tensors under Hugging Face names (checkpoint_shards.py)
-    <folder>/provenance.json       the model, layout and libraries that made it (provenance.py)
+    <folder>/provenance.json       the model, layout and libraries that wrote it (provenance.py)
 
     weights/<name>                              in the model's dtype, as Hugging Face has it
     main/<name>, exp_avg/…, exp_avg_sq/…        float32: a bfloat16 model's copy, and Adam's moments
     random/<rank>/<stream>                      the random streams of each rank
 
-Any layout reads what any other layout wrote, and so does a process that is not a rank. A save has two halves: `copy`
-runs between train steps, and `write` may run in another thread.
+Any layout can read a checkpoint of any other layout, and so can a process that is not a rank. A save has two halves:
+`copy` runs between train steps, and `write` may run in another thread.
 
-Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed.checkpoint is a pickle, of which
-`PlainIndexReader` makes no other objects than those of an index.
+Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed.checkpoint is a pickle, from which
+`PlainIndexReader` creates only the objects of an index.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class RankCheckpoint:
     def write(self, copy: StateCopy, folder: Path) -> None:
         """Writes a copy, in any thread; all ranks return when all tensors are written.
 
-        Rank 0 returns after it has written provenance.json, too. Its caller names the checkpoint complete, so other
+        Rank 0 returns after it has written provenance.json, too. Its caller marks the checkpoint as complete, so other
         ranks need not wait for that file. ``folder`` may exist if it is empty. Raises OSError if a file cannot be
         written (on every rank if it is a file of tensors), and RuntimeError, which names the ranks that do not arrive
         within the setup's timeout.
@@ -157,8 +157,8 @@ class RankCheckpoint:
     def load(self, folder: Path) -> None:
         """Sets weights, optimizer state and random states to those of a checkpoint.
 
-        In the layout that wrote it, training continues to the bit. In another layout random streams keep the state that
-        this run's seed gave them. The optimizer's settings (betas, weight decay, …) are those of this run's
+        In the layout of the checkpoint, training continues bitwise identically. In another layout random streams keep
+        the state from this run's seed. The optimizer's settings (betas, weight decay, …) are those of this run's
         configuration. Raises ValueError for a checkpoint that is corrupt or of another model, and RuntimeError, which
         names ranks that do not arrive.
         """
@@ -228,7 +228,7 @@ class RankCheckpoint:
         )
 
     def _updates_of_all_ranks(self) -> int:
-        """Returns Adam's step counter, which a rank whose parameters are all frozen learns from the others."""
+        """Returns Adam's step counter; a rank whose parameters are all frozen gets it from the other ranks."""
         updates = torch.tensor(updates_done(self._optimizer))
         if self._setup.frozen and self._setup.world_size > 1:
             dist.all_reduce(updates, dist.ReduceOp.MAX, group=process_group.world_group())
@@ -241,12 +241,12 @@ class RankCheckpoint:
 
 
 def _first_of_tensor_parallel(weight: WeightSlice) -> bool:
-    """Returns True on the rank that saves a tensor which all tensor-parallel ranks have whole: the first one."""
+    """Returns True on the rank that saves a tensor that all tensor-parallel ranks hold whole: the first rank."""
     return weight.pieces > 1 or weight.rule.expert or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _saved_here(slices: Sequence[WeightSlice]) -> set[str]:
-    """Returns the names of replicated tensors that this data-parallel rank saves: about equally many elements each."""
+    """Returns the names of the replicated tensors that this data-parallel rank saves: about equal elements per rank."""
     dense, experts = parallel_state.get_data_parallel_rank, parallel_state.get_expert_data_parallel_rank
     ranks = {False: dense(with_context_parallel=True), True: experts()}
     loads = {

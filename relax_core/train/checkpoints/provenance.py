@@ -1,4 +1,4 @@
-"""Records what made a trainer's checkpoint in provenance.json beside its tensors.
+"""Records the origin of a trainer's checkpoint in provenance.json next to its tensors: model, layout and libraries.
 
 It has no heavy imports.
 """
@@ -24,7 +24,7 @@ _LIBRARIES = ("relax-core", "torch", "megatron-core")
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the model and the run that wrote a checkpoint; any layout reads it, but no other model.
+    """Describes the model and the run that wrote a checkpoint; any layout of the same model can read it.
 
     ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy", or "critic" with a value
     head instead of the output layer. ``layout`` holds the sizes by their keys in `parallel`. ``step`` counts train
@@ -57,7 +57,7 @@ def library_versions() -> dict[str, str]:
 def model_numbers(architecture: Architecture) -> dict[str, Any]:
     """Returns the numbers that must agree between a model and the model that wrote a checkpoint.
 
-    They have no scaling for a plain rotary embedding, so that checkpoints which are older than this key can be read.
+    A plain rotary embedding adds no scaling, so that checkpoints from before this key can be read.
     """
     numbers = {
         **megatron_arguments(architecture),
@@ -98,7 +98,7 @@ def read_provenance(folder: Path) -> Provenance:
     except (OSError, msgspec.DecodeError) as error:
         raise ValueError(
             f"checkpoint {folder} cannot be read: {path}: {error}. It is corrupt, or of an older version of Relax. "
-            "Go on from another one with resume=<its folder>."
+            "Resume from another checkpoint with resume=<its folder>."
         ) from error
 
 
@@ -112,7 +112,7 @@ def check_same_model(saved: Provenance, now: Provenance, *, folder: Path) -> Non
 
 
 def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path) -> None:
-    """Raises ValueError if other parts of the model were frozen, because only the others have optimizer state."""
+    """Raises ValueError if other parts of the model were frozen, because frozen parts have no optimizer state."""
     before, here = (f"[{','.join(one.frozen)}]" for one in (saved, now))
     if set(saved.frozen) != set(now.frozen):
         raise ValueError(

@@ -57,13 +57,13 @@ def export_hf_folder(
     These are its configuration, its tokenizer and its chat templates.
 
     ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. Each is
-    written with ``dtype``, or if it is None with the dtype that it has in ``source_folder``, or with ``own_dtype`` if
-    it has no floating-point dtype there. Behind them come the tensors of ``source_folder`` whose names begin with one
-    of ``passed``; they are copied in pieces and keep their dtypes and bytes. A file holds at most ``shard_bytes``
-    bytes, or one tensor. If config.json ties the embeddings, the output weight is left out as transformers does. The
-    new config.json has ``dtype``. The folder appears complete or not at all. With ``replace`` it replaces an older one;
-    without, only a missing or an empty folder is written. OSError names what was not written, where, and how many
-    bytes are free. Raises ValueError if the source has no config.json.
+    written with ``dtype``, or if it is None with its dtype in ``source_folder``, or with ``own_dtype`` if it has no
+    floating-point dtype there. After them come the tensors of ``source_folder`` whose names begin with one of
+    ``passed``; they are copied in pieces and keep their dtypes and bytes. A file holds at most ``shard_bytes`` bytes,
+    or one tensor. If config.json ties the embeddings, the output weight is left out as transformers does. The new
+    config.json has ``dtype``. The write is atomic. With ``replace`` it replaces an older folder; without, only a
+    missing or an empty folder is written. Raises OSError, which names the target, the reason and the number of free
+    bytes, and ValueError if the source has no config.json.
     """
     if not has_hf_config(source_folder):
         raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -90,12 +90,12 @@ def export_hf_folder(
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Sets the weights' dtype under the key that this config uses, which is ``torch_dtype`` in older ones."""
+    """Sets the weights' dtype under the key that this config uses, which is ``torch_dtype`` in older configs."""
     return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
 
 
 def stored_dtypes(folder: Path) -> dict[str, str]:
-    """Returns the floating-point dtype of each weight in a folder by its name; it is empty for one without weights."""
+    """Returns the floating-point dtype of each weight in a folder by its name; empty for a folder without weights."""
     if not weight_files(folder):
         return {}
     return {name: FLOATS[tensor.dtype] for name, tensor in open_safetensors(folder) if tensor.dtype in FLOATS}
@@ -111,7 +111,7 @@ def _passed_weights(folder: Path, passed: tuple[str, ...]) -> list[tuple[str, St
 def _with_dtypes(
     dtypes: Mapping[str, torch.dtype], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that have a dtype, with it."""
+    """Yields the tensors that have an entry in ``dtypes``, converted to that dtype."""
     for name, tensor in tensors:
         if name in dtypes:
             yield name, tensor.to(dtypes[name])
@@ -159,7 +159,7 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes ``target`` as `export_hf_folder` does, with 64 MiB or one tensor in memory, and never replaces a folder.
+    """Writes ``target`` like `export_hf_folder`, with 64 MiB or one tensor in memory, and never replaces a folder.
 
     ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
     and the tokenizer. ``family`` is the name or file of a further family. ``dtype`` is "float32" or "bfloat16", or None
@@ -168,7 +168,7 @@ def export_checkpoint(
     """
     provenance = read_provenance(checkpoint)
     if provenance.head != "policy":
-        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: Hugging Face knows no such model.")
+        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: only a policy can be exported.")
     architecture = folder_architecture(
         model_folder, family=family_key(provenance.family, also=family) or provenance.family
     )

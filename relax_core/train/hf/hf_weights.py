@@ -1,4 +1,4 @@
-"""Converts weights between Hugging Face names and a Megatron model by the architecture's rules, exactly in both ways.
+"""Converts weights between Hugging Face names and a Megatron model by the architecture's rules, exactly both ways.
 
 In any layout each rank reads only the slices of its own parameters. An export gathers the pieces on rank 0, one bucket
 at a time. No rank holds the whole model.
@@ -35,7 +35,7 @@ class GatheredWeight:
 
     @property
     def interleaved(self) -> bool:
-        """Is True if the pieces are columns; they arrive one below the other and a copy interleaves them."""
+        """Returns whether the pieces are columns; they arrive one below the other and a copy interleaves them."""
         return self.rule.shard is Shard.row and len(self.senders) > 1
 
     @property
@@ -45,7 +45,7 @@ class GatheredWeight:
 
     @property
     def copied(self) -> int:
-        """Returns the elements that yielding it takes in addition; its reader may still hold the tensor before."""
+        """Returns the elements that yielding it takes in addition; its reader may still hold the previous tensor."""
         if self.interleaved:
             return math.prod(self.shape)
         from_views = self.senders == (0,) and self.rule.part in (Part.query, Part.key, Part.value)
@@ -59,7 +59,7 @@ def agree_on_senders(
     device: torch.device,
     dtype_of: Callable[[str], torch.dtype],
 ) -> list[GatheredWeight]:
-    """Exchanges which rank has which pieces and how large each tensor is; all ranks get the list in rule order.
+    """Exchanges the owners of all pieces and the size of each tensor; all ranks get the list in rule order.
 
     ``dtype_of`` returns the dtype of a rule's tensor by its Hugging Face name. The call is collective.
     """
@@ -109,9 +109,9 @@ def _padded_shape(owned: WeightSlice) -> tuple[int, ...]:
 def buckets_of(
     weights: Sequence[GatheredWeight], *, element_size: int, bucket_bytes: int
 ) -> list[list[GatheredWeight]]:
-    """Splits the list so that rank 0 holds at most ``bucket_bytes`` beside the model, or what one weight takes.
+    """Splits the list so that rank 0 holds at most ``bucket_bytes`` besides the model, or the memory of one weight.
 
-    A reader of the tensors still holds the last one of a bucket while the next bucket is received.
+    A reader of the tensors still holds the last tensor of a bucket while the next bucket is received.
     """
     buckets: list[list[GatheredWeight]] = [[]]
     received = copied = last = 0
@@ -130,7 +130,7 @@ def gather_bucket(
 ) -> Iterator[tuple[WeightRule, Tensor]]:
     """Yields (rule, padded tensor) in order on rank 0; other ranks send their pieces and yield nothing.
 
-    Tensors have the device of ``like``. Those that rank 0 has whole are views of its parameters. The timeout
+    Tensors have the device of ``like``. Tensors that rank 0 has whole are views of its parameters. The timeout
     of the process group bounds every wait. The call is collective.
     """
     rank = dist.get_rank()
@@ -198,7 +198,7 @@ class HfWeights:
     """Holds one model's weights under their Hugging Face names; all ranks of the model create it together.
 
     ``chunks`` are this rank's unwrapped parts of the model: one, or several with a virtual pipeline. ``value_head`` is
-    True for a critic, whose head has no Hugging Face name and which has no output layer. ``tensor_of`` returns the
+    True for a critic, which has no output layer and whose head has no Hugging Face name. ``tensor_of`` returns the
     tensor that is read and written for a parameter, which may be its gradient.
     """
 
@@ -245,9 +245,9 @@ class HfWeights:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) in map order on rank 0 and nothing on others; every rank must exhaust it.
 
-        A tensor that rank 0 has whole is a view, valid until the next step. Beside the model, rank 0 holds
-        ``bucket_bytes`` bytes, or more if one tensor, its copy (if it is split along its columns) and the tensor before
-        it take more. Fused experts of a layer are one tensor, which rank 0 holds besides. The call is collective.
+        A tensor that rank 0 has whole is a view, valid until the next step. In addition to the model, rank 0 holds
+        ``bucket_bytes`` bytes, or more if one tensor, its copy (if it is split along its columns) and the previous
+        tensor take more. Fused experts of a layer are one further tensor on rank 0. The call is collective.
         """
         return fused(self._gathered(), list(self._stored.values()))
 

@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder, each of which is one tensor of the weight rules or many of them fused.
+"""The tensors of a Hugging Face folder, each of which is one tensor of the weight rules or fuses many of them.
 
 A rule's tensor has one or two axes. A folder may hold a tensor of more axes, rows of several rules in one tensor, and
 all experts of a layer in one tensor (`relax_core.contracts.family.ExpertLayout`). `weight_problems` checks a folder
-from the headers of its files alone. It imports no torch.
+from the headers of its files. It imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class WholeTensor(Protocol):
-    """Is a tensor, or a tensor in a file that reads only what is indexed (weights/folder_stream.py)."""
+    """A tensor, or a tensor in a file that reads only the indexed part (weights/folder_stream.py)."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -40,9 +40,9 @@ class WholeTensor(Protocol):
 class StoredWeight:
     """Describes a tensor of a folder: its Hugging Face name, its shape and the rules of the tensors that it holds.
 
-    ``experts`` is the number of experts that it holds, 0 if it holds one rule's tensor or ``rows`` of each of several
-    rules one above the other. Experts are ``transposed`` or not. ``squares`` is True if an expert's matrices are square
-    in any such tensor of the model, so that its shape does not tell if it is transposed.
+    ``experts`` is the number of its experts, or 0 if it holds one rule's tensor or ``rows`` of each of several rules
+    one above the other. Experts are ``transposed`` or not. ``squares`` is True if an expert's matrices are square in
+    any such tensor of the model, so that its shape does not show whether it is transposed.
     """
 
     name: str
@@ -57,7 +57,7 @@ class StoredWeight:
     def untransposed(self) -> tuple[int, ...] | None:
         """Returns the shape in which transformers writes the experts of a model that it has not loaded.
 
-        It is None for other tensors, and for experts of which some tensor is square: their shape does not tell.
+        It is None for other tensors, and for experts with a square tensor, whose shape is ambiguous.
         """
         if not self.transposed or self.squares:
             return None
@@ -69,15 +69,15 @@ class StoredWeight:
         return self.shape[2 if self.transposed else 1]
 
     def problem(self, shape: Sequence[int]) -> str | None:
-        """Returns why a tensor of ``shape`` is not this one, None if it is."""
+        """Returns the reason why a tensor of ``shape`` does not match this weight, or None."""
         if tuple(shape) in (self.shape, self.untransposed):
             return None
         return f"has shape {tuple(shape)}; the model's is {self.shape}"
 
     def parts(self, source: WholeTensor) -> Iterator[tuple[str, WholeTensor]]:
-        """Yields (name, tensor) of each rule; what a reader indexes is read then. Raises ValueError for a wrong shape.
+        """Yields (name, tensor) of each rule, which is read when it is indexed. Raises ValueError for a wrong shape.
 
-        Fused experts are read as published, and also as transformers writes them if their shape tells it.
+        Fused experts are read as published, and also as transformers writes them if their shape shows it.
         """
         if (problem := self.problem(source.shape)) is not None:
             raise ValueError(f"weight {self.name} {problem}.")
@@ -96,7 +96,7 @@ class StoredWeight:
 
 
 class _RowPart:
-    """Is ``rows`` rows of a tensor from row ``first`` on."""
+    """``rows`` rows of a tensor from row ``first`` on."""
 
     def __init__(self, source: WholeTensor, first: int, rows: int) -> None:
         self._source, self._first = source, first
@@ -108,7 +108,7 @@ class _RowPart:
 
 
 class _ExpertPart:
-    """Is one expert's matrix inside a tensor of all experts of a layer; its rows are the expert's outputs."""
+    """One expert's matrix inside a tensor of all experts of a layer; its rows are the expert's outputs."""
 
     def __init__(self, source: WholeTensor, expert: int, first: int, width: int, *, transposed: bool) -> None:
         self._source, self._expert, self._first, self._transposed = source, expert, first, transposed
@@ -142,7 +142,7 @@ def stored_weights(architecture: Architecture) -> tuple[StoredWeight, ...]:
 
 
 def fused_name(rule: WeightRule, architecture: Architecture) -> str | None:
-    """Returns the name of the stored tensor that holds a rule's one together with others, None for other rules."""
+    """Returns the name of the stored tensor that fuses a rule's tensor with others, None for other rules."""
     if "/" in rule.hf:
         return rule.hf[: rule.hf.index("/")]
     if not rule.expert or architecture.expert_layout is ExpertLayout.apart:
@@ -169,7 +169,7 @@ def _fused(name: str, rules: Sequence[WeightRule], architecture: Architecture) -
 
 
 def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the stored tensors from those of the rules, which come in the order of the rules.
+    """Yields the stored tensors from the rules' tensors, which come in the order of the rules.
 
     One fused tensor is in memory at a time. ``tensors`` is read to its end; it may be empty.
     """
@@ -189,7 +189,7 @@ def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight])
 
 
 def _joined(weight: StoredWeight, incoming: Iterator[tuple[str, Tensor]]) -> Tensor | None:
-    """Returns a layer's experts, or the rows of several rules, in one tensor; None if nothing comes."""
+    """Returns a layer's experts, or the rows of several rules, in one tensor; None without further tensors."""
     whole: Tensor | None = None
     each = len(weight.rules) // (weight.experts or 1)
     width = 0 if weight.rows else weight.outputs // each

@@ -1,4 +1,4 @@
-"""Maps an architecture to Megatron: each Hugging Face tensor to a parameter, and the numbers to a TransformerConfig.
+"""Maps an architecture to Megatron: each Hugging Face tensor to a parameter, and its sizes to a TransformerConfig.
 
 It imports no torch.
 """
@@ -46,7 +46,7 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_ffn_hidden_size": architecture.experts.width,
             "moe_router_topk": architecture.experts.per_token,
             "moe_router_score_function": "softmax",
-            # Weights that are normalized over the chosen experts are a softmax over the logits of these experts alone.
+            # Weights that are normalized over the chosen experts are a softmax over only these experts' logits.
             "moe_router_pre_softmax": not architecture.experts.normalized,
             "moe_token_dispatcher_type": "alltoall",
         }
@@ -62,7 +62,7 @@ VISION, AUDIO = "vision.", "audio."  # The names of the towers' parameters in th
 
 
 class Shard(Enum):
-    """Says how tensor parallelism splits a Megatron parameter; the value is Megatron's ``partition_dim``."""
+    """Names the way in which tensor parallelism splits a Megatron parameter; the value is its ``partition_dim``."""
 
     replicated = None
     column = 0  # output rows
@@ -70,7 +70,7 @@ class Shard(Enum):
 
 
 class Part(Enum):
-    """Says which part of a Megatron parameter one Hugging Face tensor is.
+    """Names the part of a Megatron parameter that corresponds to one Hugging Face tensor.
 
     Megatron fuses the three attention projections into one weight, interleaved by key-value group: each group has its
     query heads, its key head and its value head. It fuses their biases in the same order. It fuses the MLP's gate and
@@ -108,12 +108,12 @@ def net_widths(net: DeltaNet) -> dict[Part, int]:
 class WeightRule:
     """Maps one Hugging Face tensor ``hf`` to the parameter ``megatron`` that holds it.
 
-    A rule's tensor is a matrix or a vector; a folder may hold another form (relax_core/train/hf/stored_weights.py).
-    A tensor of a folder that holds several rules' rows has their names without what follows the slash.
+    A rule's tensor is a matrix or a vector; a folder may hold another form (relax_core/train/hf/stored_weights.py). If
+    one tensor of a folder holds the rows of several rules, its name is the part of their names before the slash.
     Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
     model: the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard``
     applies to the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is
-    True the tensor has one row a token, and Megatron pads its rows to a multiple of the ranks.
+    True the tensor has one row per token, and Megatron pads its rows to a multiple of the ranks.
     """
 
     hf: str
@@ -125,7 +125,7 @@ class WeightRule:
 
     @property
     def is_bias(self) -> bool:
-        """Is True for a bias, which is a vector that is split and fused like the rows of its matrix."""
+        """Returns whether it is a bias, which is a vector that is split and fused like the rows of its matrix."""
         return self.hf.endswith(".bias")
 
 
@@ -200,9 +200,8 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
         list(_gated_rules(f"{hf}experts.{expert}.", f"{megatron}experts.local_experts.{expert}.", expert=True))
         for expert in range(architecture.experts.count)
     ]
-    if (
-        architecture.expert_layout is not ExpertLayout.apart
-    ):  # The tensors that share one in the folder follow each other.
+    # Tensors that are fused in the folder follow each other.
+    if architecture.expert_layout is not ExpertLayout.apart:
         yield from (rule for of_expert in rules for rule in of_expert[:2])
         yield from (of_expert[2] for of_expert in rules)
     else:

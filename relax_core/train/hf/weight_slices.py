@@ -1,4 +1,4 @@
-"""Finds Hugging Face tensors in this rank's part of a Megatron model: as views of memory and slices of the whole."""
+"""Finds Hugging Face tensors in this rank's part of a Megatron model: as views of memory and slices of the tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSlice:
-    """Holds one rank's piece of a Hugging Face tensor: ``piece`` of ``pieces`` equal ones along its rows or columns.
+    """Holds one rank's piece of a Hugging Face tensor: ``piece`` of ``pieces`` equal parts along its rows or columns.
 
-    ``parameters`` hold it; there are two if this rank also has the output's copy of a tied embedding. ``views`` are the
-    piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is that of the whole tensor
-    without the padding of the vocabulary.
+    ``parameters`` hold it; there are two if this rank also has the output's copy of a tied embedding. ``views`` show
+    the piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is that of the whole
+    tensor without the padding of the vocabulary.
     """
 
     rule: WeightRule
@@ -116,7 +116,7 @@ def weight_slices(
     tied_output: bool,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
 ) -> tuple[dict[str, WeightSlice], set[str]]:
-    """Returns this rank's pieces by Hugging Face name, and the parameters that no rule names.
+    """Returns this rank's pieces by Hugging Face name, and the parameters without a rule.
 
     If ``tied_output`` is True, a last pipeline stage that is not the first has a copy of the embedding as its output
     weight.
@@ -182,7 +182,7 @@ def _piece_of(rule: WeightRule) -> tuple[int, int]:
 
 
 def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tensor:
-    """Returns the part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
+    """Returns the part of a Megatron parameter for one Hugging Face tensor, as a view of its memory."""
     if part is Part.whole:
         return parameter
     if part in (Part.gate, Part.up):
@@ -212,7 +212,7 @@ def _net_view(parameter: Tensor, part: Part, net: DeltaNet) -> Tensor:
 def piece_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
     """Returns the shape of the piece as a matrix or a vector.
 
-    Views of attention parts have more leading axes, and the tower's convolution has more trailing ones.
+    Views of attention parts have more leading axes, and the tower's convolution has more trailing axes.
     """
     if rule.is_bias:
         return (view.numel(),)

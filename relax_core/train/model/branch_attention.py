@@ -32,7 +32,7 @@ from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS, tree_starts
 
 _LONE_PAIRS = 2**17  # A run, or a run and its subtree, with this many pairs gets a call of its own without pads.
 _JOINED_ROWS = 2**11  # Partial softmaxes are joined for so many rows at a time, which bounds the memory.
-_CALL_BYTES = 2**23  # A call has as many heads as have so many bytes of keys, which bounds the memory.
+_CALL_BYTES = 2**23  # A call has as many heads as fit into this many bytes of keys, which bounds the memory.
 _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 
 
@@ -40,7 +40,7 @@ _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 class _Lines:
     """Holds row ranges of the stream, each on a line of one common width, with pads after the shorter ones.
 
-    A pad copies the last row of its range. What is computed for it is never read.
+    A pad copies the last row of its range. Its results are never read.
     """
 
     count: int
@@ -98,7 +98,7 @@ class _Lines:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Is one attention call: causal if a line's queries are its keys, and otherwise full except for pads."""
+    """Holds one attention call: causal if a line's queries are its keys, and otherwise full except for pads."""
 
     queries: _Lines
     keys: _Lines
@@ -142,11 +142,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class BranchPlan:
-    """Lists the calls that attention over one stream takes.
+    """Holds the calls that compute attention over one stream.
 
     Every row is in one part of ``causal``, and in one part of ``above`` for each run above its own. ``key_order`` is
-    int64 ``[rows]``, the index of each row of the stream among the keys of all ranks, or None if these are the stream.
-    ``group`` are the context-parallel ranks, whose keys are gathered; it is None if the caller has the keys of all.
+    int64 ``[rows]``, the index of each row of the stream among the keys of all ranks, or None if the keys are the
+    stream. ``group`` are the context-parallel ranks, whose keys are gathered; it is None if the caller has all keys.
     """
 
     causal: Sequence[_Part]
@@ -158,8 +158,8 @@ class BranchPlan:
     def of(end: np.ndarray, *, dtype: torch.dtype, sharding: RowSharding = WHOLE, padded: int = 0) -> BranchPlan | None:
         """Plans this rank's rows of a stream, or returns None if one masked call is cheaper.
 
-        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads. All
-        ranks return None or none does, because the ways gather keys differently.
+        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads.
+        Either all ranks return None or none does, because the two kinds of attention gather keys differently.
         """
         starts = tree_starts(end)
         widest = int(np.diff(starts, append=len(end)).max())
@@ -209,7 +209,7 @@ class BranchPlan:
     def head_ranges(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, list[slice]]]:
         """Yields heads of keys and, for each of them, the heads of queries that are computed in one call.
 
-        A call has as many heads as have `_CALL_BYTES` of keys, and at least one for each thread of torch.
+        A call has as many heads as fit into `_CALL_BYTES` of keys, and at least one for each thread of torch.
         """
         rows = len(key) if self.key_order is None else len(self.key_order)
         most = max(_CALL_BYTES // (rows * key[0, 0].nbytes), torch.get_num_threads())
@@ -241,7 +241,7 @@ class BranchPlan:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Computes a few heads at a time, which bounds what the calls hold beside inputs and outputs.
+    """Computes a few heads at a time, which bounds the memory of the calls in addition to inputs and outputs.
 
     With context parallelism the keys and values of these heads are gathered, and once more in the backward pass.
     """
@@ -284,7 +284,7 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _part_of(rows: Tensor | slice, some: slice) -> Tensor | slice:
-    """Returns the entries ``some`` of rows that are neighbours or listed."""
+    """Returns the entries ``some`` of ``rows``, which are a range or a list of indexes."""
     if isinstance(rows, slice):
         return slice(rows.start + some.start, min(rows.start + some.stop, rows.stop))
     return rows[some]
@@ -295,9 +295,9 @@ def _part_of(rows: Tensor | slice, some: slice) -> Tensor | slice:
 class _Runs:
     """Holds the runs of a stream in order, as int64 ``[runs]``.
 
-    ``own`` (bool) are the runs whose rows are queries of this rank. ``first_query`` is the number of its queries before
-    a run, and ``below`` that before the rows that follow the run. ``behind`` is the number of its queries among the
-    rows of a run's subtree that follow the run. ``levels`` is the number of runs above it.
+    ``own`` (bool) marks the runs whose rows are queries of this rank. ``first_query`` counts its queries before a run,
+    and ``below`` its queries before the run's end. ``behind`` counts its queries in the run's subtree after the run.
+    ``levels`` is the number of runs above it.
     """
 
     starts: np.ndarray
@@ -340,7 +340,7 @@ class _Runs:
         return _Part(queries, keys, False, keys.pad_mask(self.lengths[some], dtype))
 
     def parents_together(self) -> list[np.ndarray]:
-        """Returns runs with children, grouped into calls level by level, because a row has one run above it a level.
+        """Returns runs with children, grouped into calls by level, because a row has one run above it per level.
 
         Runs with many pairs get a call of their own, and similar runs share one.
         """
@@ -386,7 +386,7 @@ def _parts(end: np.ndarray, mine: np.ndarray, dtype: torch.dtype) -> tuple[list[
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups runs into calls: long runs alone, others with runs of at least 3/4 of the longest one's length."""
+    """Groups runs into calls: long runs alone, others with runs of at least 3/4 of the longest run's length."""
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order]
     cuts, begin = [0], 0

@@ -1,9 +1,9 @@
 """The gated delta net of a Megatron layer over a tree-packed stream, in place of its self-attention.
 
-It goes through the stream level by level, each segment from its parent's state. A segment is a chain of rows in which
-each row but the first is the only child of the row before it. Its state begins as that of its parent behind the
-parent's last row, and as zeros at the root of a tree. All segments of one level, over all trees of the stream, are
-computed together. The convolution reads the rows above a row on its own path.
+It processes the stream level by level; each segment starts from its parent's state. A segment is a chain of rows in
+which each row but the first is the only child of the row before it. Its initial state is the state after its parent's
+last row, and zeros at the root of a tree. All segments of one level, over all trees of the stream, are computed
+together. The convolution reads the rows above a row on its own path.
 
 Tensor parallelism splits the net by heads: a rank has some key heads and the value heads that these serve. Under
 context parallelism every rank computes the whole stream from the projections that all ranks gather, and keeps its own
@@ -58,9 +58,9 @@ class Level:
 class SegmentLevels:
     """Holds the levels of a stream of ``rows`` rows, and the rows that its convolution reads.
 
-    ``above`` int64 ``[kernel - 1, rows]`` has the row that stands k + 1 rows above each row on its path, or the number
-    of rows if its path is shorter. ``row_places`` int64 ``[rows]`` is each row's place when the levels' rows follow
-    each other.
+    ``above`` int64 ``[kernel - 1, rows]`` has the row that is k + 1 rows above each row on its path, or the number of
+    rows if its path is shorter. ``row_places`` int64 ``[rows]`` is each row's index in the concatenated rows of the
+    levels.
     """
 
     levels: tuple[Level, ...]
@@ -91,7 +91,7 @@ class SegmentLevels:
             sizes = tuple(lengths.tolist())
             segments = Segments.of(sizes, chunk_rows=chunk_rows, device=device)
             levels.append(Level(torch.from_numpy(rows).to(device), sizes, parents, segments))
-        parent_rows = np.append(chains.parents(), -1)  # that of no row is no row
+        parent_rows = np.append(chains.parents(), -1)  # index -1 (no row) maps to -1
         above = np.empty((kernel - 1, count), dtype=np.int64)
         found = np.arange(count)
         for one in above:
@@ -231,7 +231,7 @@ class TreeDeltaNet(MegatronModule):
         mixed = F.silu(tree.levels.convolved(mixed, self.convolution.to(mixed.dtype)))
         outputs = self._over_levels(mixed, log_decay(self.A_log, decay, self.dt_bias), strength.sigmoid(), tree.levels)
         if mine is not None:
-            # A pad reads the row of zeros behind the stream.
+            # A pad reads the row of zeros after the stream.
             outputs = torch.cat([outputs, outputs.new_zeros(1, *outputs.shape[1:])])[mine]
         # Each rank has a part of the norm's gradient, that of its heads; the backward pass sums them.
         weight = copy_to_tensor_model_parallel_region(self.out_norm)
@@ -265,7 +265,7 @@ class TreeDeltaNet(MegatronModule):
 def _whole_stream(rows: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor | None]:
     """Returns all rows of the stream without pads, and the place of each of this rank's rows in them.
 
-    The places are None if this rank has exactly these rows; a pad's place is behind them.
+    The places are None if this rank has exactly these rows; a pad's place is after them.
     """
     assert tree.levels is not None
     count = len(tree.levels.row_places)

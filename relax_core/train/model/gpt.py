@@ -52,8 +52,8 @@ class TreeGPTModel(GPTModel):
     """Ends a GPTModel's forward pass before the output layer.
 
     Log-probs are computed chunk by chunk from its hidden states and `output_weight`, so all logits never exist at once.
-    The first chunk of a model that sees has its ``vision`` tower, that of one that hears its ``audio`` tower; all
-    chunks have ``towers``, the description of them.
+    The first chunk of a multimodal model has the ``vision`` and ``audio`` towers that the model has; all chunks have
+    ``towers``, their description.
     """
 
     vision: torch.nn.Module | None
@@ -76,8 +76,8 @@ class TreeGPTModel(GPTModel):
         """Runs the chunk's layers on a stream.
 
         The last chunk returns the hidden states of this rank's rows after the final norm, ``[rows, hidden]``, which are
-        equal on all tensor-parallel ranks. Other chunks return what the next chunk reads, ``[rows, 1, hidden]``, with
-        the rows split by sequence parallelism.
+        equal on all tensor-parallel ranks. Other chunks return the next chunk's input, ``[rows, 1, hidden]``, with the
+        rows split by sequence parallelism.
         """
         embedded: Tensor | None = None
         if self.pre_process:
@@ -85,7 +85,7 @@ class TreeGPTModel(GPTModel):
             if self.towers is not None:
                 embedded, tree = with_features(self, embedded, tree)
             if self.training and torch.is_grad_enabled() and not embedded.requires_grad:
-                # Layers that are recomputed, and later pipeline stages, pass gradients on only from such an input.
+                # Recomputed layers and later pipeline stages pass gradients on only from such an input.
                 embedded.requires_grad_()
         hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=tree, rotary_pos_emb=self.rotary(tree))
         if not self.post_process:
@@ -106,7 +106,7 @@ VALUE_HEAD = "value_head."  # The names of the head's parameters begin with this
 
 
 class TreeValueModel(TreeGPTModel):
-    """Replaces the output layer by a value head, which gives a critic one number a row."""
+    """Replaces the output layer by a value head, which gives a critic one number per row."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -220,7 +220,7 @@ def build_chunks(
 
 
 def _in_dtype(model: TreeGPTModel, architecture: Architecture, dtype: torch.dtype) -> TreeGPTModel:
-    """Gives the model ``dtype``, without the parameters that the folder has in float32 whatever the dtype is."""
+    """Gives the model ``dtype``, except for the parameters that stay float32 for any dtype."""
     kept = {
         rule.megatron.rsplit(".", 1)[-1] for rule in weight_rules(architecture) if architecture.stays_float32(rule.hf)
     }
@@ -329,7 +329,7 @@ class RecomputedMoeTransformerLayer(RecomputedLayer, MoeTransformerLayer):
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """Marks the gradient of RMSNorm as partial under sequence parallelism, which Megatron's local norm refuses."""
+    """Marks the gradient of RMSNorm as partial under sequence parallelism, which Megatron's local norm rejects."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -339,7 +339,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32.
 
-        A zero-centred norm is torch's: it stands beside layers with a state, which amplify differences of rounding.
+        A zero-centred norm is torch's: it is next to layers with a state, which amplify rounding differences.
         """
         assert self.eps is not None, "the constructor sets it"
         if self.config.layernorm_zero_centered_gamma:
@@ -410,7 +410,7 @@ def block_spec(
 
 
 def _with_delta_net(layer: ModuleSpec, net: DeltaNet, *, norm: Any, recompute: Recompute) -> ModuleSpec:
-    """Returns a layer with a gated delta net in place of its attention, and with a norm of its own before it."""
+    """Returns a layer with a gated delta net in place of its attention, and with a separate norm before it."""
     into: Any = ColumnParallelLinear
     out: Any = RowParallelLinear
     if has_transformer_engine():

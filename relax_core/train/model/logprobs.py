@@ -7,8 +7,9 @@ tiny problem uses plain operations, because their Python overhead costs more tha
 
 **Tensor parallelism.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``. It
 begins at token id ``rank * vocab / tp``. Every rank computes its chunks as if its shard were the whole vocabulary. At
-the end the ranks exchange a few numbers a row. If Z_r is the normalizer of a shard and Z that of the whole vocabulary,
-then p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, also in the backward pass.
+the end the ranks exchange a few numbers per row. If Z_r is the normalizer of a shard and Z that of the whole
+vocabulary, then p = p_r Z_r / Z, so one number per row turns the shard's distribution into the whole distribution, also
+in the backward pass.
 
 **Common arguments.** ``hidden`` ``[rows, hidden]`` and ``weight`` have one floating dtype. ``targets`` ``[rows]`` are
 int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and get no probability. Logits and everything

@@ -6,7 +6,7 @@ they are summed like those of all other weights.
 
 With parallel.shard_media the items are dealt over the ranks of both groups instead, and each rank passes its own items
 through its towers. The features of all items are gathered on every rank, and the backward pass brings each rank the
-summed gradient of its own features. The towers' gradients are those of a rank's own items, so they are summed once an
+summed gradient of its own features. The towers' gradients are those of a rank's own items, so they are summed once per
 update: over the context-parallel ranks with all other gradients, and over the tensor-parallel ranks by
 `finalize_gradients`.
 """
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 
 def deal_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
-    """Returns the indexes of each rank's items, ascending; ``work`` is that of each item.
+    """Returns the indexes of each rank's items, ascending; ``work`` holds the work of each item.
 
-    The items are dealt in falling order of their work, each to the rank that has the least work so far. A rank gets
+    The items are dealt in descending order of their work, each to the rank that has the least work so far. A rank gets
     none if there are fewer items than ranks.
     """
     loads, dealt = [0.0] * ranks, [list[int]() for _ in range(ranks)]
@@ -61,7 +61,7 @@ def deal_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtItems:
-    """Holds a rank's own items of a micro-batch, and where the features of all items stand after `MediaGroup.gather`.
+    """Holds a rank's own items of a micro-batch, and the places of all items' features after `MediaGroup.gather`.
 
     ``places`` is int64 ``[features]``, in the order of all items and their rows. ``longest`` is the largest number of
     features that a rank has.
@@ -74,9 +74,9 @@ class DealtItems:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaGroup:
-    """Is the group of ranks that share the items of each micro-batch: tp x cp ranks of the first stage.
+    """Holds the group of ranks that share the items of each micro-batch: tp x cp ranks of the first stage.
 
-    ``tensor_ranks`` and ``tensor_rank`` are those of tensor parallelism, which goes fastest in the group. With
+    ``tensor_ranks`` and ``tensor_rank`` are those of tensor parallelism, which varies fastest in the group. With
     ``sequence_parallel`` each tensor-parallel rank has the gradients of its own rows; without it all have the same
     gradients. ``context`` is the context-parallel group, None for one rank.
     """
@@ -127,11 +127,11 @@ class MediaGroup:
     def gradients_of_own(self, gradients: Tensor, *, longest: int) -> Tensor:
         """Returns the sum over the ranks of the gradients of this rank's features, ``[longest, …]``.
 
-        ``gradients`` is ``[ranks * longest, …]``, of all features, as this rank's rows give them.
+        ``gradients`` is ``[ranks * longest, …]``: the gradients of all features that come from this rank's rows.
         """
         if self.sequence_parallel:
             return summed_rows(gradients, self.group)
-        # Each context-parallel rank has the gradients of its rows, those of one tensor-parallel rank stand for all.
+        # Each context-parallel rank has the gradients of its rows, which are the same on all tensor-parallel ranks.
         of_ranks = gradients.view(-1, self.tensor_ranks, longest, *gradients.shape[1:])
         same = of_ranks[:, self.tensor_rank].flatten(0, 1)
         return same if self.context is None else summed_rows(same.contiguous(), self.context)
@@ -155,7 +155,7 @@ class _GatherFeatures(torch.autograd.Function):
 def finalize_gradients(chunks: Sequence[Any], *, dealt: bool) -> None:
     """Reduces the gradients of an update over the ranks; ``chunks`` are Megatron's wrappers of this rank's chunks.
 
-    If ``dealt`` is True, each tensor-parallel rank passed other items, so the gradients of its towers are partial.
+    If ``dealt`` is True, each tensor-parallel rank passed different items, so the gradients of its towers are partial.
     """
     finalize_model_grads(list(chunks))
     if dealt:
@@ -176,12 +176,12 @@ def sum_tower_gradients(models: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaInputs:
-    """Holds the items of which a rank of the first stage has rows, and those of its rows that get their features.
+    """Holds the items with rows on a rank of the first stage, and the rank's rows that get their features.
 
-    Row ``rows[i]`` inside the layers gets feature ``features[i]`` of what the towers give for ``inputs``, both int64.
-    If the items are dealt over the ranks of ``group``, ``inputs`` are those of this rank, and ``features`` number what
-    is gathered, of which each rank has ``longest``. ``deepstack`` is ``[layers, rows, hidden]`` after the towers' pass:
-    its entry k is added to these rows after layer k.
+    Row ``rows[i]`` inside the layers gets feature ``features[i]`` of the towers' output for ``inputs``, both int64. If
+    the items are dealt over the ranks of ``group``, ``inputs`` are those of this rank, and ``features`` are indexes of
+    the gathered outputs, which have ``longest`` features per rank. ``deepstack`` is ``[layers, rows, hidden]`` after
+    the towers' pass: its entry k is added to these rows after layer k.
     """
 
     inputs: TowerInputs
@@ -194,7 +194,7 @@ class MediaInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaPlan:
-    """Makes the `MediaInputs` of a rank of the first stage for each micro-batch.
+    """Builds the `MediaInputs` of a rank of the first stage for each micro-batch.
 
     ``group`` are the ranks over which items are dealt, None if each rank passes the items of its own rows. ``work``
     returns an item's work in rows of the language model.
@@ -210,7 +210,7 @@ class MediaPlan:
     def inputs(self, layout: TreeLayout, *, padded_rows: int) -> MediaInputs | None:
         """Returns the inputs of a micro-batch, or None if this rank passes no item and has no row of one.
 
-        Where items are dealt, all ranks of the group have inputs if any item is there, since they gather together.
+        If items are dealt, all ranks of the group have inputs if there is any item, because the gather is collective.
         """
         media = layout.media
         if media is None:
@@ -229,7 +229,7 @@ class MediaPlan:
             dealt = self.group.deal(media.items, self.towers, work=self.work)
             items, order, longest = tuple(dealt.own), dealt.places, dealt.longest
         features = media.features[own] if order is None else order[media.features[own]]
-        assert self.reader is not None, "a role whose model sees is given a reader of media"
+        assert self.reader is not None, "a role with a multimodal model has a reader of media"
         self.reader.bring(items)
         return MediaInputs(
             inputs=inputs_of(items, [self.reader.tensors(item) for item in items]),
@@ -281,8 +281,8 @@ def add_towers(model: Any, towers: Towers, *, dtype: torch.dtype, device: str, r
 def with_features(model: Any, hidden: Tensor, tree: TreeBatch) -> tuple[Tensor, TreeBatch]:
     """Returns the embedded rows ``[rows, 1, hidden]`` with the features, and the batch with the deepstack rows.
 
-    ``model`` is the first chunk. If no item of a trained tower is here, the smallest item passes it at weight zero, so
-    that every weight has a gradient on every rank in every micro-batch, which overlapped reduction needs.
+    ``model`` is the first chunk. If this rank has no item of a trained tower, the smallest item passes it at weight
+    zero, so that every weight has a gradient on every rank in every micro-batch, which overlapped reduction needs.
     """
     towers, modules, media = model.towers, {"vision": model.vision, "audio": model.audio}, tree.media
     given = TowerInputs() if media is None else media.inputs

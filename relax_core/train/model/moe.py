@@ -5,8 +5,8 @@ trainer compute the same router in a different order or precision. If two expert
 differently, and then whole blocks of the network differ and not only roundings. With replay (R3, arXiv 2510.11370) each
 token goes to the experts that the engine chose. The trainer computes their weights, so the router keeps its gradient.
 
-All of it travels with the micro-batch's `TreeBatch` to every layer of every pipeline stage, and again into a layer that
-is recomputed. No order of passes can mix up micro-batches, however many of them are in progress.
+These settings travel with the micro-batch's `TreeBatch` to every layer of every pipeline stage, and again into a layer
+that is recomputed. No order of passes can mix up micro-batches, however many of them are in progress.
 """
 
 from __future__ import annotations
@@ -214,13 +214,13 @@ def clear_counts(mine: Sequence[BalancedRouter]) -> None:
 def balance_metrics(
     mine: Sequence[BalancedRouter], *, layers: int, experts: int, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """Returns how evenly the update's tokens were distributed over the experts, over all layers and ranks.
+    """Returns metrics of the distribution of the update's tokens over the experts, over all layers and ranks.
 
-    ``mine`` are this rank's routers (`routers`).
-    The call is collective over ``group``, a gloo group of all ranks, or None for a single rank. ``max_load`` and
-    ``min_load`` are the tokens of the busiest and of the idlest expert of any layer, relative to an even load.
-    ``entropy`` is that of the experts' shares, relative to even shares, as mean over layers. ``balance_loss`` is the
-    balancing loss without its coefficient, as mean over layers, if it is on; it is 1 for even shares.
+    ``mine`` are this rank's routers (`routers`). The call is collective over ``group``, a gloo group of all ranks, or
+    None for a single rank. ``max_load`` and ``min_load`` are the tokens of the busiest and of the idlest expert of any
+    layer, relative to an even load. ``entropy`` is that of the experts' shares, relative to even shares, as mean over
+    layers. ``balance_loss`` is the balancing loss without its coefficient, as mean over layers, if it is on; it is 1
+    for even shares.
     """
     found = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for router in mine:

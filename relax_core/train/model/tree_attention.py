@@ -1,4 +1,4 @@
-"""Prepares this rank's rows of a packed stream and their attention, in which a row sees only its own path.
+"""Prepares this rank's rows of a packed stream and their attention, in which a row attends only to its own path.
 
 Attention reads only ``end`` of a layout. On a CPU it uses causal runs without a mask if that is cheaper
 (branch_attention.py), and one masked call (`MaskedGrid`) otherwise. On a GPU it uses FlexAttention, planned in blocks
@@ -70,9 +70,9 @@ class FlexBlocks:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    """Returns FlexAttention compiled to one kernel, because the uncompiled one holds all scores in memory.
+    """Returns FlexAttention compiled to one kernel, because uncompiled it holds all scores in memory.
 
-    With `fullgraph` torch raises an error instead of falling back to the uncompiled one.
+    With `fullgraph` torch raises an error instead of falling back to the uncompiled function.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -118,7 +118,7 @@ def _blocks(query_rows: np.ndarray, key_rows: np.ndarray, key_ends: np.ndarray) 
 
 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the number of key blocks of each query block and the key blocks themselves, those that count first.
+    """Returns the number of key blocks of each query block, and the key blocks themselves, the counted blocks first.
 
     They are int32 ``[1, 1, query blocks]`` and int32 ``[1, 1, query blocks, key blocks]``.
     """
@@ -364,9 +364,9 @@ class TreeBatch:
         return torch.where(present, values, otherwise.to(values.dtype))
 
     def with_levels(self, net: DeltaNet | None) -> TreeBatch:
-        """Returns the batch with what a gated delta net needs: the levels of the layout, and the rows of this rank.
+        """Returns the batch with the inputs of a gated delta net: the levels of the layout, and the rows of this rank.
 
-        It is the batch itself for a model without one.
+        Returns the batch itself for a model without a gated delta net.
         """
         if net is None:
             return self

@@ -31,7 +31,7 @@ def messages(stream: bool) -> str:
 
 
 def engine() -> str:
-    """New questions to the builtin model until it calls the tool, and a conversation of four turns from there."""
+    """Asks the builtin model new questions until it calls the tool, then continues that conversation to four turns."""
     client = Anthropic()
     tools: Any = [{"name": "multiply", "description": PRODUCT, "input_schema": PRODUCT_PARAMETERS}]
     history: list[Any] = [{"role": "user", "content": question(0)}]

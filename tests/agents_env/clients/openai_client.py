@@ -32,7 +32,7 @@ def chat(stream: bool) -> str:
 
 
 def responses(stream: bool, *, by_id: bool = False) -> str:
-    """``by_id``: a request names the answer before it, and sends what is new alone."""
+    """With ``by_id``, a request names the previous answer and sends only new items."""
     client = OpenAI()
     items: list[Any] = [{"role": "user", "content": TASK}]
     more: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def responses(stream: bool, *, by_id: bool = False) -> str:
 
 
 def engine() -> str:
-    """New questions to the builtin model until it calls the tool, and a conversation of four turns from there."""
+    """Asks the builtin model new questions until it calls the tool, then continues that conversation to four turns."""
     client = OpenAI()
     tools: Any = [
         {"type": "function", "function": {"name": "multiply", "description": PRODUCT, "parameters": PRODUCT_PARAMETERS}}

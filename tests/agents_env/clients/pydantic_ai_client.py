@@ -20,7 +20,7 @@ async def run(kind: str, *, stream: bool) -> str:
 
 
 async def read_all(context: Any, events: AsyncIterable[Any]) -> None:
-    """With a reader of events, each request of the run is streamed."""
+    """Reads all events; with an event handler, each request of the run is streamed."""
     async for _ in events:
         pass
 

@@ -1,4 +1,4 @@
-"""The library `smolagents`: its tool agent, which writes answers anew, and its code agent, plain and streamed."""
+"""The library `smolagents`: its tool agent, which rewrites answers, and its code agent, plain and streamed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The contract suite of the bus runs against every backend that `create_bus` knows.
+"""The contract suite of the bus runs on every backend of `create_bus`.
 
-The author of another backend adds it to `relax_core.bus.factory.BACKENDS` and runs ``pytest tests/contracts/bus``. No
-test here depends on how a backend works.
+To test another backend, add it to `relax_core.bus.factory.BACKENDS` and run ``pytest tests/contracts/bus``. No test
+here depends on the implementation of a backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="package")
 def plane(ray_session: str) -> Iterator[DataPlane]:
     """Yields one data plane for all buses of bus=transfer_queue in this folder, because it takes seconds to start."""
-    from relax_core.bus.transfer_queue_plane import DataPlane  # imported here because it imports Ray
+    from relax_core.bus.transfer_queue_plane import DataPlane  # imported late because it imports Ray
 
     plane = DataPlane(folder=Path(tempfile.gettempdir()))
     yield plane

@@ -75,7 +75,7 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
 
 
 def _await_waits(bus: BlockingBus, count: int) -> None:
-    """Waits until so many calls wait in the bus."""
+    """Waits until ``count`` calls wait in the bus."""
     deadline = time.monotonic() + T
     while len(waits := bus.waits(timeout_s=T)) < count:
         assert time.monotonic() < deadline, waits
@@ -90,7 +90,7 @@ def test_close_wakes_everybody_who_waits(make_bus: MakeBus) -> None:
         waiting += [pool.submit(bus.lease, for_actor(0, groups=1), timeout_s=T) for _ in range(2)]
         waiting += [pool.submit(bus.lease, for_worker(), timeout_s=T) for _ in range(2)]
         _await_waits(bus, 6)
-        assert not any(future.done() for future in waiting), "there is nothing yet to return"
+        assert not any(future.done() for future in waiting), "there is no result yet"
         bus.close(reason="stopped by the user", timeout_s=T)
         for future in waiting:
             with pytest.raises(BusClosed, match="stopped by the user"):
@@ -122,7 +122,7 @@ def test_revoke_ends_the_waits_of_a_lost_worker(make_bus: MakeBus) -> None:
 
 
 def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> None:
-    """A waiting admit of a killed process stays in the bus. It must not take the successor's credits."""
+    """The waiting admit of a killed process stays in the bus and must not take the successor's credits."""
     bus = make_bus()
     while len(bus.admit(100, timeout_s=T)) == 100:
         pass
@@ -149,14 +149,14 @@ def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_the
         assert [(one.index, one.attempt) for one in again] == [(one.index, 1) for one in lost]
         with pytest.raises(LeaseLost, match="of rollout-1 were reclaimed"):
             predecessors.result(timeout=T)
-        assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0], "the other worker waits on"
+        assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0], "the other worker still waits"
         bus.drop(again[0].group_uid, reason="bad_row", timeout_s=T)
-        assert [one.attempt for one in others.result(timeout=T)] == [0], "whoever waits gets the credit"
+        assert [one.attempt for one in others.result(timeout=T)] == [0], "the waiting worker gets the credit"
     assert [one.index for one in bus.reclaim(worker=0, timeout_s=T)] == [kept.index, len(lost) + 2]
 
 
 def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBus) -> None:
-    """Of 3 steps of 2 groups, each of two workers may have 3 in flight. Finished groups do not count."""
+    """With 3 steps of 2 groups, each of two workers may have 3 groups in flight. Finished groups do not count."""
     bus = make_bus(groups_per_step=2, max_staleness=1, rollout_workers=2)
     first = bus.admit(100, worker=0, timeout_s=T)
     assert len(first) == 3
@@ -169,7 +169,7 @@ def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBu
         assert [wait.owed_by for wait in bus.waits(timeout_s=T)] == [[]]
         bus.put([make_row(first[0])], timeout_s=T)
         assert len(more.result(timeout=T)) == 1
-    assert len(bus.admit(100, worker=1, timeout_s=T)) == 1, "all that admission lets in"
+    assert len(bus.admit(100, worker=1, timeout_s=T)) == 1, "all groups that admission allows"
 
 
 def test_workers_that_wait_get_credit_in_the_order_in_which_they_asked(make_bus: MakeBus) -> None:

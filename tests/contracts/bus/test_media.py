@@ -1,6 +1,6 @@
-"""Tests that media items are stored once, live as long as somebody names them, and are removed then.
+"""Tests that media items are stored once, stay as long as they are in use, and are then removed.
 
-Each test runs with one folder that all nodes see, and with a folder for each node.
+Each test runs with one folder shared by all nodes, and with a folder for each node.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_group_keeps_its_items_until_it_ends(
     wait_until(lambda: not is_stored(bus, shared), what="the removal of the item")
     assert bus.progress(timeout_s=T).media_items == 0
     assert list(folder.iterdir()) == []
-    np.testing.assert_array_equal(mapped, frames)  # a reader keeps what it has mapped
+    np.testing.assert_array_equal(mapped, frames)  # a reader's mapping stays valid
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -121,7 +121,7 @@ def test_holds_are_of_one_worker_and_missing_items_are_named(
     bus.let_go([item.digest], worker=0, timeout_s=T)
     assert is_stored(bus, item)
     bus.let_go([item.digest], worker=1, timeout_s=T)
-    for _ in range(20):  # a removal that has begun never takes an item from a worker that holds it again
+    for _ in range(20):  # a started removal never removes an item that a worker has begun to hold again
         if bus.hold(held(item), timeout_s=T):
             make_item(folder, 1)
             assert bus.hold(held(item), timeout_s=T) == []

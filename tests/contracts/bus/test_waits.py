@@ -1,4 +1,4 @@
-"""Tests of the waits in the bus: which task waits, for what, and which task has to act."""
+"""Tests of the waits in the bus: which task waits, for what, and which task must act."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> Non
         assert waits["rollout"].owed_by == ["actor"]
         assert all(0.0 <= wait.since_s < T for wait in waits.values())
         bus.put([make_row(second)], timeout_s=T)
-        assert waits_of(bus, 3)["actor"].owed_by == ["advantages"]  # those held for later weights owe nothing yet
+        assert waits_of(bus, 3)["actor"].owed_by == ["advantages"]  # groups held for later weights owe nothing yet
         bus.close(reason="the end", timeout_s=T)
         assert all(call.exception(timeout=T) is not None for call in calls)
     assert bus.waits(timeout_s=T) == []
-    assert early, "groups that the next version may start were admitted"
+    assert early, "groups for the next version were admitted"
 
 
 def test_a_wait_names_the_workers_whose_groups_it_needs(make_bus: MakeBus) -> None:
@@ -118,9 +118,9 @@ def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bu
 
 
 def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: MakeBus) -> None:
-    """The second worker's groups end with both steps, and it asks after each.
+    """The second worker's groups end with both steps, and it calls after each step.
 
-    The third worker asks once, after both.
+    The third worker calls once, after both.
     """
     bus = make_bus(groups_per_step=1, max_staleness=0, spare_groups=2)
     retired: dict[int, list[str]] = {1: [], 2: []}

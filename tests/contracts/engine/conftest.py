@@ -1,5 +1,4 @@
-"""Starts the engines under test: real processes over a tiny random Qwen3, one of each kind for the session, others on
-demand."""
+"""Starts the engines under test: processes with a tiny random Qwen3, one of each kind per session, others on demand."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
 
 @pytest.fixture(scope="session")
 def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
-    """Returns the launch of SGLang's own server with the same model."""
+    """Returns the launch of SGLang's server with the same model."""
     if not SGLANG_PYTHON.is_file():
         pytest.fail(f"{SGLANG_PYTHON} is missing: make sglang-cpu")
     engine = replace(
@@ -65,7 +64,7 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
-    """Starts the session's engine of each kind on first use; it serves the folder's weights."""
+    """Starts the session's engine of each kind on first use; it serves the weights of the model folder."""
     processes: dict[str, EngineProcess] = {}
     with Started() as started:
 
@@ -78,7 +77,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]
         yield engine_of
         for process in processes.values():
             process.stop(timeout_s=5.0)
-        assert not started.left(), "of engines that were ended as usual"
+        assert not started.left(), "left by engines that were ended normally"
 
 
 @pytest.fixture(scope="session", params=ENGINES)
@@ -93,7 +92,7 @@ def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
     started: list[tuple[EngineLaunch | None, EngineProcess]] = []
 
     def start(given: EngineLaunch = launch, *, after: EngineProcess | None = None, **changes: object) -> Engine:
-        """With ``after`` the new process takes the place of one that has ended."""
+        """With ``after`` the new process replaces an ended process."""
         wanted = replace(given, **changes)  # type: ignore[arg-type]
         if after is None and not changes:
             started.append((wanted, SPARE_ENGINES.start(wanted)))

@@ -1,4 +1,4 @@
-"""Holds what the engine contract's tests share: tiny models, raw HTTP calls, and readers of answers."""
+"""Helpers for tests of the engine contract: tiny models, raw HTTP calls, and readers of answers."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ TOKEN = "token-of-the-run"
 VOCAB = 50
 EOS = 3
 CONTEXT = 32768
-LONG = 30000  # tokens: decoding them takes many seconds, so that a test can meet a request in the middle
+LONG = 30000  # tokens: decoding takes many seconds, so that a test can act in the middle of a request
 GONE_S = 2.0
 
 
 class Started:
-    """Starts engines whose temporary files go into one folder, so that a test can see the files that they leave.
+    """Starts engines with temporary files in one folder, so that a test can check the remaining files.
 
-    It is a context manager. Of shared memory it sees the names that SGLang chooses, and those with the name of an
+    It is a context manager. In shared memory it checks the names that SGLang chooses, and names with that of an
     engine's folder.
     """
 
     def __enter__(self) -> Started:
-        self._temporary = tempfile.TemporaryDirectory(prefix="e")  # short, because of socket names
+        self._temporary = tempfile.TemporaryDirectory(prefix="e")  # a short path, because of socket names
         self._before = set(os.listdir("/dev/shm"))
         self._names = ["sem.mp-", "psm_", "sglang_"]
         return self
@@ -64,9 +64,9 @@ class Started:
         return process
 
     def left(self) -> set[str]:
-        """Returns the files that were not there before and do not disappear by themselves.
+        """Returns new files that do not disappear by themselves.
 
-        Any process that makes a semaphore has its name in shared memory for a moment.
+        A process that creates a semaphore has its name in shared memory for a moment.
         """
         deadline = time.monotonic() + GONE_S
         while (found := self._found()) and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
 
 
 def make_moe_model(folder: Path | None, *, seed: int) -> Any:
-    """Makes a random Qwen3-MoE of 8 experts, 2 a token, with a head of its own, because SGLang's has no tied head."""
+    """Makes a random Qwen3-MoE of 8 experts, 2 a token, with an untied head, because SGLang's has no tied head."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -142,7 +142,7 @@ def _spread(model: Any, folder: Path | None) -> Any:
 
 
 def hf_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns the model's weights as a trainer exports them, with a tied head only once."""
+    """Returns the model's weights as exported by a trainer, with a tied head only once."""
     tied = model.config.tie_word_embeddings
     return [(name, value) for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")]
 
@@ -160,7 +160,7 @@ def sglang_client(
     stops: StopTable | None = None,
     vocab_size: int = VOCAB,
 ) -> SglangClient:
-    """Returns a client of a server that this suite has started with the model of `make_model`."""
+    """Returns a client of a server that this suite started with the model of `make_model`."""
     return kind(
         url,
         token,
@@ -190,9 +190,9 @@ class Engine:
         return int(self.client.model_info()["weight_version"])
 
     def flush(self) -> None:
-        """Empties SGLang's prefix cache, in which raw requests of different weight versions are not kept apart."""
+        """Empties SGLang's prefix cache, which does not separate raw requests of different weight versions."""
         deadline = time.monotonic() + 30.0
-        while self.call("/flush_cache")[0] != 200:  # something still runs
+        while self.call("/flush_cache")[0] != 200:  # requests are still running
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -213,7 +213,7 @@ class Engine:
         token: str | None = TOKEN,
         body: bytes | None = None,
     ) -> tuple[int, Any]:
-        """Sends one request on a connection of its own; returns the status and the decoded answer."""
+        """Sends one request on a new connection; returns the status and the decoded answer."""
         connection = self.connection()
         headers = {"Content-Type": "application/json"}
         if token is not None:
@@ -225,7 +225,7 @@ class Engine:
         connection.close()
         try:
             return status, json.loads(answer)
-        except ValueError:  # some of SGLang's answers are plain text, or empty
+        except ValueError:  # some answers of SGLang are plain text or empty
             return status, answer.decode()
 
     def post(self, path: str, payload: Any = None) -> Any:

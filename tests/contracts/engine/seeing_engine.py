@@ -1,4 +1,4 @@
-"""Holds a running engine that sees, its prompts, and transformers' view of them, for the contract's tests of media."""
+"""A running vision engine, its prompts, and transformers' log-probs, for the contract's tests of media."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMS = SamplingParams(n=2, max_new_tokens=10, temperature=0.9)
 
 @dataclass
 class Seeing:
-    """Is a running engine that sees, with transformers' model of the same weights."""
+    """Holds a running vision engine and transformers' model of the same weights."""
 
     engine: Engine
     model: Any
@@ -52,12 +52,12 @@ class Seeing:
 
     @property
     def has_experts(self) -> bool:
-        """Is True for a mixture of experts."""
+        """Returns whether the model is a mixture of experts."""
         return self.name in WITH_EXPERTS
 
     @property
     def state_tokens(self) -> int:
-        """Returns what a sample's states take of the cache: their bytes over those of a token's keys and values."""
+        """Returns the size of a sample's states in tokens: their bytes over those of a token's keys and values."""
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["full_attention"]
         linear, attention = kinds.count("linear_attention"), kinds.count("full_attention")
@@ -70,13 +70,13 @@ class Seeing:
 
     @property
     def params(self) -> SamplingParams:
-        """Never samples tokens that stand for media, and no token that ends a response."""
+        """Returns sampling settings that ban media tokens and have no stop token."""
         tower = self.seen.tower
         special = [tower.image_token_id, tower.video_token_id, tower.vision_start_token_id, tower.vision_end_token_id]
         return msgspec.structs.replace(PARAMS, banned_token_ids=[*special, 3])
 
     def expected(self, prompt: PromptRequest, one: Generated, params: SamplingParams) -> torch.Tensor:
-        """Returns transformers' log-prob of each generated token."""
+        """Returns transformers' log-probs of the generated tokens."""
         output = self.seen.logits(self.model, prompt.input_ids + one.output_ids.tolist(), prompt.media)
         logits = output.logits[0, len(prompt.input_ids) - 1 : -1]
         logits[:, params.banned_token_ids] = float("-inf")
@@ -120,7 +120,7 @@ def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterat
 
 
 def scene(seeing: Seeing) -> list[PromptRequest]:
-    """Returns prompts with images of several sizes, videos, both, and text alone."""
+    """Returns prompts with images of several sizes, videos, both, and text only."""
     seen = seeing.seen
     return seeing.prompts(
         (text(5), seen.image(2, 2), text(4)),

@@ -1,4 +1,4 @@
-"""Keeps engine processes that a test leaves as they started, for the next test that starts one by the same launch."""
+"""Reuses engine processes: keeps those that a test left unchanged for the next test with the same launch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from relax_core.contracts.engine import EngineError
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from tests.contracts.engine.harness import Engine
 
-MOST = 4  # processes that wait for a test
+MOST = 4  # idle processes
 QUIET_S = 5.0
 
 
 class SpareEngines:
-    """Starts engines, and takes back those whose weights are still the first ones."""
+    """Starts engines, and takes back engines that still have their first weights."""
 
     def __init__(self) -> None:
         self._spare: list[tuple[EngineLaunch, EngineProcess]] = []
 
     def start(self, launch: EngineLaunch) -> EngineProcess:
-        """Returns a process of this launch, which may have served a test before."""
+        """Returns a process of this launch, which may have served an earlier test."""
         for place, (other, process) in enumerate(self._spare):
             if other == launch and process.poll() is None:
                 del self._spare[place]
@@ -27,7 +27,7 @@ class SpareEngines:
         return EngineProcess.start(launch)
 
     def take_back(self, launch: EngineLaunch, process: EngineProcess) -> None:
-        """Keeps the process if it is as it started, or else ends it."""
+        """Keeps the process if it is unchanged, else ends it."""
         if not launch.load_weights or not _is_as_it_started(process):
             process.stop(timeout_s=5.0)
             return
@@ -36,13 +36,13 @@ class SpareEngines:
             self._spare.pop(0)[1].stop(timeout_s=5.0)
 
     def close(self) -> None:
-        """Ends all that are left."""
+        """Ends all idle processes."""
         while self._spare:
             self._spare.pop()[1].stop(timeout_s=5.0)
 
 
 def _is_as_it_started(process: EngineProcess) -> bool:
-    """Lets the engine go on, ends its requests, and says whether it has the weights with which it started."""
+    """Resumes the engine, aborts its requests, and returns whether it has its first weights."""
     if process.poll() is not None:
         return False
     engine = Engine(process)

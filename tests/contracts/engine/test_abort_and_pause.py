@@ -1,4 +1,4 @@
-"""Tests aborts, which return what was generated, the three ways to pause, and the release of memory."""
+"""Tests aborts, which return the generated tokens, the three pause modes, and the release of memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Reader:
-    """Gathers a stream of one sample."""
+    """Collects the stream of one sample."""
 
     def __init__(self, events: Iterator[dict[str, Any]]) -> None:
         self._events = events
@@ -42,7 +42,7 @@ class Reader:
         self.meta: dict[str, Any] = {}
 
     def read(self, tokens: int | None = None) -> Reader:
-        """Reads at least ``tokens`` more tokens, or to the end."""
+        """Reads at least ``tokens`` more tokens, or to the end of the stream."""
         wanted = None if tokens is None else len(self.tokens) + tokens
         for event in self._events:
             self.tokens += event["output_ids"]
@@ -129,11 +129,11 @@ def test_pause_update_resume_marks_the_versions(start_engine: Any, tmp_path: Pat
 
 
 def test_retract_goes_on_as_if_nothing_had_happened(engine: Engine) -> None:
-    """Under the same weights the cache is computed anew, and the tokens are those of an undisturbed run."""
+    """Under the same weights the cache is recomputed, and the tokens equal those of a run without interruption."""
     with engine.stream(long_request("retracted")) as events:
         retracted = Reader(events).read(20)
         engine.client.pause("retract")
-        if engine.kind == "embedded":  # SGLang's loads are some steps old
+        if engine.kind == "embedded":  # SGLang's load report is some steps old
             load = engine.client.loads()
             assert (load["running"], load["queued"]) == (0, 1)
         engine.client.resume()

@@ -1,4 +1,4 @@
-"""Tests that many simultaneous requests, more than fit, are all answered as if each were alone."""
+"""Tests that many simultaneous requests, more than fit, get the same answers as single requests."""
 
 from __future__ import annotations
 

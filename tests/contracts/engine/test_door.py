@@ -1,6 +1,6 @@
 """Tests that hostile requests harm neither the embedded engine nor other requests.
 
-Each of these requests once ended the process, its other requests or its readiness, or held it up forever.
+Each of these requests once ended the process, its other requests or its readiness, or blocked it forever.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SEEDED = {
 SCORED = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
 FLATTENED = "flattened_bucket"
 IDLE = 1500
-ROOM_MB = 40  # MB by which the process may grow for other reasons
+ROOM_MB = 40  # MB of growth allowed for other reasons
 
 
 @contextmanager
 def files_allowed(count: int) -> Iterator[None]:
-    """Limits the open files of this process and of processes that are started in the block."""
+    """Limits the open files of this process and of processes started in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     try:
@@ -58,7 +58,7 @@ def files_allowed(count: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def door(launch: EngineLaunch) -> Iterator[Engine]:
-    """Yields an engine that may have 1024 files open, as a shell allows by default, and may raise this limit."""
+    """Yields an engine with a limit of 1024 open files, the default of a shell, which it may raise."""
     with files_allowed(1024):
         process = EngineProcess.start(launch)
     yield Engine(process)
@@ -73,7 +73,7 @@ def generations(engine: Engine) -> list[Any]:
 
 @pytest.fixture
 def unharmed(door: Engine) -> Iterator[Engine]:
-    """Yields the engine, and checks afterwards that it runs and generates the same tokens."""
+    """Yields the engine and checks afterwards that it runs and generates the same tokens."""
     before = generations(door)
     yield door
     assert door.process.poll() is None and door.client.ready()
@@ -114,7 +114,7 @@ def test_numbers_and_lists_beyond_their_bounds_are_refused(unharmed: Engine, bod
 
 
 def test_at_their_bounds_they_are_taken_alone_and_together(unharmed: Engine) -> None:
-    """Each request is in one batch with a plain sample, whose log-probs stay what they are alone."""
+    """Each request shares a batch with a plain sample, whose log-probs do not change."""
     alone = unharmed.post("/generate", SEEDED | {"return_logprob": True})
     for extreme in (
         {"top_k": MAX_TOP_K, "top_p": 5e-324},
@@ -142,7 +142,7 @@ def test_the_configuration_has_the_engines_bounds() -> None:
 def test_logits_that_are_not_finite_end_their_own_request_alone(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """A request whose prompt or response has a token with a NaN embedding fails, in one batch with others."""
+    """A request with a NaN embedding in its prompt or response fails; others in its batch do not."""
     poison, model = 7, make_model(None, seed=0, tied=False)
     untied = tmp_path / "untied"
     untied.mkdir()
@@ -153,7 +153,7 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
     engine.client.update_weights(publish(model, tmp_path / "weights", version=1))
     clean = {**SEEDED, "input_ids": [[5, 6], [8, 9]], "banned_token_ids": [poison]}
     full = {**SEEDED, "input_ids": [[5, 6], [8] * 400], "banned_token_ids": [poison]}
-    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # the long ones show all columns of the short
+    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # the long prompt makes all cache columns be read
     expected, all_expected = ([one["output_ids"] for one in engine.post("/generate", body)] for body in (clean, full))
     draws = {**sampling(max_new_tokens=80, n=64, ignore_eos=True, sampling_seed=1), "input_ids": [9, 10]}
     for bad in (
@@ -172,7 +172,7 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
             assert "not finite" in answer["error"]["message"]
             status, answer = good.result(60)
             assert status == 200 and [one["output_ids"] for one in answer] == expected
-    again = engine.post("/generate", full)  # in the slots that held what is not finite
+    again = engine.post("/generate", full)  # in the slots that held non-finite values
     assert [one["output_ids"] for one in again] == all_expected
 
 
@@ -183,7 +183,7 @@ def test_an_accept_header_of_any_bytes_is_read(unharmed: Engine) -> None:
 
 
 def raw_status(engine: Engine, head: bytes, body: str) -> int:
-    """Returns the status of a request with the token and these bytes of a head."""
+    """Returns the status of a request with the token and this raw head."""
     data = body.encode()
     head += f"authorization: Bearer {TOKEN}\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
@@ -205,7 +205,7 @@ def test_a_body_that_is_nested_deep_is_refused(unharmed: Engine, nested: str) ->
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Makes folders whose weights are not regular files; maps the kind to the folder."""
+    """Makes folders whose weights are not regular files; returns the folder of each kind."""
     found = {name: folder / name for name in ("pipe", "device", "folder", "loop", "empty", "noise")}
     for path in found.values():
         path.mkdir()
@@ -246,7 +246,7 @@ def as_json(manifest: WeightManifest, **changed: Any) -> Any:
 
 
 def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Path) -> None:
-    """The manifest's own digest agrees each time, because its sender has the token."""
+    """The manifest's digest always agrees, because its sender has the token."""
     manifest = publish(make_model(None, seed=0), tmp_path / "good", version=unharmed.version + 1)
     one = manifest.tensors[0]
     for changed in (
@@ -272,7 +272,7 @@ def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Pat
 def digest_of(tensors: list[TensorSpec], manifest: WeightManifest) -> str:
     try:
         return _names_digest(tensors, manifest.digests)
-    except OverflowError:  # no digest can be made of such a size
+    except OverflowError:  # a digest of such a size is impossible
         return manifest.digest
 
 
@@ -324,13 +324,13 @@ def group_body(**changed: Any) -> dict[str, Any]:
 
 
 def test_groups_that_nobody_joins_hold_up_no_update(door: Engine, tmp_path: Path) -> None:
-    """Many such groups hold up no update either, and their number is bounded."""
+    """Many such groups block no update either, and their number is bounded."""
     with ThreadPoolExecutor(17) as pool:
         bodies = [group_body(group_name=f"lonely-{number}", timeout_s=4.0) for number in range(17)]
         calls = [pool.submit(door.call, "/init_weights_update_group", body) for body in bodies]
         manifest = publish(make_model(None, seed=0), tmp_path / "good", version=door.version + 1)
         assert door.client.update_weights(manifest)["weight_version"] == manifest.version
-        assert not all(call.done() for call in calls), "the groups were given up before"
+        assert not all(call.done() for call in calls), "the groups were removed earlier"
         words = [call.result(60)[1]["error"]["message"] for call in calls]
     assert sum("16 groups exist" in one for one in words) >= 1
     assert sum("joining at" in one for one in words) >= 1
@@ -344,7 +344,7 @@ def test_versions_that_are_none_are_refused(unharmed: Engine, version: Any) -> N
 
 
 def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
-    """It needs no token."""
+    """The request needs no token."""
     before, sent = peak_mb(unharmed), 0
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)
@@ -355,7 +355,7 @@ def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
                 sent += 1
             assert b" 431 " in client.recv(1 << 16)
         except ConnectionError:
-            pass  # it was hung up on
+            pass  # the engine closed the connection
     assert peak_mb(unharmed) - before < ROOM_MB
     with ThreadPoolExecutor() as pool:
         assert pool.submit(unharmed.client.ready).result(60)
@@ -367,7 +367,7 @@ def peak_mb(engine: Engine) -> int:
 
 
 def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
-    """Idle connections need no token. A running stream is not cut off, and the owner's question is answered."""
+    """Idle connections need no token. A running stream continues, and the owner's request is answered."""
     idle: list[socket.socket] = []
     try:
         with files_allowed(IDLE + 1000), unharmed.stream(long_request("running", tokens=3000)) as events:
@@ -375,7 +375,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
             for number in range(IDLE):
                 idle.append(socket.create_connection(("127.0.0.1", unharmed.process.port)))
                 if number % 2:
-                    idle[-1].sendall(b"GET /ready HTTP/1.1\r\nx: ")  # and never the rest
+                    idle[-1].sendall(b"GET /ready HTTP/1.1\r\nx: ")  # without the rest of the request
             assert unharmed.new_client().ready()
             assert unharmed.call("/health", method="GET", token=None)[0] == 200
             assert list(events)[-1]["meta_info"]["finish_reason"]["type"] == "length"
@@ -385,7 +385,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
 
 
 def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: Engine) -> None:
-    """The route needs no token, generates no tokens of its own, and says at once why the engine generates none."""
+    """The route needs no token, generates no tokens, and returns immediately why the engine generates none."""
     before = unharmed.client.loads()
     with ThreadPoolExecutor(16) as pool:
         asked = list(pool.map(lambda _: unharmed.call("/health_generate", method="GET", token=None), range(200)))
@@ -394,7 +394,7 @@ def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: E
     assert (after["generated_tokens"], after["decode_steps"]) == (before["generated_tokens"], before["decode_steps"])
     unharmed.client.pause("in_place")
     status = 200
-    while status == 200:  # the last answer holds for a second
+    while status == 200:  # the last answer is cached for a second
         status, answer = unharmed.call("/health_generate", method="GET", token=None)
     unharmed.client.resume()
     assert status == 503 and "paused" in answer["error"]["message"]
@@ -411,7 +411,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_body_or_a_stream_leaves_nothi
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.sendall(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         client.recv(100)
-        client.shutdown(socket.SHUT_WR)  # the client closes its side and gets no further answer
+        client.shutdown(socket.SHUT_WR)  # the client closes its side of the connection
         wait_until(lambda: unharmed.client.loads()["running"] == 0, what="the end of what it asked for")
 
 

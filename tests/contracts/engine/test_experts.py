@@ -1,4 +1,4 @@
-"""Compares a mixture of experts with transformers: its log-probs, and the experts of every token."""
+"""Compares a mixture of experts with transformers: log-probs, and the experts of every token."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_w
     found = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4").reshape(rows, LAYERS, TOP_K)
     first = transformers_view(model, prompt, tokens)[1]
     second = transformers_view(other, prompt, tokens)[1]
-    fed_first = len(prompt) + change - 1  # the newest token of the first weights is fed under the second ones
+    fed_first = len(prompt) + change - 1  # the last token of the first weights is computed under the second weights
     assert 10 <= change <= len(tokens) - 10
     assert np.array_equal(np.sort(found[:fed_first], -1), first[:fed_first])
     assert np.array_equal(np.sort(found[fed_first:], -1), second[fed_first:])
@@ -163,7 +163,7 @@ def test_a_dense_model_has_none_to_tell(engine: Engine) -> None:
 
 @embedded_moe
 def test_an_engine_may_compute_in_half_precision(moe: Engine, model: Any, folder: Path, start_engine: Any) -> None:
-    """The log-probs are near the exact ones and not equal to them."""
+    """The log-probs are close to the exact values but not equal."""
     half = start_engine(model_folder=folder, dtype="bfloat16")
     gaps = []
     for one in half.generate(prompts_of(*PROMPTS), WANTED):

@@ -1,4 +1,4 @@
-"""Compares the set that each token was sampled from with transformers' own logits and warpers."""
+"""Compares the kept set of each token with transformers' logits and warpers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.contracts.engine.harness import (
 )
 
 TOLERANCE = 2e-5
-CLEAR = 1e-5  # a token nearer to the edge of a set than this may be on either side of it
+CLEAR = 1e-5  # tokens closer to the edge of a set may be inside or outside
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 5, 16, 33)]
 WANTED = SamplingParams(n=4, max_new_tokens=12, return_kept_tokens=True)
 
@@ -50,7 +50,7 @@ def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: Sampl
 
 
 def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the kept sets ``[tokens, vocab]``, and for which tokens ``[tokens]`` rounding cannot change them."""
+    """Returns the kept sets ``[tokens, vocab]``, and the mask ``[tokens]`` of sets that rounding cannot change."""
     warped = TopKLogitsWarper(params.top_k)(None, logits) if params.top_k > 0 else logits
     before = logits if kind == "sglang" else warped  # SGLang's top_p counts the probabilities before top_k
     clear = torch.ones(len(logits), dtype=torch.bool)
@@ -73,7 +73,7 @@ def check(model: Any, one: Generated, params: SamplingParams, kind: str) -> int:
     logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
     mask, clear = expected_sets(logits, params, kind)
     assert np.array_equal(one.kept.mask()[clear], mask[clear])
-    assert one.kept.tokens * (4 + 4 * 2) >= one.kept.nbytes  # 2 words hold a bitmask of 50 tokens
+    assert one.kept.tokens * (4 + 4 * 2) >= one.kept.nbytes  # a bitmask of 50 tokens has 2 words
     own = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf")).log_softmax(-1)
     gap = own.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0] - torch.tensor(one.logprobs)
     assert float(gap.abs().max()) <= TOLERANCE
@@ -171,7 +171,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
         kept, change = KeptTokens.of_lists(rows, vocab_size=VOCAB), spans[0]["end"]
         assert kept.fault(tokens) is None
         parts = [(model, slice(0, change))]
-        if mode == "retract":  # computed anew; in place it goes on upon the first weights' cache, which nobody has
+        if mode == "retract":  # recomputed; "in_place" continues on the first weights' cache, which has no reference
             parts.append((other, slice(change, None)))
         for weights, part in parts:
             logits = tempered_logits(weights, [5, 6, 7], tokens, TRUNCATED)[part]
@@ -182,7 +182,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
 @embedded_only
 @pytest.mark.parametrize("top_k", [0, 3, VOCAB])
 def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top_k: int) -> None:
-    """The batch also has tokens that were sampled from the whole vocabulary, and none of banned tokens."""
+    """The batch also has tokens sampled from the whole vocabulary, but no banned tokens."""
     params = msgspec.structs.replace(WANTED, top_p=0.8, temperature=0.8, banned_token_ids=[7, 8])
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
@@ -267,7 +267,7 @@ def test_sglang_scores_over_the_whole_vocabulary_only(engine: Engine) -> None:
 
 @pytest.fixture
 def random_sglang(sglang_launch: EngineLaunch) -> Iterator[Engine]:
-    """Yields a server that is not deterministic."""
+    """Yields a non-deterministic server."""
     process = EngineProcess.start(replace(sglang_launch, engine=replace(sglang_launch.engine, deterministic=False)))
     yield Engine(process, "sglang")
     process.stop(timeout_s=5.0)

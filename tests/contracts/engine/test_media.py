@@ -1,4 +1,4 @@
-"""Compares prompts with images and videos with transformers, over HTTP, on every kind of engine that takes them."""
+"""Compares prompts with images and videos with transformers, over HTTP, on every kind of engine with vision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = [
     pytest.param((kind, name), id=f"{kind}-{name}", marks=marks)
     for kind, marks, names in (
         ("embedded", (), (DENSE, EXPERTS, *HYBRIDS)),
-        # Hybrids are refused before a run starts; tests/engines/sglang/media has the dense model.
+        # SGLang's hybrids are refused before a run starts; tests/engines/sglang/media tests the dense model.
         ("sglang", pytest.mark.sglang, (EXPERTS,)),
     )
     for name in names
@@ -53,7 +53,7 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from start(launch, tmp_path_factory.mktemp("seeing"), name=name, kind=kind)
 
 
-# The other tests read what only the embedded engine reports; tests/engines/sglang/media has SGLang's own.
+# The other tests use reports of the embedded engine only; tests/engines/sglang/media has those of SGLang.
 ON_SGLANG = (
     "test_every_token_is_that_of_transformers",
     "test_an_item_may_stand_behind_generated_tokens",
@@ -87,7 +87,7 @@ def test_given_tokens_are_scored_as_transformers_does(seeing: Seeing) -> None:
 
 
 def test_an_item_may_stand_behind_generated_tokens(seeing: Seeing) -> None:
-    """An environment answers with a picture: the second turn's prompt is the first one, its answer and the picture."""
+    """An environment answers with a picture: the second turn's prompt is the first turn followed by the picture."""
     params = seeing.params
     (first,) = seeing.prompts((text(4), seeing.seen.image(2, 3, seed=5), text(3)))
     answer = seeing.engine.generate([first], params)[0].output_ids.tolist()
@@ -136,9 +136,9 @@ def test_every_row_of_an_item_has_its_experts(seeing: Seeing) -> None:
         assert np.array_equal(np.sort(found, -1), np.sort(chosen, -1))
 
 
-# -- sight ------------------------------------------------------------------------------------------------------------
+# -- vision -----------------------------------------------------------------------------------------------------------
 def test_what_is_seen_decides(seeing: Seeing) -> None:
-    """Another picture, and two pictures in the other order, change the log-probs of the tokens after them."""
+    """Another picture, or two pictures in another order, change the log-probs of the tokens after them."""
     seen = seeing.seen
     left, right, other = (seen.image(3, 3, seed=seed) for seed in (11, 12, 13))
     prompts = seeing.prompts(
@@ -151,7 +151,7 @@ def test_what_is_seen_decides(seeing: Seeing) -> None:
 
 
 def test_new_towers_are_seen_and_leave_text_alone(seeing: Seeing, tmp_path: Path) -> None:
-    """Only the tower's weights change. The picture was seen before, so that old features would show."""
+    """Only the tower's weights change. The picture was used before, so that cached old features would show."""
     pictures, words = seeing.prompts((text(4), seeing.seen.image(3, 4, seed=21), text(6))), seeing.prompts((text(40),))
     before, before_words = seeing.scores(pictures)[0], seeing.scores(words)[0]
     other = make_seeing_model(None, name=seeing.name)
@@ -163,7 +163,7 @@ def test_new_towers_are_seen_and_leave_text_alone(seeing: Seeing, tmp_path: Path
     expected = seeing.seen.logprobs(other, pictures[0].input_ids, pictures[0].media)
     torch.testing.assert_close(torch.tensor(after), expected, atol=TOLERANCE, rtol=0)
     assert np.abs(np.subtract(before, after))[-6:].max() > 1e-2
-    assert before_words == after_words, "to the last bit"
+    assert before_words == after_words, "equal to the bit"
     seeing.publish(tmp_path / "first", seeing.model)
     assert seeing.scores(pictures)[0] == before
 
@@ -188,9 +188,9 @@ def test_an_item_passes_the_tower_once_for_each_weight_version(seeing: Seeing, t
 # -- while samples run ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Path, mode: Any) -> None:
-    """A retracted sample sees its picture with the new tower; one that stays keeps its cache of the old one.
+    """A retracted sample uses the new tower; a sample paused in place keeps its cache of the old tower.
 
-    States would carry the old weights on, so that a model with states computes them again in both modes.
+    States would preserve the effect of old weights, so that a model with states recomputes them in both modes.
     """
     (prompt,) = seeing.prompts((text(3), seeing.seen.image(4, 3, seed=41), text(4)))
     other = make_seeing_model(None, name=seeing.name, seed=9)
@@ -221,7 +221,7 @@ def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Pa
 
 @pytest.mark.parametrize("what", INTERRUPTIONS)
 def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(seeing: Seeing, tmp_path: Path, what: str) -> None:
-    """Keys, values and states stay, move to another slot, or are computed again; nothing of it shows in the tokens."""
+    """Keys, values and states stay, move to another slot, or are recomputed; the tokens do not change."""
     seen, client = seeing.seen, seeing.engine.client
     leaves, stays = seeing.prompts(
         (text(9), seen.image(3, 4, seed=42), text(4)), (text(3), seen.video(3, 2, 3, seed=43), text(70))
@@ -270,7 +270,7 @@ def generated(tokens: list[int], logprobs: list[float]) -> Generated:
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 def test_a_request_that_fits_only_without_its_states_is_refused(seeing: Seeing) -> None:
-    """A request at the limit is answered; with one token more it would wait for room that never comes."""
+    """A request at the limit is answered; with one more token it would wait forever for space."""
     n, states = MAX_TOTAL_TOKENS // CONTEXT, seeing.state_tokens
     body = {"sampling_params": {"n": n, "max_new_tokens": 1}, "banned_token_ids": seeing.params.banned_token_ids}
     answers = seeing.engine.post("/generate", {**body, "input_ids": text(CONTEXT - states - 1)})
@@ -309,7 +309,7 @@ def test_digests_that_are_not_there_are_refused(seeing: Seeing) -> None:
 
 
 def test_an_item_that_disappears_fails_its_own_request_only(seeing: Seeing) -> None:
-    """The bus keeps the files of open requests, so that this is a fault; the engine goes on."""
+    """The bus keeps the files of open requests, so this is a fault; the engine continues."""
     gone, stays = seeing.prompts(
         (text(3), seeing.seen.image(2, 4, seed=61), text(4)), (text(3), seeing.seen.image(2, 4, seed=62), text(4))
     )
@@ -326,7 +326,7 @@ def test_an_item_that_disappears_fails_its_own_request_only(seeing: Seeing) -> N
 def test_an_engine_that_saw_another_number_of_tokens_is_refused(
     seeing: Seeing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token is lost on the way, as if the engine had expanded the image to another number of rows."""
+    """One token is removed, as if the engine had expanded the image to another number of rows."""
     (prompt,) = seeing.prompts((text(3), seeing.seen.image(2, 2, seed=71), text(4)))
     count = len(prompt.input_ids)
 

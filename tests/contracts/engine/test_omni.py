@@ -1,4 +1,4 @@
-"""Compares Qwen3-Omni's thinker with transformers, over HTTP, on every kind of engine, with all kinds of media."""
+"""Compares Qwen3-Omni's thinker with transformers, over HTTP, on every kind of engine and with all kinds of media."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.contracts.engine.seeing_engine import long_body, read, take
 
 REACH = 2e-5
 CONTEXT = 512
-BANNED = list(range(WORDS, 60))  # among them the tokens that begin an item, which transformers would look for
+BANNED = list(range(WORDS, 60))  # with the tokens that begin an item, which transformers would search for
 PARAMS = SamplingParams(n=2, max_new_tokens=6, banned_token_ids=BANNED)
 
 
 class ServedThinker:
-    """Is a running engine of the tiny thinker, and transformers' model of the same weights."""
+    """Holds a running engine of the tiny thinker and transformers' model of the same weights."""
 
     def __init__(self, launch: EngineLaunch, started: Started, folder: Path) -> None:
         self.kind = launch.engine.name
@@ -58,7 +58,7 @@ class ServedThinker:
             return_routed_experts=self.kind == "embedded",
         )
         self.process = started.start(self.launch)
-        self.engine = Engine(self.process, self.kind)  # for calls of SGLang's own routes
+        self.engine = Engine(self.process, self.kind)  # for calls of SGLang's routes
 
     def client(self) -> Any:
         return build_client(
@@ -79,7 +79,7 @@ class ServedThinker:
         return asyncio.run(collect(self.client()))
 
     def gap(self, *requests: PromptRequest) -> float:
-        """Returns the largest log-prob difference to transformers; checks that both saw equally many tokens."""
+        """Returns the largest log-prob difference to transformers; checks that both have the same number of tokens."""
         found = self.generate(requests)
         assert len(found) == PARAMS.n * len(requests)
         for one in found:
@@ -87,7 +87,7 @@ class ServedThinker:
         return max(self.difference(requests[one.prompt], one.output_ids.tolist(), one.logprobs) for one in found)
 
     def difference(self, request: PromptRequest, new: list[int], logprobs: Any) -> float:
-        """Returns the largest difference of an answer's log-probs to those of transformers."""
+        """Returns the largest difference of an answer's log-probs to transformers."""
         ids = np.array([*request.input_ids, *new])
         with torch.no_grad():
             logits = omni_logits(self.model, _tree(ids, request.media), self.reader, self.towers)
@@ -97,7 +97,7 @@ class ServedThinker:
         return float((torch.tensor(logprobs) - expected).abs().max())
 
     def publish(self, version: int) -> None:
-        """Serves the weights of the model as the next version; those of talker and code2wav are not among them."""
+        """Serves the model's weights, without those of talker and code2wav, as the next version."""
         weights = [
             (f"thinker.{name}", one.contiguous()) for name, one in published_omni(self.model.state_dict().items())
         ]
@@ -112,7 +112,7 @@ def _tree(token_ids: np.ndarray, media: Sequence[Media]) -> Any:
 
 
 class RouterChoices:
-    """Keeps which experts transformers' routers choose; ``layers`` has int64 ``[rows, per token]`` of each layer."""
+    """Records the experts chosen by transformers' routers; ``layers``: int64 ``[rows, per token]`` of each layer."""
 
     def __init__(self, model: Any) -> None:
         self.layers: list[np.ndarray] = []
@@ -141,7 +141,7 @@ def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def embedded(thinker: ServedThinker) -> ServedThinker:
-    """Returns the embedded engine, for what SGLang refuses or does not report."""
+    """Returns the embedded engine, for tests that SGLang does not support."""
     if thinker.kind != "embedded":
         pytest.skip("of the embedded engine alone")
     return thinker
@@ -161,7 +161,7 @@ def request(*parts: int | MediaItem) -> PromptRequest:
 
 
 def pictures_and_sounds(items: OmniItems) -> list[PromptRequest]:
-    """Text, a picture, clips of which one is shorter than a chunk, a picture between clips."""
+    """Returns text, a picture, clips of which one is shorter than a chunk, and a picture between clips."""
     image, clips = items.image(4, 6), [items.clip(730), items.clip(10), items.clip(100)]
     return [
         request(9),
@@ -172,11 +172,11 @@ def pictures_and_sounds(items: OmniItems) -> list[PromptRequest]:
 
 
 def videos(items: OmniItems) -> list[PromptRequest]:
-    """A video, a video with its sound, all kinds, and a video whose seconds move positions beyond the context."""
+    """Returns a video, a video with its sound, all kinds, and a video with positions beyond the context."""
     video, heard = items.video(3, 4, 4), items.heard_video(3, 2, 4, frames=250)
     return [
         request(4, video, 3),
-        request(2, heard, 6),  # transformers takes it beside no other sound and no other video
+        request(2, heard, 6),  # transformers takes no other sound or video with it
         request(7, items.image(4, 6), 3, items.clip(250), 2, video, 5),
         request(3, items.video(6, 2, 4, seconds=10.0), 5),
     ]
@@ -188,9 +188,9 @@ def test_the_engine_computes_what_transformers_computes(thinker: ServedThinker) 
 
 
 def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
-    """All tensors of the thinker come, and none of talker and code2wav, which the server does not have.
+    """All tensors of the thinker are updated, and none of talker and code2wav, which the server does not have.
 
-    Only the audio tower's weights change. The sound was heard before, so that old features would show.
+    Only the audio tower's weights change. The sound was used before, so that cached old features would show.
     """
     words, seen, heard, _ = pictures_and_sounds(thinker.items)
     kept = [words, seen] if thinker.kind == "embedded" else []
@@ -202,7 +202,7 @@ def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
     thinker.publish(1)
     assert thinker.gap(heard) <= REACH
     after = [[one.logprobs.tolist() for one in thinker.generate([asked])] for asked in kept]
-    assert before == after, "text and pictures keep their bits"
+    assert before == after, "text and pictures are equal to the bit"
 
 
 def test_a_video_between_whole_positions_is_refused(thinker: ServedThinker) -> None:
@@ -233,7 +233,7 @@ def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_paused_sample_has_the_tokens_of_a_calm_one(embedded: ServedThinker, mode: Any) -> None:
-    """A retracted sample sees and hears its items again; behind a video its positions have fractions."""
+    """A retracted sample encodes its items again; after a video its positions have fractions."""
     asked = videos(embedded.items)[2]
     tokens: list[int] = []
     logprobs: list[float] = []

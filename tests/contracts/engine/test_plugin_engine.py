@@ -1,5 +1,6 @@
-"""The engine of examples/plugins/transformers_engine.py, a plug-in outside the core, under the tests of every engine as
-far as they apply to it: it neither truncates nor scores nor streams single tokens."""
+"""Runs the contract tests on the plug-in engine of examples/plugins/transformers_engine.py as far as they apply: it has
+no truncation, no scores and no streams of single tokens.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ WaitUntil = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def engine(launch: EngineLaunch, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """It starts without weights and gets version 0, the model's. A test that changes them puts them back."""
+    """Yields the engine, started without weights and updated to version 0. Tests restore changed weights."""
     folder: Path = tmp_path_factory.mktemp("plugin")
     settings = replace(launch.engine, name=str(FILE))
     process = EngineProcess.start(replace(launch, engine=settings, load_weights=False, log_file=folder / "engine.log"))
@@ -80,7 +81,7 @@ def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, changes:
 def test_a_version_is_served_once_its_digest_agrees(
     engine: Engine, model: Any, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    """A request for a newer version waits for it, and a response that new weights meet in the middle goes on."""
+    """A request for a newer version waits for it, and a running response continues under new weights."""
     newer, prompt = make_model(None, seed=7), random_prompt(12)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(engine.generate, prompts_of(prompt, min_version=1), SamplingParams(max_new_tokens=6))
@@ -92,7 +93,7 @@ def test_a_version_is_served_once_its_digest_agrees(
         reply = engine.client.update_weights(manifest)
         assert reply["weight_version"] == 1 and reply["stall_ms"] > 0.0
         assert set(waiting.result(60)[0].versions.tolist()) == {1}
-        engine.client.release_memory()  # what runs goes on from its tokens when the memory is back
+        engine.client.release_memory()  # running samples continue from their tokens when the memory is resumed
         engine.client.resume_memory()
         engine.client.abort("prompt-0")
         (one,) = crossed.result(60)
@@ -137,7 +138,7 @@ def test_what_it_cannot_serve_is_refused_in_words(engine: Engine) -> None:
 
 
 def test_the_configuration_alone_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a relative path, which is made absolute; its checks and its transports are asked with all others."""
+    """The relative path is made absolute; the plug-in's checks and transports are used like those of other engines."""
     monkeypatch.chdir(FILE.parents[2])
     name = "engine.name=examples/plugins/transformers_engine.py"
     assert load_config(["engine=plugin", name]).engine.name == str(FILE)

@@ -1,4 +1,4 @@
-"""Tests over HTTP what engines tell and serve of prefixes that they keep, across a weight update too."""
+"""Tests the prefix cache of engines over HTTP: reported cached tokens, and answers also across a weight update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = SamplingParams(max_new_tokens=9, banned_token_ids=[3])
 
 
 def next_turn(engine: Engine, prompt: list[int]) -> list[int]:
-    """Has a prompt answered, and returns the prompt of the turn behind the answer."""
+    """Requests an answer to a prompt and returns the prompt of the next turn."""
     (one,) = engine.generate(prompts_of(prompt), ANSWER)
     return [*prompt, *one.output_ids.tolist(), *random_prompt(6, seed=1)]
 
@@ -40,7 +40,7 @@ def test_the_embedded_engine_tells_what_it_did_not_compute(
     before = engine.client.loads()
     assert (before["prefill_tokens"], before["cached_tokens"]) == (70, 0)
     (compact,) = engine.generate(prompts_of(turn), ANSWER)
-    assert compact.cached_tokens == 78  # all but the answer's last token and what follows it
+    assert compact.cached_tokens == 78  # all but the answer's last token and the tokens after it
     status, reply = engine.call("/generate", {"input_ids": turn, "sampling_params": {"max_new_tokens": 1}})
     assert status == 200 and reply["meta_info"]["cached_tokens"] == 84  # all but the prompt's last token
     load = engine.client.loads()
@@ -67,8 +67,8 @@ def test_sglang_tells_what_its_cache_gave(engine: Engine) -> None:
 def assert_turns_of_their_weights(engine: Engine, folder: Path, *, reuse: bool) -> None:
     """Plays two episodes over a weight change, and compares each turn with transformers.
 
-    Every turn's context and tokens are made by one version. An engine that kept keys and values of the first one would
-    be far off in the turns of the second one, as the first one's model is.
+    Each turn's context and tokens are computed by one version. An engine that kept keys and values of the first version
+    would be as far from the second version's log-probs as the first version's model.
     """
     before, after = make_model(None, seed=0), make_model(None, seed=5)
     prompts, cached, far = [random_prompt(70, seed=3), random_prompt(90, seed=4)], 0, 0.0
@@ -87,7 +87,7 @@ def assert_turns_of_their_weights(engine: Engine, folder: Path, *, reuse: bool) 
                 far = float((transformers_logprobs(before, prompts[index], one, ANSWER) - logprobs).abs().max())
             cached += one.cached_tokens
             prompts[index] = [*prompts[index], *one.output_ids.tolist(), *random_prompt(6, seed=turn)]
-    assert far > 100 * TOLERANCE, "the two versions are alike: the test says nothing"
+    assert far > 100 * TOLERANCE, "the two versions are too similar for this test"
     assert (cached > 0) == reuse
 
 

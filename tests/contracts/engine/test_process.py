@@ -29,12 +29,12 @@ ENDS_S = 60.0
 def wait_gone(pid: int) -> None:
     deadline = time.monotonic() + ENDS_S
     while not process_state(pid).startswith(EXITED):
-        assert time.monotonic() < deadline, f"engine {pid} is there after {ENDS_S:.0f} s"
+        assert time.monotonic() < deadline, f"engine {pid} still runs after {ENDS_S:.0f} s"
         time.sleep(0.02)
 
 
 def kill(process: EngineProcess) -> None:
-    """Kills the engine and waits until all its threads have ended, so that its port is free."""
+    """Kills the engine and waits for the end of all its threads, so that its port is free."""
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + ENDS_S
     while process.poll() is None:
@@ -47,7 +47,7 @@ def test_it_ends_when_its_stdin_ends_even_while_it_decodes(start_engine: Callabl
     with engine.stream(long_request("running")) as events:
         next(events)
         engine.process.stop(timeout_s=ENDS_S)
-    assert engine.process.poll() == 0, "it was killed for it did not end"
+    assert engine.process.poll() == 0, "it was killed because it did not end"
 
 
 def test_it_ends_on_sigterm(start_engine: Callable[..., Engine]) -> None:
@@ -94,7 +94,7 @@ def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[.
 
 
 def test_an_engine_that_dies_in_the_middle_is_unreachable(start_engine: Callable[..., Engine]) -> None:
-    """The first prompt has its responses; the second waits for weights that never come."""
+    """The first prompt has its responses; the second prompt waits for weights that never come."""
     engine = start_engine()
     first, second = prompts_of([5, 6], [7, 8])
     prompts = [first, msgspec.structs.replace(second, min_version=10**6)]

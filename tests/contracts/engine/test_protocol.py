@@ -94,7 +94,7 @@ def test_sglangs_events_are_incremental(engine: Engine) -> None:
             received += 1
             tokens.setdefault(event["index"], []).extend(event["output_ids"])
             assert len(tokens[event["index"]]) == event["meta_info"]["completion_tokens"]
-    # SGLang joins events that its reader has not yet fetched, so one may hold more than stream_interval tokens.
+    # SGLang joins unread events, so an event may have more than stream_interval tokens.
     assert received > len(tokens)
     expected = engine.generate(prompts, params)
     assert [tokens[index] for index in sorted(tokens)] == [one.output_ids.tolist() for one in expected]

@@ -1,4 +1,4 @@
-"""Tests what an engine refuses, and that the refusal has key, value and fix."""
+"""Tests requests that an engine refuses, and that the errors have key, value and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the scoring of given tokens through SGLang's own fields against transformers, and what is refused."""
+"""Tests scores of given tokens by SGLang's protocol against transformers, and refused requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected(model: Any, ids: list[int], *, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("top_k", [0, 5, VOCAB])
 def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int, temperature: float) -> None:
-    """The sequences differ in length, some exceed one prefill pass, and each is scored from another position on."""
+    """The sequences have different lengths, some longer than one prefill pass, and different first scored positions."""
     if engine.kind == "sglang" and temperature != 1.0:
         with pytest.raises(EngineError, match=r"scores at temperature 0\.6 are not possible, because SGLang"):
             engine.client.score([TokensToScore(input_ids=[5, 6], first=1)], top_k=top_k, temperature=temperature)
@@ -49,7 +49,7 @@ def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int
         if top_k:
             values = wanted.topk(top_k, -1).values
             assert float((torch.tensor(one.top_logprobs) - values).abs().max()) <= TOLERANCE
-            by_id = wanted.gather(-1, torch.tensor(one.top_ids.tolist()))  # ids in order of their value, ties or not
+            by_id = wanted.gather(-1, torch.tensor(one.top_ids.tolist()))  # by id, because ties have no order
             assert float((by_id - values).abs().max()) <= TOLERANCE
 
 

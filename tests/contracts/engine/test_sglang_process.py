@@ -1,4 +1,4 @@
-"""Tests an SGLang server that the run starts: what it reports, what it hides, and that it leaves no files."""
+"""Tests an SGLang server that the run starts: its reports, its private address, and that it leaves no files."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, 
     model = make_model(None, seed=10)
     manifest = publish(model, tmp_path / "new", version=version + 1)
     with ThreadPoolExecutor() as pool:
-        for attempt in range(20):  # one whose prefill ends before it was seen is no use
+        for attempt in range(20):  # retried if the prefill ended before the pause
             prompt = random_prompt(4000, seed=attempt)
             cut = pool.submit(blank.generate, prompts_of(prompt, min_version=version), params)
             while not (half := half_prefilled(blank)) and not cut.done():
                 blank.client.resume()
-                assert time.monotonic() < deadline, "no prompt was seen in the middle of its prefill"
+                assert time.monotonic() < deadline, "no prompt was paused in the middle of its prefill"
             if half:
                 break
         assert half
@@ -117,7 +117,7 @@ def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, 
 
 
 def half_prefilled(engine: Engine) -> bool:
-    """Pauses the server; is True if its only prompt has some but not all chunks of its prefill."""
+    """Pauses the server; returns whether its only prompt has some but not all chunks of its prefill."""
     engine.client.pause("in_place")
     loads = engine.client.loads()
     return loads["num_waiting_reqs"] == 0 and loads["num_waiting_uncached_tokens"] > 8 * CHUNK
@@ -163,9 +163,9 @@ def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_u
 
 
 def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started) -> None:
-    """No sockets, files or names in shared memory stay once the owner has seen the server's end."""
-    assert blank.process.poll() is not None, "the test before has killed it"
-    assert started.left(), "what it had made"
+    """No sockets, files or names in shared memory remain after the owner has noticed the server's end."""
+    assert blank.process.poll() is not None, "the previous test has killed it"
+    assert started.left(), "the killed server left files"
     blank.process.stop(timeout_s=0.0)
     assert not started.left()
 

@@ -30,7 +30,7 @@ def text_of(ids: list[int]) -> str:
 
 def write_tokenizer(folder: Path) -> None:
     words = {f"{text_of([token])}\0{token}": token for token in range(VOCAB)}
-    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))  # SGLang warms up with a text of its own
+    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))  # SGLang warms up with its own text
     core.decoder = decoders.Sequence([decoders.Replace(Regex(r"\x00\d+"), ""), decoders.Fuse()])
     core.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -82,7 +82,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine
     whole = lettered.generate(prompts, PARAMS)
     stopped = lettered.generate(prompts, STOPPING)
     ended = [as_expected(one, other) for one, other in zip(whole, stopped, strict=True)]
-    assert sum(ended) >= 5 and not all(ended), ended  # the model writes them by chance
+    assert sum(ended) >= 5 and not all(ended), ended  # the model samples stop strings at random
 
 
 def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Compares tokens and log-probs of exactly the sampled distribution with transformers."""
+"""Compares tokens and log-probs of the sampled distribution with transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model() -> Any:
 
 
 def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params: SamplingParams) -> torch.Tensor:
-    """Returns the log-prob of each generated token, from one uncached forward pass and transformers' own warpers."""
+    """Returns the log-prob of each generated token from one uncached forward pass and transformers' warpers."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
     logits[:, params.banned_token_ids] = float("-inf")
@@ -54,7 +54,7 @@ def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params:
 )
 def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, params: SamplingParams) -> None:
     if engine.kind == "sglang" and params.top_p < 1.0:
-        # It tells such log-probs only with a top_k; and its top_p counts the probabilities before top_k.
+        # SGLang reports such log-probs only with a top_k; its top_p uses the probabilities before top_k.
         params = msgspec.structs.replace(params, top_k=VOCAB)
     version = engine.version
     responses = engine.generate(prompts_of(*PROMPTS), params)

@@ -1,4 +1,4 @@
-"""Tests that a call which asks for it is told the tokens of a response while they are sampled."""
+"""Tests that a call can receive the tokens of a response while they are sampled."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ def test_tokens_are_told_one_by_one_before_the_response_ends(engine: Engine) -> 
     ]
     for one in found:
         ids = one.output_ids.tolist()
-        assert told[one.prompt, one.sample] in (ids, ids[:-1])  # the last one may come with the response alone
+        assert told[one.prompt, one.sample] in (ids, ids[:-1])  # the last token may come only with the response

@@ -1,4 +1,4 @@
-"""Tests new weights by every transport on both engines, which serve them only if their digest agrees."""
+"""Tests weight updates by every transport on both engines, which serve weights only if their digest agrees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture
 def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """Yields the session's engine; afterwards it serves the folder's own weights under a newer version."""
+    """Yields the session's engine; afterwards it serves the model folder's weights under a newer version."""
     yield engine
     newer = max(engine.version, 1000) + 1
     engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
@@ -97,11 +97,12 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
     damage.append(flip_a_bit)
     (why,) = send(publisher, before + 2).refused.values()
     assert "digest" in why
-    # Over gloo SGLang's model has the wrong weights before the digest is known, so it serves nothing until good ones.
+    # Over gloo SGLang's model has the wrong weights before the digest is known, so it serves nothing until a good
+    # update.
     assert engine.version == (-1 if name == "gloo" else before + 1)
     damage.clear()
 
-    flip_a_bit(max(tmp_path.glob(f"*/{WEIGHTS}")))  # back: the same version, offered again, is taken at once
+    flip_a_bit(max(tmp_path.glob(f"*/{WEIGHTS}")))  # restored: the same version is accepted when it is offered again
     latest = read_latest(tmp_path)
     assert latest is not None and latest.version == before + 2
     engine.client.update_weights(latest)
@@ -116,7 +117,7 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
 def test_frozen_tensors_are_read_once_and_by_an_engine_that_lacks_them(
     engine_back: Engine, name: str, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The frozen tensors' file is taken away; only an engine that does not hold these tensors asks for it."""
+    """The frozen tensors' file is removed; only an engine without these tensors requests it."""
     engine, version = engine_back, engine_back.version
 
     def is_frozen(weight: str) -> bool:
@@ -188,7 +189,7 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 @sglang_only
 def test_senders_of_many_versions_take_turns_while_samples_run(engine_back: Engine, tmp_path: Path) -> None:
-    """A server that one sender lets go on while another one loads would wait for its samples, which a third pauses."""
+    """If a sender resumed the server during another sender's load, this would wait for samples paused by a third."""
     first = engine_back.version + 1
     manifests = [
         publish(make_model(None, seed=version), tmp_path / f"many-{version}", version=version)
@@ -237,7 +238,7 @@ def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, m
 
 @sglang_only
 def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back: Engine, tmp_path: Path) -> None:
-    """In time sharing the trainer has released the memory, and an engine's owner sends weights without knowing it."""
+    """In time sharing the trainer has released the memory, and the engine's owner sends weights without knowing it."""
     engine, version = engine_back, engine_back.version + 1
     engine.client.release_memory()
     engine.new_client().update_weights(publish(make_model(None, seed=version), tmp_path / "w", version=version))
@@ -264,7 +265,7 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
 def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others(
     engine_back: Engine, tmp_path: Path
 ) -> None:
-    """SGLang samples one more token of a response that is aborted, here after its weights count as unknown."""
+    """SGLang samples one more token of an aborted response, here after its weights count as unknown."""
     version, told = engine_back.version, threading.Event()
     client, other = engine_back.new_client(), engine_back.new_client()
 
@@ -279,7 +280,7 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
     with ThreadPoolExecutor() as pool:
         sampled = pool.submit(lambda: asyncio.run(sample()))
         assert told.wait(30.0)
-        engine_back.post("/pause_generation", {"mode": "in_place"})  # as in an update
+        engine_back.post("/pause_generation", {"mode": "in_place"})  # as during an update
         other.forget_weights()
         responses = sampled.result(60.0)
     assert any(one.finish_reason == "abort" and one.output_ids.size for one in responses)
@@ -297,7 +298,7 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
 def test_a_second_run_on_one_server_serves_nothing_of_the_first(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The first run has left a higher version, its prefixes in the cache, a running sample, a pause and a session."""
+    """The first run left a higher version, cached prefixes, a running sample, a pause and a session."""
     engine = engine_back
     left = engine.version + 60
     engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "first", version=left))
@@ -319,7 +320,7 @@ def test_a_second_run_on_one_server_serves_nothing_of_the_first(
 
 
 class RefusedInTheMiddle(SglangClient):
-    """Asks its server to receive in a group that the server does not know."""
+    """Requests the server to receive in an unknown group."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         return super().receive_weights(tensors, group="nobody", version=version)
@@ -339,7 +340,7 @@ def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_ope
     assert engine.version == -1 and engine.client.ready()
     start = time.monotonic()
     assert send(publisher, before + 2).refused == {}
-    assert time.monotonic() - start < 20.0, "no session was left to wait for"
+    assert time.monotonic() - start < 20.0, "no session remains"
     serves(engine, before + 2)
     publisher.close()
 
@@ -353,7 +354,7 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
     manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)
     engine.client.pause("in_place")
-    assert not engine.client.ready(), "alive, and not to be asked"
+    assert not engine.client.ready(), "alive, but must not be called"
     client = engine.new_client()
 
     async def collect() -> list[Generated]:
@@ -365,7 +366,7 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     with ThreadPoolExecutor() as pool:
         overtaken = pool.submit(asyncio.run, collect())
         wait_until(lambda: any(call.sent for call in client._calls), what="the request")
-        time.sleep(0.3)  # the request is on its way; the paused server does not report it
+        time.sleep(0.3)  # for the request to arrive, which the paused server does not report
         engine.client.update_weights(manifest)
         responses = overtaken.result(60)
     model = make_model(None, seed=before + 1)

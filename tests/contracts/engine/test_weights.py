@@ -1,4 +1,4 @@
-"""Tests that a version is served once its weights are in and attested, and not before."""
+"""Tests that a version is served only after its weights are loaded and attested."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_from_disk(blank: Engine, tmp_path: Path) -> None:
 
 
 def test_from_distributed_over_gloo(blank: Engine) -> None:
-    """A session serves nothing before its end, and nothing whose digest differs from the sender's."""
+    """Weights of a session are served only after its end, and only if their digest equals the sender's."""
     model = make_model(None, seed=13)
     tensors = hf_weights(model)
     group: dict[str, Any] = {"group_name": "weights", "master_address": "127.0.0.1", "master_port": free_port()}
@@ -163,12 +163,12 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
 
 
 def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their ``init_custom_process_group`` uses torch's own helper, so that the store's names must be the same."""
+    """Their ``init_custom_process_group`` uses torch's helper, so the names in the store must be the same."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.distributed.distributed_c10d import _new_process_group_helper
 
-    # An earlier test of this process may have joined as a rank of the trainer, whose groups want a proof of the ranks.
+    # An earlier test of this process may have joined as a rank of the trainer, whose groups require a proof from ranks.
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", dist.ProcessGroupGloo)
     port = free_port()
     body = {

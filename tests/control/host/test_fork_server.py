@@ -114,7 +114,7 @@ def test_workers_draw_other_random_numbers_and_are_waited_for(tmp_path: Path) ->
         reports = [report_of(worker)[0] for worker in workers]
         assert len({number for report in reports for number in report["drawn"]}) == 6
         deadline = time.monotonic() + DEADLINE_S
-        while psutil.Process(server.pid).children():  # also those that nobody has waited for
+        while psutil.Process(server.pid).children():  # also exited children that were not reaped
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

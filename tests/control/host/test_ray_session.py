@@ -1,4 +1,4 @@
-"""A session of Ray in a process of its own: it is private, needs a token, and leaves nothing behind."""
+"""A Ray session in a separate process: it is private, needs a token, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def run_session(logs: Path, end: str, temporary: Path, preloaded: tuple[str, ...
 def test_a_session_is_private_and_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, end: str, preloaded: tuple[str, ...]
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="rs") as name:  # pytest's own path is too long for names of sockets
+    with tempfile.TemporaryDirectory(prefix="rs") as name:  # pytest's path is too long for socket names
         temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
         reported = run_session(logs, end, temporary, preloaded)
         assert Path(reported["folder"]).parent == temporary
@@ -143,10 +143,10 @@ def test_a_session_is_private_and_leaves_nothing(
             assert all("agent_on_demand.py" in line for line in others)
         assert reported["another"] == "raylet", "a worker starts without the fork server, too, if it was killed"
         assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
-        assert reported["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
-        assert reported["varied"] == "of its own", "Ray's agent makes the environment of a worker that asks for one"
+        assert reported["sees"] == ["", "0"], "a worker sees only the GPUs that it requested"
+        assert reported["varied"] == "of its own", "Ray's agent makes the environment of a worker that requests one"
         assert list(temporary.iterdir()) == []
-        assert process_state(reported["worker"]) in EXITED, "this machine's init collects it when it comes to it"
+        assert process_state(reported["worker"]) in EXITED, "the machine's init reaps it later"
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
         assert ("a worker's words" in kept) == (end == "fail")
 

@@ -37,7 +37,7 @@ with paths.run_paths(run_dir=Path("/runs/one")) as here:
 
 
 class Run:
-    """A run: its processes and its two folders."""
+    """Holds the processes and the two folders of a run."""
 
     def __init__(self, temporary: Path, shared_memory: Path) -> None:
         self._process = subprocess.Popen(
@@ -90,7 +90,7 @@ def started(folder: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path, which names of sockets need."""
+    """Yields a folder with a short path, because socket names are limited."""
     with tempfile.TemporaryDirectory(prefix="r") as name:
         (Path(name) / "t").mkdir()
         (Path(name) / "s").mkdir()
@@ -131,7 +131,7 @@ def test_what_is_only_looked_at_stays(folder: Path) -> None:
 
 @pytest.fixture
 def server_name() -> Iterator[str]:
-    """The name of an SGLang server's folder. Its semaphore in shared memory remains when its processes are killed."""
+    """Yields the name of an SGLang server's folder. Its semaphore in shared memory remains after a kill."""
     name = f"relax-sglang-{secrets.token_hex(4)}"
     semaphore = Path(f"/dev/shm/sem.{name}-a")
     semaphore.touch()
@@ -152,7 +152,7 @@ def test_what_a_server_left_goes_with_its_dead_run(folder: Path, server_name: st
 def test_what_a_server_left_goes_with_the_paths(
     folder: Path, server_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server was killed with its owner, as all services are that start again from a checkpoint."""
+    """The server was killed with its owner, like all services that restart from a checkpoint."""
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
     with run_paths(run_dir=folder / "run") as here:
         (here.folder / server_name).mkdir()
@@ -206,7 +206,7 @@ def test_weights_that_a_killed_command_left_in_the_runs_folder_go(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-# The supervisor exits at once; its fork goes on until its stdin ends, as the controller does.
+# The supervisor exits at once; its fork runs until its stdin ends, like the controller.
 FORKED = """
 import os, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One encode pool for all tests of media; its workers are started once."""
+"""Shares one encode pool with all media tests; its workers are started once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.tools.tiny_text import write_prompt_tokenizer
 Encode = Callable[[MediaSource], MediaItem]
 MakeSettings = Callable[..., EncodeSettings]
 
-# Small enough that a hostile file would be noticed, and large enough for the interpreter and both libraries.
+# Small enough to detect a hostile file, and large enough for the interpreter and both libraries.
 LIMITS = MediaLimits(
     source_pixels=4_000_000, item_bytes=8 << 20, source_frames=1_000, source_seconds=100.0, worker_bytes=768 << 20
 )
@@ -27,14 +27,14 @@ LIMITS = MediaLimits(
 
 @contextmanager
 def refused(word: str, told: str = "") -> Iterator[None]:
-    """Fails unless the media are refused with the reason ``word`` and an error that has the text ``told``."""
+    """Fails unless media are refused with the reason ``word`` and an error that contains the text ``told``."""
     with pytest.raises(MediaError) as error:
         yield
     assert error.value.word == word and told in str(error.value), str(error.value)
 
 
 def check_hostile(encode: Encode, root: Path, name: str, case: tuple[MediaKind, str, Callable[[], bytes]]) -> None:
-    """Fails unless a file is refused with its reason, by its name below the root and as bytes of a row."""
+    """Fails unless a file is refused with its reason, both by its name below the root and as bytes of a row."""
     kind, word, content = case
     data = content()
     (root / name).write_bytes(data)
@@ -47,7 +47,7 @@ def check_hostile(encode: Encode, root: Path, name: str, case: tuple[MediaKind, 
 
 
 def check_memory(pool: EncodePool, started: list[int]) -> None:
-    """Fails unless the workers are those that began and their address space has stayed within the limit."""
+    """Fails unless no worker was replaced and their address space stayed within the limit."""
     assert [worker.pid for worker in pool.workers] == started
     for pid in started:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -57,7 +57,7 @@ def check_memory(pool: EncodePool, started: list[int]) -> None:
 
 @pytest.fixture(scope="session")
 def make_settings(tmp_path_factory: pytest.TempPathFactory) -> MakeSettings:
-    """Returns a function that makes settings whose root and media folder are new; limits may be given."""
+    """Returns a function that makes settings with a new root and a new media folder, and optional limits."""
     model = tmp_path_factory.mktemp("model")
     write_prompt_tokenizer(model, vision=True)
 

@@ -1,4 +1,4 @@
-"""Makes sounds for tests, byte by byte where a library would not write what they contain."""
+"""Makes audio for tests; writes bytes directly if no library writes such a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.media.make_files import grey_frames
 
 
 def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int = 1) -> np.ndarray:
-    """Returns a tone that is a little noisy, float32 ``[samples, channels]``."""
+    """Returns a slightly noisy tone, float32 ``[samples, channels]``."""
     count = round(seconds * rate)
     noise = np.random.default_rng(0).normal(size=(count, channels)) * 0.01
     angles = 2 * np.pi * hertz * np.arange(count) / rate
@@ -24,7 +24,7 @@ def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int
 
 
 def stored(samples: np.ndarray, form: str, *, rate: int = 16_000, subtype: str | None = None) -> bytes:
-    """Returns samples ``[samples, channels]`` as a file of a format."""
+    """Encodes samples ``[samples, channels]`` in a file format."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=form, subtype=subtype)
     return file.getvalue()
@@ -33,7 +33,7 @@ def stored(samples: np.ndarray, form: str, *, rate: int = 16_000, subtype: str |
 def wav(
     data: bytes, *, channels: int = 1, rate: int = 16_000, bits: int = 16, kind: int = 1, size: int | None = None
 ) -> bytes:
-    """Returns a WAV whose header says what is given; ``kind`` 1 has whole numbers and 3 has floats."""
+    """Returns a WAV with these header values; ``kind`` 1 is integers and 3 is floats."""
     block = min(channels * bits // 8, 65_535)
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, kind, channels, rate, min(rate * block, (1 << 32) - 1), block, bits)
     body = b"WAVE" + form + struct.pack("<4sI", b"data", len(data) if size is None else size) + data
@@ -41,17 +41,17 @@ def wav(
 
 
 def floats(values: np.ndarray, **header: int) -> bytes:
-    """Returns a WAV of float32 samples as they are."""
+    """Returns a WAV of unchanged float32 samples."""
     return wav(values.astype("<f4").tobytes(), bits=32, kind=3, **header)
 
 
 def flac_of_an_hour() -> bytes:
-    """Returns silence of an hour at 16 kHz."""
+    """Returns one hour of silence at 16 kHz."""
     return stored(np.zeros((16_000 * 3600, 1), np.float32), "FLAC")
 
 
 def with_flac_samples(data: bytes, samples: int) -> bytes:
-    """Returns a FLAC whose header says another number of samples."""
+    """Returns a FLAC with another number of samples in its header."""
     bits = int.from_bytes(data[18:26], "big") & ~((1 << 36) - 1) | samples
     return data[:18] + bits.to_bytes(8, "big") + data[26:]
 
@@ -89,7 +89,7 @@ def film(
                 heard.sample_rate, heard.pts = (
                     rate,
                     0,
-                )  # so that the file tells the samples that AAC sets before the sound
+                )  # so that the file records the priming samples of AAC
                 for part in [*resampler.resample(heard), *resampler.resample(None)]:
                     container.mux(track.encode(part))
                 container.mux(track.encode())

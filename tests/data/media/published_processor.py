@@ -1,7 +1,7 @@
 """Runs transformers' Qwen3-VL processor: ``python published_processor.py ROOT FOLDER INPUT.npz OUTPUT.npz``.
 
-SGLang's environment runs it, because the processor needs torchvision. FOLDER has the tokenizer. The input has a
-picture, frames, their numbers and the frames per second; the output has token ids, grids and patches.
+It runs in SGLang's environment, because the processor needs torchvision. FOLDER has the tokenizer. The input has an
+image, frames, their numbers and the frames per second; the output has token ids, grids and patches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Features of sounds: against transformers' extractor, from every format, and the items that they become."""
+"""Audio features: comparison with transformers' extractor, from every format, and the resulting items."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_features_are_those_of_transformers(
     exact, single = whisper(sound, bins)
     assert ours.dtype == np.float32 and ours.shape == exact.shape == single.shape == (bins, samples // 160)
     np.testing.assert_allclose(ours, exact, atol=1e-6)
-    # float32 is inexact where a bin has little energy beside the loudest one.
+    # float32 is inexact if a bin has little energy compared with the loudest one.
     np.testing.assert_allclose(ours, single, atol=2e-3)
     assert np.abs(ours - single).mean() < 1e-5
 
@@ -97,7 +97,7 @@ def test_silence_is_a_sound_like_any_other() -> None:
     ],
 )  # fmt: skip
 def test_every_format_gives_the_sound(form: str, subtype: str, off: float) -> None:
-    """``off`` bounds the features' mean difference from those of the samples as they are."""
+    """``off`` bounds the mean difference from the features of the original samples."""
     samples = tone(1.0)
     features, seconds = features_of(stored(samples, form, subtype=subtype))
     assert seconds == pytest.approx(1.0, abs=0.08)
@@ -131,7 +131,7 @@ def test_channels_are_averaged_and_rates_are_resampled() -> None:
 
 
 def test_a_sound_is_the_same_from_another_format_and_another_place() -> None:
-    """The digest is over features; lossless formats hold the same samples."""
+    """The digest covers features, and lossless formats contain the same samples."""
     samples = np.round(tone(0.7) * 32_767) / 32_768
     first, tensors = item_of(stored(samples, "WAV", subtype="PCM_16"))
     second, again = item_of(stored(samples, "FLAC", subtype="PCM_16"))
@@ -167,7 +167,7 @@ def test_a_video_and_its_sound_are_one_item(tmp_path: Path) -> None:
     assert item.placeholder == [TIMED_SETTINGS.video_token_id]
     header = read_media_header(MediaSource(kind="video", data=data), LIMITS, root=tmp_path, audio_in_video=True)
     planned = planned_item(header, TIMED_SETTINGS, LIMITS, audio=TRIAL_AUDIO)
-    assert abs(planned.rows - item.rows) <= 2, "the encoder of the track adds some samples"
+    assert abs(planned.rows - item.rows) <= 2, "the track's encoder adds a few samples"
 
 
 def test_offsets_are_whole_where_they_can_be_and_else_fractions() -> None:

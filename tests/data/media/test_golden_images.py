@@ -1,4 +1,4 @@
-"""Golden pixels of each kind of image; the expected values are written down, or follow from the format's definition."""
+"""Golden pixels of each kind of image; expected values are constants or follow from the format's definition."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_png_of_each_kind(name: str) -> None:
 
 
 def test_alpha_lies_on_white() -> None:
-    """Half of red on white is (255, 127, 127), to one level."""
+    """Half-transparent red on white is (255, 127, 127), within one level."""
     data = png(3, 1, rows(bytes((*RED, 255, *RED, 0, *RED, 128))), colour=6)
     opaque, clear, half = pixels(data)[0].tolist()
     assert (opaque, clear) == ([255, 0, 0], [255, 255, 255])
@@ -70,7 +70,7 @@ def test_alpha_lies_on_white() -> None:
 
 
 def test_cmyk() -> None:
-    """Pure cyan has no red; paper is white. JPEG loses a few levels."""
+    """Pure cyan has no red; paper is white. JPEG is off by a few levels."""
     inks = np.zeros((16, 32, 4), np.uint8)
     inks[:, 16:, 0] = 255
     found = pixels(saved(Image.fromarray(inks, "CMYK"), "JPEG", quality=100))
@@ -78,8 +78,8 @@ def test_cmyk() -> None:
     assert np.abs(found[8, 24].astype(int) - (0, 255, 255)).max() <= 2
 
 
-# Where the two upper corners (left, right) and the two lower ones of an upright image lie in the stored one:
-# the definition of the EXIF tag, as numbers of the stored corners 0 1 / 2 3.
+# The positions of the upright image's corners (upper left, upper right, lower left, lower right) in the stored image,
+# as numbers of the stored corners 0 1 / 2 3: the definition of the EXIF tag.
 EXIF = {1: "0123", 2: "1032", 3: "3210", 4: "2301", 5: "0213", 6: "2031", 7: "3120", 8: "1302"}
 
 
@@ -111,7 +111,7 @@ def test_other_formats_without_loss(form: str) -> None:
 @pytest.mark.parametrize("shade", [0, 127, 128])
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
 def test_an_image_that_looks_as_if_rows_were_missing_is_read(form: str, shade: int) -> None:
-    """Its last rows have the colour that Pillow gives to rows without data."""
+    """Its last rows have the colour that Pillow uses for missing rows."""
     stored = noise(64, 40)
     stored[48:] = shade
     modes = ("RGB", "L", "P", "1", "I;16") if form == "PNG" else ("RGB", "L", "CMYK")
@@ -123,7 +123,7 @@ def test_an_image_that_looks_as_if_rows_were_missing_is_read(form: str, shade: i
 @pytest.mark.parametrize("height", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 9])
 def test_a_black_interlaced_image_is_read(height: int, width: int) -> None:
-    """Its seven passes have the sizes of the format's definition; without the last line it is refused."""
+    """The sizes of its seven passes follow the format's definition; without the last line it is refused."""
     passes = ((8, 8, 0, 0), (8, 8, 0, 4), (8, 4, 4, 0), (4, 4, 0, 2), (4, 2, 2, 0), (2, 2, 0, 1), (2, 1, 1, 0))
     filled = last = 0
     for row_step, column_step, row, column in passes:
@@ -143,7 +143,7 @@ def _interlaced(width: int, height: int, lines: bytes) -> bytes:
 
 
 def test_a_picture_with_a_preview_is_the_picture() -> None:
-    """Phones store a second, smaller picture behind the first (MPO)."""
+    """Phones store a second, smaller picture after the first (MPO)."""
     picture, preview = Image.fromarray(noise(64, 64)), Image.fromarray(noise(16, 16))
     data = saved(picture, "MPO", save_all=True, append_images=[preview], quality=95)
     assert pixels(data).shape == (64, 64, 3)

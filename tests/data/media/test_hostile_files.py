@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (a case is one line)
-"""Hostile and broken files, made by code: each gives its reason, within the memory and the time of a worker."""
+"""Generated hostile and broken files: each is refused with its reason, within a worker's limits of memory and time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plain_video() -> bytes:
 
 @cache
 def streamed_video() -> bytes:
-    """A video whose header comes first."""
+    """A video with its header at the beginning."""
     return video([noise(64, 96, seed) for seed in range(24)], header_first=True)
 
 
@@ -70,7 +70,7 @@ def _bmp(width: int, height: int) -> bytes:
 
 
 def _jpeg_of(height: int, width: int, data: bytes | None = None) -> bytes:
-    """A JPEG whose header says another size than its data has."""
+    """A JPEG whose header has another size than its data."""
     data = plain_jpeg() if data is None else data
     at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2")) + 5
     return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
@@ -195,7 +195,7 @@ for _name, _kind, _content in (
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_limit_holds(pool: EncodePool) -> Iterator[None]:
-    """After all files the workers are those that began, and their address space stayed within the limit."""
+    """Checks after all files that no worker was replaced and their address space stayed within the limit."""
     started = [worker.pid for worker in pool.workers]
     yield
     check_memory(pool, started)

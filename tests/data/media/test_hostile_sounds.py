@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (a case is one line)
-"""Hostile and broken sounds, made by code: each gives its reason, within the memory and the time of a worker."""
+"""Generated hostile and broken audio files: each is refused with its reason, within a worker's limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.data.media.make_sounds import film, flac_of_an_hour, floats, stored, 
 from tests.data.media.test_hostile_files import PLAYLISTS, plain_png
 
 Content = Callable[[], bytes]
-CPU_S = 2.0  # of the process that reads a header
+CPU_S = 2.0  # processor time to read a header
 
 
 @cache
@@ -56,7 +56,7 @@ def with_value(value: float) -> bytes:
 
 
 def tagged_mp3() -> bytes:
-    """An ID3 tag of 256 MB, of which ten bytes are there."""
+    """An ID3 tag that claims 256 MB; the file has ten bytes of it."""
     return b"ID3\4\0\0\x7f\x7f\x7f\x7f" + b"TIT2" + bytes(10)
 
 
@@ -132,7 +132,7 @@ def hearing(make_settings: MakeSettings) -> EncodeSettings:
 
 @pytest.fixture(scope="module")
 def hear(hearing: EncodeSettings) -> Iterator[Encode]:
-    """Encodes with one worker, which is the same after all files, within its limit of address space."""
+    """Encodes with one worker; checks that it survives all files within its limit of address space."""
     with EncodePool(hearing, workers=1) as pool:
         started = [worker.pid for worker in pool.workers]
         yield lambda source: asyncio.run(pool.encode(source))

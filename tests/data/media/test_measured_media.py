@@ -1,4 +1,4 @@
-"""Videos have the rate and the orientation that FFmpeg's tools give them, and sounds of pipes are read."""
+"""Videos have the rate and orientation that FFmpeg's tools report, and audio files written to a pipe are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
         ((-1, 0, 0, 1), PICTURE[:, ::-1]),  # mirrored: the top stays at the top
         ((1, 0, 0, -1), PICTURE[::-1]),
         ((-1, 0, 0, -1), PICTURE[::-1, ::-1]),
-        ((0, 1, -1, 0), np.rot90(PICTURE, -1)),  # a phone that is held upright: turned to the right
+        ((0, 1, -1, 0), np.rot90(PICTURE, -1)),  # a phone that is held upright: rotated to the right
         ((0, -1, 1, 0), np.rot90(PICTURE, 1)),
         ((0, 1, 1, 0), PICTURE.transpose(1, 0, 2)),
         ((0, -1, -1, 0), np.rot90(PICTURE, 2).transpose(1, 0, 2)),
@@ -62,7 +62,7 @@ def video(times_ms: list[int], form: str, codec: str) -> io.BytesIO:
     "times", [list(range(0, 4000, 250)), [0, 100, 200, 1000, 1100, 2000, 2500, 2700], [0, 40, 80, 3000]]
 )
 def test_the_rate_of_a_matroska_file_is_measured(times: list[int]) -> None:
-    """Its header says 1,000 frames a second here; browsers write none at all."""
+    """Its header claims 1,000 frames per second; browsers write no rate at all."""
     file = video(times, "matroska", "libvpx")
     index = video_index(file, "matroska", MediaLimits())
     measured = (times[-1] - times[0]) / 1000
@@ -72,7 +72,7 @@ def test_the_rate_of_a_matroska_file_is_measured(times: list[int]) -> None:
 
 
 def test_a_plan_and_a_run_take_one_rate_for_an_mp4_of_variable_rate() -> None:
-    """25 frames a second, then 5. H.264 stores its frames in another order, so the header lacks some of their time."""
+    """25 frames per second, then 5. H.264 reorders its frames, so the header lacks some of their time."""
     file = video([*range(0, 1000, 40), *range(1000, 4000, 200)], "mp4", "h264")
     planned, index = video_header(file, "mov", LIMITS), video_index(file, "mov", LIMITS)
     assert planned == index.header
@@ -87,7 +87,7 @@ def test_a_rate_of_the_header_that_fits_stays() -> None:
 
 
 def heard(data: bytes, limits: MediaLimits = LIMITS, *, kind: MediaKind = "audio") -> tuple[float, float]:
-    """Returns the seconds of a sound, or of a video's sound, in a plan and in a run."""
+    """Returns the seconds of an audio file, or of a video's audio, in a plan and in a run."""
     source = MediaSource(kind=kind, data=data)
     item, _ = encode_item(
         source, TIMED_SETTINGS, limits, root=Path("/"), tokenize=lambda text: [0], audio=TRIAL_AUDIO,
@@ -106,7 +106,7 @@ def test_a_wav_of_a_pipe_has_the_samples_that_are_there(size: int, whole: int) -
 
 def test_a_flac_of_a_pipe_is_read_to_its_end() -> None:
     flac = with_flac_samples(stored(tone(1.0), "FLAC"), 0)
-    assert heard(flac) == (30.0, 1.0)  # the plan counts the longest sound for a length that it does not know
+    assert heard(flac) == (30.0, 1.0)  # if the length is unknown, the plan assumes the longest allowed audio
     with pytest.raises(MediaError):
         heard(flac[: len(flac) // 2])
 
@@ -114,7 +114,7 @@ def test_a_flac_of_a_pipe_is_read_to_its_end() -> None:
 @pytest.mark.parametrize("tag", [b"", b"ID3\x03\x00\x00\x00\x00\x01\x00" + bytes(128)])
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
 def test_an_mp3_without_a_count_of_its_frames_is_read_to_its_end(mode: str, tag: bytes) -> None:
-    """With a variable bit rate a length that is guessed from the first frame would lose the end."""
+    """With a variable bit rate, a length estimated from the first frame would cut the end."""
     counted = io.BytesIO()
     soundfile.write(counted, tone(2.0), 16_000, format="MP3", bitrate_mode=mode, compression_level=0.5)
     assert heard(tag + counted.getvalue()) == (2.0, 2.0)

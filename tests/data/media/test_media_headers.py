@@ -1,4 +1,4 @@
-"""Tests that headers alone tell the rows, patches and bytes that encoding then gives."""
+"""Tests that headers alone give the rows, patches and bytes of the encoded items."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_image(encode: Encode, root: Path, data: bytes) -> None:
     assert (planned.rows, planned.patches, planned.nbytes) == (item.rows, item.patches, item.nbytes)
 
 
-@pytest.mark.parametrize("form", ["mp4", "matroska"])  # Matroska does not say the number of frames
+@pytest.mark.parametrize("form", ["mp4", "matroska"])  # Matroska does not store the number of frames
 @pytest.mark.parametrize("frames", [1, 2, 5, 40])
 def test_a_video(encode: Encode, root: Path, settings: EncodeSettings, form: str, frames: int) -> None:
     source = MediaSource(kind="video", data=video(grey_frames(range(frames)), form=form))

@@ -1,4 +1,4 @@
-"""Tests our ids and patches against transformers' own Qwen3-VL processor, on frames that are resized already."""
+"""Compares our ids and patches with transformers' Qwen3-VL processor, on frames that are already resized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines come and go while the pool generates: no sample is lost, none is drawn twice."""
+"""Engines join and leave while the pool generates: no sample is lost, none is drawn twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines.pool.test_prompt_routing import prompt
 from tests.engines.pool_harness import SHORT, Directory, collect_groups, decodes, generate, until
 
 LONG = SamplingParams(n=3, max_new_tokens=250, banned_token_ids=[EOS])
-SEED = 72  # with it all random numbers are 2e-5 away from the edge to another token
+SEED = 72  # with this seed all random numbers are at least 2e-5 from the boundary to another token
 
 
 def prompts() -> list[PromptRequest]:
@@ -26,7 +26,7 @@ def prompts() -> list[PromptRequest]:
 def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
     start_slow_engine: Callable[[], Engine],
 ) -> None:
-    """It is brought in while a call runs, gets prompts, leaves in the middle of them, and comes under a new number."""
+    """The engine joins during a call, gets prompts, leaves while it generates, and joins again under a new number."""
     first, second = start_slow_engine(), start_slow_engine()
     calm = dict(generate(Directory(first), prompts(), LONG))
     directory = Directory(first, second, second)
@@ -47,7 +47,7 @@ def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
         later = asyncio.ensure_future(collect_groups(pool.generate(late, SHORT, places=[1])))
         await until("the prompt is not asked for", lambda: pool.open_samples(0) > 0)
         owed = pool.open_samples(1)
-        assert owed >= 6, "it goes on with what it has"
+        assert owed >= 6, "the leaving engine continues its samples"
         await pool.change_engines([0], leaving=[1], moved=[1])
         await until("it still owes samples", lambda: pool.open_samples(1) == 0)
         await pool.change_engines([0], leaving=[], moved=[])
@@ -68,11 +68,11 @@ def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
             assert one.output_ids.tolist() == quiet.output_ids.tolist()
             assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
     went_on = [request for engine, request in directory.requests if engine == 0 and request.generated]
-    assert len(went_on) >= 6, "prefixes are kept"
+    assert len(went_on) >= 6, "samples continue from their prefixes"
 
 
 def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Callable[..., Engine]) -> None:
-    """It leaves the list without notice, as after a loss; a call that began with several engines goes on with one."""
+    """The engine leaves without notice, as after a loss; a call that began with several engines continues with one."""
     first, second = start_engine(), start_engine()
     given = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
     directory = Directory(first, second)
@@ -84,7 +84,7 @@ def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Calla
         await until("it has its share", lambda: second.client.loads()["queued"] == 6)
         await pool.change_engines([0], leaving=[], moved=[])
         found = await collecting
-        assert not pool._engines.down, "nobody waits for its return"
+        assert not pool._engines.down, "no call waits for the removed engine"
         await directory.close()
         return found
 
@@ -94,7 +94,7 @@ def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Calla
 
 
 def test_a_router_counts_places_among_the_engines_that_are_there() -> None:
-    """Without the load, prompts are spread evenly also over numbers with a gap, and a forgotten engine has no load."""
+    """Without the load, prompts are spread evenly, also if the numbers have gaps. A removed engine has no load."""
     router = Router(2, by_load=False)
     router.change_engines([0, 1, 5], leaving=[])
     assert router.choose([prompt(index) for index in range(6)], usable=[0, 1, 5]) == [0, 1, 5, 0, 1, 5]
@@ -105,8 +105,8 @@ def test_a_router_counts_places_among_the_engines_that_are_there() -> None:
     busy.came_back(1, 40.0)
     busy.change_engines([0, 1], leaving=[])  # it stays after all
     busy.asked(0, 70.0)
-    assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "60 tokens are left there"
+    assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "60 tokens of load remain there"
     busy.change_engines([0], leaving=[])
     busy.came_back(1, 60.0)
     busy.change_engines([0, 1], leaving=[])
-    assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "nothing is known of it"
+    assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "the removed engine has no load"

@@ -1,4 +1,4 @@
-"""Tests the pool with two real engine processes: which engine gets which prompt, and what a killed engine costs."""
+"""Tests the pool with two real engine processes: the routing of prompts, and the recovery from a killed engine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.engines.pool_harness import (
 )
 
 LENGTHS = SamplingParams(n=4, max_new_tokens=1200, stop_token_ids=[EOS])  # the stop token ends them one by one
-# Rounding differs between batches of other sizes, and between CPUs, by some 1e-6. With this seed all random numbers are
-# 3e-5 away from the edge to another token.
+# Rounding differs by about 1e-6 between batch sizes and between CPUs. With this seed, all random numbers are at least
+# 3e-5 from the boundary to another token.
 LENGTHS_SEED = 21
 
 
@@ -47,7 +47,7 @@ def test_prompts_go_to_their_engines_and_come_back_whole(start_engine: Callable[
     assert sorted(directory.calls) == [0, 1]  # one request an engine
     assert len(ends) == 2  # each engine reports its own times
     alone = generate(Directory(first), prompts, SHORT)
-    assert tokens(alone) == tokens(found)  # a sample does not depend on where it was drawn
+    assert tokens(alone) == tokens(found)  # a sample does not depend on its engine
 
 
 def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engine]) -> None:
@@ -60,7 +60,7 @@ def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engi
 def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """One engine is killed in the middle of a group; the other is asked for the missing samples only."""
+    """One engine is killed in the middle of a group; only the missing samples are requested from the other."""
     first, second = start_engine(), start_slow_engine()
     prompts = prompts_of(*([5 + index, 6] for index in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
     expected = tokens(generate(Directory(first), prompts, LENGTHS))
@@ -91,13 +91,13 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     assert tokens(found) == expected  # seeds belong to samples: a sample that is drawn again gets the same tokens
     assert Counter(one.rid for _, one in directory.came) == {prompt.rid: 4 for prompt in prompts}, "none came twice"
     parts = {prompt.rid: prompt.samples for _, prompt in directory.requests if prompt.samples is not None}
-    assert parts, "no group was in the middle"
+    assert parts, "no group was partly generated"
     assert all(0 < len(samples) < 4 for samples in parts.values() if samples)
     assert {engine for engine, prompt in directory.requests if prompt.samples is not None} == {0}
 
 
 def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """The only engine is killed while it holds a prompt for a missing version; its successor has the version."""
+    """The only engine is killed while it holds a prompt for a later version; its successor has that version."""
     first = start_engine()
     held = PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=1)
 
@@ -126,7 +126,7 @@ def test_patience_ends_with_the_engines_numbers(start_engine: Callable[..., Engi
 
 
 def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engine: Callable[..., Engine]) -> None:
-    """A held prompt is silent for as long as a train step lasts; the timeout counts from the loss."""
+    """A held prompt is silent for a whole train step; the timeout counts from the loss."""
     first = start_engine()
     held = [PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=9)]
     directory = Directory(first)
@@ -135,14 +135,14 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
         pool = EnginePool(1, directory.client_for, timeout_s=0.3)
         waiting = asyncio.ensure_future(anext(pool.generate(held, SHORT, places=[0])))
         await until("it is not held", lambda: first.client.loads()["held"] == 3)
-        await asyncio.sleep(0.6)  # twice the timeout, and nothing is wrong
+        await asyncio.sleep(0.6)  # twice the timeout, without an error
         kill(first)
         with pytest.raises(EngineUnreachable, match="no engine has answered anything"):
             await waiting
         await directory.close()
 
     asyncio.run(scene())
-    assert (0, True) in directory.asked  # it was tried again before it was given up
+    assert (0, True) in directory.asked  # it was tried again before the pool gave up
 
 
 def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
@@ -175,8 +175,8 @@ def breaks_off(prompt: PromptRequest) -> Generated:
 def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     start_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No answer comes for longer than the timeout, because the running engine waits for new weights."""
-    # Both are one process, so each would report the other's load.
+    """No response comes for longer than the timeout, because the running engine waits for new weights."""
+    # Both numbers are one process, so each would report the other's load.
     monkeypatch.setattr(EnginePool, "_poll_loads", lambda pool: None)
     running = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
@@ -192,7 +192,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
             if deaths == 1:
                 await asyncio.sleep(0.5)  # longer than the timeout
                 await until("the engine is not back", lambda: pool._engines.usable() == [0, 1])
-                await pool.abort(["held-0"], min_version=1)  # it has least to do, so this goes to it
+                await pool.abort(["held-0"], min_version=1)  # this engine has the least load, so the prompt goes to it
                 await until("it was not asked again", lambda: flawed.met[0] == 2 or collecting.done())
         running.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
         found = await collecting
@@ -205,7 +205,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
 def test_what_a_silent_engine_owes_is_asked_of_another(
     start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine is stopped while it holds prompts; when it goes on it drops them, and gets prompts again."""
+    """The engine is stopped while it holds prompts; after it continues, it drops them and gets new prompts."""
     running, silent = start_engine(), start_engine()
     prompts = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
     expected = tokens(generate(Directory(running), prompts, SHORT))
@@ -233,13 +233,13 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
     found = asyncio.run(scene())
     assert tokens(found) == expected
     assert {one.engine for _, responses in found for one in responses} == {"engine-0"}
-    assert directory.calls.count(1) == 2, "it was asked before, and again when it answered"
+    assert directory.calls.count(1) == 2, "it got one call before the stop and one after"
     assert "engine-1 does not answer; its open samples are asked for again" in caplog.text
-    assert "/ready: no answer within 0.5 s" in caplog.text, "its stream has not ended of itself"
+    assert "/ready: no answer within 0.5 s" in caplog.text, "its stream ended by itself"
 
 
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
-    """Each poll that waits for it holds one of few threads, which rewards and aborts need."""
+    """Each poll that waits for it blocks one of a few threads, which rewards and aborts need."""
     heard: list[int] = []
     monkeypatch.setattr(EnginePool, "_heard", lambda pool, number, others: heard.append(number))
     engine = start_engine()
@@ -273,7 +273,7 @@ def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
 
 
 def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: Callable[..., Engine]) -> None:
-    """Its health check succeeds but its answers break off, which is not retried forever."""
+    """Its health check succeeds but its responses break off; the retries are limited."""
     directory = Directory(start_engine())
     flawed = Flawed(directory, {0: breaks_off})
 
@@ -283,4 +283,4 @@ def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: 
             await collect_groups(pool.generate(prompts_of([5]), SHORT, places=[0]))
 
     asyncio.run(scene())
-    assert 1 <= directory.asked.count((0, True)) <= 6, "it was tried again, and not in a hot loop"
+    assert 1 <= directory.asked.count((0, True)) <= 6, "it was retried, but not in a busy loop"

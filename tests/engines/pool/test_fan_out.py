@@ -1,4 +1,4 @@
-"""Tests a control call to several engines: each has its own outcome, and failures are named."""
+"""Tests a control call to several engines: each has a separate outcome, and errors name the failed engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a prompt's missing samples: what is requested again, and how a response is joined from its parts."""
+"""Tests a prompt's missing samples: the next request for them, and the join of a response from its parts."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_only_aborts_without_a_token_that_nobody_wanted_are_fruitless() -> None:
 
     assert [abort([]), abort([]), abort([], excused=True), abort([])] == [{0: 1}, {0: 2}, {0: 2}, {0: 3}]
     assert abort([5]) == {}
-    assert abort([]) == {0: 1}, "a prefix of old is no fruit"
+    assert abort([]) == {0: 1}, "a prefix from an earlier request is no progress"
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))

@@ -1,4 +1,4 @@
-"""Tests that aborted samples go on from their prefixes, and that given-up prompts end at the engine."""
+"""Tests that aborted samples continue from their prefixes, and that cancelled prompts end at the engine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.engines.pool_harness import (
 )
 from tests.responses import response
 
-# Rounding differs between batches of other sizes, and between CPUs, by some 1e-6. With these seeds all random numbers
-# are 2e-5 away from the edge to another token.
+# Rounding differs by about 1e-6 between batch sizes and between CPUs. With these seeds, all random numbers are at least
+# 2e-5 from the boundary to another token.
 ABORTED_SEED, DIES_SEED = 72, 33
 TOKENS = 250
 
@@ -76,7 +76,7 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
 def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
     start_slow_engine: Callable[[], Engine], tmp_path: Path
 ) -> None:
-    """Tokens keep version and kept set; those after the change are the new weights' for the whole prefix."""
+    """Tokens keep version and kept set; tokens after the change are the new weights' tokens for the whole prefix."""
     engine, new = start_slow_engine(), make_model(None, seed=1)
     params = SamplingParams(
         n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS], top_p=0.9, top_k=12, return_kept_tokens=True
@@ -108,7 +108,7 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
 
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], response: list[int], kept: KeptTokens) -> list[float]:
-    """Returns the log-probs of the response's tokens over their sets, none of which has the end token."""
+    """Returns the log-probs of the response's tokens over their kept sets; no set has the end token."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     mask = kept.mask()
     assert not mask[:, EOS].any() and mask.sum(1).max() <= 12
@@ -143,10 +143,10 @@ def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_slow_engine: Cal
 def test_an_engine_dies_when_another_has_what_it_was_asked_for(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """An aborted prompt was sent to another engine; the first stream went on with other prompts and then broke."""
+    """An aborted prompt was sent to another engine; the first stream continued with other prompts and then broke."""
     first, second = start_slow_engine(), start_engine()
     params = SamplingParams(n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS])
-    # 0 and 2 go to engine 0, and 0 to engine 1 when it is aborted
+    # prompts 0 and 2 go to engine 0; when 0 is aborted, it goes to engine 1
     prompts = prompts_of([5], [6, 7], [8, 9, 4], seed=DIES_SEED)
     expected = tokens(generate(Directory(second), prompts, params))
     directory = Directory(first, second)
@@ -194,7 +194,7 @@ def test_what_is_given_up_before_it_was_asked_for_is_not_asked_for() -> None:
     async def scene() -> dict[int, list[Generated]]:
         pool = EnginePool(1, directory.client_for, timeout_s=10.0)
         collecting = asyncio.ensure_future(collect_groups(pool.generate(prompts_of([5], [6]), SHORT, places=[0, 1])))
-        await asyncio.sleep(0)  # it has been sent, and the request is not made yet
+        await asyncio.sleep(0)  # the prompt is assigned, but the request is not sent yet
         await pool.cancel(["prompt-0", "prompt-1"])
         return await collecting
 

@@ -1,4 +1,4 @@
-"""Tests which engine a prompt goes to: even spread, load, prefixes."""
+"""Tests the choice of an engine for a prompt: even spread, load, cached prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.engines.engine_pool import LONG_PREFIX, OpenPrompt, Router
 
 
 def prompt(index: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
-    """Returns a prompt whose tokens from ``first`` on differ from those of other prompts."""
+    """Returns a prompt whose tokens differ from those of other prompts from ``first`` on."""
     ids = [1] * first + [10 + index] * (tokens - first)
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
     return OpenPrompt(index=index, tie=index, request=request, n=1, cost=cost)
@@ -57,7 +57,7 @@ def test_without_load_only_the_prompt_batch_itself_counts() -> None:
 
 
 def test_without_load_what_engines_saw_under_older_weights_does_not_count() -> None:
-    """A resumed run does not know it, and the engines have dropped it."""
+    """After a resume these prefixes are unknown, and the engines have dropped them."""
 
     def batch(version: int) -> list[OpenPrompt]:
         made = [prompt(i, tokens=2 * LONG_PREFIX, first=2 * LONG_PREFIX - 1) for i in range(6)]
@@ -77,13 +77,13 @@ def test_a_long_common_prefix_stays_where_it_is_known() -> None:
     long = LONG_PREFIX + 40
     (first,) = router.choose([prompt(0, tokens=long, first=LONG_PREFIX)], usable=[0, 1])
     assert first == 0
-    # Tie 1 alone would choose engine 1; the prefix is known at engine 0.
+    # Tie 1 alone would choose engine 1; the prefix is cached at engine 0.
     assert router.choose([prompt(1, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [0]
-    assert router.choose([prompt(1, tokens=long)], usable=[0, 1]) == [1], "another prefix goes its own way"
+    assert router.choose([prompt(1, tokens=long)], usable=[0, 1]) == [1], "another prefix is routed independently"
     router.asked(0, 250.0)  # more than one prompt ahead: the prefix is prefilled anew
     assert router.choose([prompt(3, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [1]
     spread = Counter(router.choose([prompt(i, tokens=long, first=LONG_PREFIX) for i in range(8)], usable=[0, 1]))
-    assert abs(spread[0] - spread[1]) <= 4, "known everywhere by now, so the load decides"
+    assert abs(spread[0] - spread[1]) <= 4, "cached at all engines by now, so the load decides"
 
 
 def test_a_short_prefix_says_nothing() -> None:
@@ -109,14 +109,14 @@ def test_an_episodes_next_turn_goes_where_its_turns_before_were_answered() -> No
     router = Router(2, by_load=True)
     first = prompt(0, tokens=20)
     assert router.choose([first], usable=[0, 1]) == [0]
-    answer = [7] * 130  # most of the next prompt is what the engine itself has sampled
+    answer = [7] * 130  # the engine has sampled most of the next prompt itself
     finish(router, 0, first, answer)
     following = PromptRequest(rid="g", input_ids=first.request.input_ids + answer + [5] * 30, sampling_seed=0)
     turn = OpenPrompt(index=1, tie=1, request=following, n=1, cost=100.0)  # tie 1 alone would choose engine 1
     assert router.choose([turn], usable=[0, 1]) == [0]
-    router.asked(0, 100.0)  # busier by this turn
+    router.asked(0, 100.0)  # its load is higher by this turn
     assert router.choose([turn], usable=[0, 1]) == [0]
-    router.asked(0, 1.0)  # busier by more
+    router.asked(0, 1.0)  # its load is higher by more
     assert router.choose([turn], usable=[0, 1]) == [1]
 
 
@@ -138,7 +138,7 @@ def item(digest: str, rows: int) -> MediaItem:
 
 
 def test_pictures_are_part_of_a_prefix() -> None:
-    """Two pictures with the same question have equal ids, and share no cache."""
+    """Two images with the same question have equal ids, but different cache entries."""
     router = Router(2, by_load=True)
 
     def picture(index: int, digest: str) -> OpenPrompt:
@@ -148,5 +148,5 @@ def test_pictures_are_part_of_a_prefix() -> None:
         return OpenPrompt(index=index, tie=index, request=request, n=1, cost=100.0)
 
     assert router.choose([picture(0, "a")], usable=[0, 1]) == [0]
-    assert router.choose([picture(1, "a")], usable=[0, 1]) == [0], "its prefix is known there, though its tie is 1"
+    assert router.choose([picture(1, "a")], usable=[0, 1]) == [0], "its prefix is cached there, though its tie is 1"
     assert router.choose([picture(1, "b")], usable=[0, 1]) == [1]

@@ -1,4 +1,4 @@
-"""When each engine of a pool had requests under way."""
+"""Tests the recorded intervals with running requests of each engine of a pool."""
 
 from __future__ import annotations
 

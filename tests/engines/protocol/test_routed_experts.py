@@ -1,4 +1,4 @@
-"""Tests routed experts: the slots' table, SGLang's text, and the join of a response that went on in another request."""
+"""Tests routed experts: the slots' table, SGLang's encoding, and the join of a response from several requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.responses import response as make_response
 
 
 def experts(rows: int, *, start: int = 0, layers: int = 2, per_token: int = 2) -> np.ndarray:
-    """Returns experts that are all different numbers."""
+    """Returns experts with distinct numbers."""
     size = rows * layers * per_token
     return np.arange(start, start + size, dtype=np.uint16).reshape(rows, layers, per_token)
 
@@ -65,8 +65,8 @@ def answer(ids: list[int], prompt: np.ndarray | None, response: np.ndarray | Non
 
 def test_a_response_that_went_on_elsewhere_keeps_the_experts_of_its_first_part() -> None:
     first = experts(5)  # prompt of 3, tokens 1 and 2 of 3
-    again = experts(6, start=100)  # the same 6 tokens, prefilled under other weights
-    more = experts(1, start=200)  # token 1 of the 2 new ones
+    again = experts(6, start=100)  # the same 6 tokens, prefilled with other weights
+    more = experts(1, start=200)  # token 1 of the 2 new tokens
     before, after = answer([1, 2, 3], first[:3], first[3:]), answer([4, 5], again, more)
     whole = joined(before, after)
     assert whole.output_ids.tolist() == [1, 2, 3, 4, 5]
@@ -84,7 +84,7 @@ def test_a_part_that_never_ran_adds_no_experts() -> None:
 
 
 def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> None:
-    """If SGLang aborts a sample whose prompt came from its cache, the response has tokens and no experts."""
+    """If SGLang aborts a sample whose prompt came from its cache, the response has tokens but no experts."""
     again, more = experts(6, start=100), experts(1, start=200)  # prompt of 3, tokens 1 to 3; token 4
     last = answer([4, 5], again, more)
     whole = joined(answer([1, 2, 3], None, None), last)
@@ -92,7 +92,7 @@ def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> 
     assert np.array_equal(whole.prompt_experts, again[:3])
     assert np.array_equal(whole.response_experts, np.concatenate([again[3:], more]))
 
-    first = experts(4)  # prompt of 3, token 1 of 2; the engine that made token 3 told none
+    first = experts(4)  # prompt of 3, token 1 of 2; the engine of token 3 returned no experts
     whole = joined(joined(answer([1, 2], first[:3], first[3:]), answer([3], None, None)), last)
     assert whole.prompt_experts is not None and whole.response_experts is not None
     assert np.array_equal(whole.prompt_experts, first[:3])

@@ -1,4 +1,4 @@
-"""Tests how an engine's reply to given tokens is read."""
+"""Tests the parsing of an engine's reply to a scoring request."""
 
 from __future__ import annotations
 

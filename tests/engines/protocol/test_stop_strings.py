@@ -1,4 +1,4 @@
-"""Compares stop strings with the plain definition: a search in the text of all tokens so far, after every token."""
+"""Compares stop strings with the plain definition: a search in the text of all previous tokens, after every token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.engines.protocol.stop_strings import StopStrings
 
 
 def byte_level() -> Tokenizer:
-    """Returns a tokenizer as Qwen's and Llama's, in which a character may span several tokens."""
+    """Returns a byte-level tokenizer as of Qwen and Llama: a character may span several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     merges = [("<", "/"), ("a", "b"), ("Ġ", "a"), ("</", "a")]
@@ -26,7 +26,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """Returns a tokenizer as Mistral's, in which a token at the start of a text loses its space."""
+    """Returns a SentencePiece tokenizer as of Mistral: a token at the start of a text loses its space."""
     pieces = ["▁", "▁a", "a", "b", "▁b", "</", ">", "ab", "é", ".", "▁."]
     core = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="a"))
     core.normalizer = normalizers.Replace(" ", "▁")
@@ -39,7 +39,7 @@ STOPS = st.lists(st.sampled_from(["</a>", "ab", "a", "é", " a", "b ", "<|im_end
 
 
 def likely(tokenizer: Tokenizer) -> list[int]:
-    """Draws tokens that often make stop strings."""
+    """Draws tokens that often form stop strings."""
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     texts = "</a> b。éx"
     found = {token for token in range(size) if any(part in tokenizer.decode([token]) for part in texts)}

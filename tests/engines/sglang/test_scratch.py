@@ -1,4 +1,4 @@
-"""Tests that all files of a server have its folder's name and are removed with it."""
+"""Tests that all files of a server are named after its folder and are removed with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_killed_server_of_several_processes_leaves_nothing(tmp_path: Path) -> None:
-    """The server's first process and a child have semaphores and shared memory that Python names."""
+    """The server's first process and a child have semaphores and shared memory that Python named."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     folder = new_scratch()
@@ -63,7 +63,7 @@ def test_a_killed_server_of_several_processes_leaves_nothing(tmp_path: Path) -> 
     remove_scratch(folder)
     assert up == b"up\n" and len(made[0]) == 3 and len(made[1]) == 1
     assert not names(folder) and not folder.exists()
-    remove_scratch(folder)  # a second call finds nothing to do
+    remove_scratch(folder)  # a second call has nothing to do
 
 
 def test_a_temporary_folder_that_is_too_deep_for_sockets_is_said(

@@ -65,7 +65,7 @@ def test_our_paths_stay_out_of_its_environment(tmp_path: Path, monkeypatch: pyte
 
 
 def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang keeps none on a large Hopper GPU if the variable is not set."""
+    """Without the variable, SGLang keeps no features on a large Hopper GPU."""
     write_settings(tmp_path, tiny_config("tiny_qwen3_vl"))
     monkeypatch.delenv(FEATURE_MIB, raising=False)
     assert int(launch(tmp_path).environment()[FEATURE_MIB]) == SPEC.feature_mib > 0
@@ -77,7 +77,7 @@ def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytes
     ("model", "dealt"), [("tiny_qwen3_vl", True), ("tiny_qwen3_omni", False), ("tiny_qwen3", False)]
 )
 def test_images_are_dealt_to_the_ranks_of_an_engine_as_in_the_trainer(tmp_path: Path, model: str, dealt: bool) -> None:
-    """SGLang 0.5.23 splits the tower of Qwen3-Omni over the ranks whatever the flag says."""
+    """SGLang 0.5.23 splits the tower of Qwen3-Omni over the ranks regardless of the flag."""
     write_settings(tmp_path, tiny_config(model), tiny_omni_files() if model == "tiny_qwen3_omni" else None)
     one = launch(tmp_path)
     assert ("--mm-enable-dp-encoder" in replace(one, shard_media=True).command()) == dealt

@@ -1,4 +1,4 @@
-"""Tests the SGLang client on answers that a healthy server never gives, and on SGLang's aborts."""
+"""Tests the SGLang client with invalid answers of a server, and with SGLang's aborts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}
 def serving(info: bytes, *events: bytes) -> Iterator[str]:
     """Starts an HTTP server; yields its address.
 
-    It answers every GET with ``info``, and its POSTs in turn with ``events``, the last of which answers all further
-    ones.
+    It answers every GET with ``info``, and POSTs in turn with ``events``; the last event answers all later POSTs.
     """
     left = list(events)
 
@@ -42,7 +41,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
             self.send_header("Content-Type", "text/event-stream" if self.command == "POST" else "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(ConnectionError):  # the client has heard enough of the other call
+            with suppress(ConnectionError):  # the client has read enough of the other call
                 self.wfile.write(body)
 
         def log_message(self, *words: object) -> None:
@@ -95,7 +94,7 @@ def kept_by(event: bytes) -> Generated:
 
 
 def response_by(*events: bytes, params: SamplingParams) -> Generated:
-    """Returns the response of a server that answers its requests in turn with these events, under weights 3."""
+    """Returns the response of a server that answers its requests in turn with these events, under version 3."""
 
     async def collect(url: str) -> list[Generated]:
         client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True, attached=True)
@@ -113,7 +112,7 @@ def response_by(*events: bytes, params: SamplingParams) -> Generated:
 
 @pytest.mark.parametrize("reason", ["abort", "length"])
 def test_tokens_that_no_attested_weights_have_sampled_are_cut_off(reason: str) -> None:
-    """The server restarts, or an update fails, while it samples; what is left is asked for again, as of an abort."""
+    """The server restarts, or an update fails, while it samples; the rest is requested again, as after an abort."""
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "default", "start": 1, "end": 2}]
     one = response_by(finished(weight_versions=spans, finish_reason={"type": reason}), params=SamplingParams())
     assert (one.output_ids.tolist(), one.versions.tolist(), one.finish_reason) == ([5], [3], "abort")
@@ -150,7 +149,7 @@ def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, obj
     [([], 0, "abort"), ([5, 6], 0, "abort"), ([5, 3], 0, "stop"), ([5, 6, 7, 8], 0, "length"), ([5, 6], 2, "length")],
 )
 def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
-    """Without this the response would go on after its stop token, or be requested for no further token."""
+    """Otherwise the response would continue after its stop token, or be requested again without tokens left."""
     one = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
     assert finish_reason(one, params, generated=generated, limit=params.max_new_tokens) == found
@@ -160,8 +159,8 @@ def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, f
     ("first", "cached", "found"),
     [
         (VersionSpan(0, 4, 7), 0, False),
-        (VersionSpan(0, 4, 7), 3, False),  # cached by the very weights that went on
-        (VersionSpan(0, 4, 8), 0, False),  # it waited until the next ones were in
+        (VersionSpan(0, 4, 7), 3, False),  # cached under the version that continued
+        (VersionSpan(0, 4, 8), 0, False),  # it waited until the next version was loaded
         (VersionSpan(0, 4, 8), 3, True),
         (VersionSpan(0, 0, 7), 0, True),  # some chunks under 7, its tokens under 8
     ],

@@ -1,4 +1,4 @@
-"""Tests that SGLang's environment imports torchvision, whether or not torchvision's compiled library loads."""
+"""Tests that SGLang's environment imports torchvision, with or without torchvision's compiled library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from relax_core.engines.sglang import server_changes
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 
 pytestmark = pytest.mark.sglang
-# A CUDA build of torch is not at hand. This library defines the operators as torchvision's own does where it loads: by
-# static initializers, whose second definition of an operator calls std::terminate.
+# No CUDA build of torch is available here. This library defines the operators as a loaded torchvision does: by static
+# initializers; a second definition of an operator calls std::terminate.
 OPERATORS = """
 #include <torch/library.h>
 TORCH_LIBRARY_FRAGMENT(torchvision, library) {
@@ -48,7 +48,7 @@ def test_operators_that_the_library_lacks_are_defined() -> None:
 
 
 def test_operators_that_the_library_defines_are_left_to_it(tmp_path: Path) -> None:
-    """The process would end with SIGABRT if the library and Relax defined them both."""
+    """The process would end with SIGABRT if both the library and Relax defined them."""
     source, library = tmp_path / "operators.cpp", tmp_path / "operators.so"
     source.write_text(OPERATORS)
     torch = SGLANG_PYTHON.parents[1] / "lib/python3.11/site-packages/torch"

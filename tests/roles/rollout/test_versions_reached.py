@@ -1,4 +1,4 @@
-"""Waiting for weight versions: one call of the bus at a time, and an end with the run."""
+"""Waiting for weight versions: one call of the bus at a time; waits end with the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.roles.rollout_worker import VersionsReached
 
 
 class Versions:
-    """Is a bus that tells these versions, one a call, and then the last one for ever."""
+    """A bus that returns these versions, one per call, and then always the last version."""
 
     def __init__(self, *versions: int) -> None:
         self.left = list(versions)
@@ -44,7 +44,7 @@ def test_waits_share_the_calls_of_the_bus() -> None:
         return order
 
     assert sorted(asyncio.run(scene())) == [0, 1, 2, 3]
-    assert bus.asked == [0, 1, 2], "one call for each new version, whoever waits"
+    assert bus.asked == [0, 1, 2], "one call for each new version, for all waits"
 
 
 def test_a_wait_ends_with_the_run() -> None:

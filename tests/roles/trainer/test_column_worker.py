@@ -1,6 +1,6 @@
-"""A worker that adds columns retries after each deadline, leases whole steps, and leases again if its lease ran out.
+"""Workers that add columns retry after each deadline, lease whole steps, and lease again after an expired lease.
 
-The first tests run on the bus's own state machine.
+The first tests run on the bus core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OWED = "rollout has no group in flight and owes new ones"
 
 
 class LateBus:
-    """The bus's state machine behind a worker's calls; a call that must wait times out and then calls ``meanwhile``."""
+    """Runs a worker's calls on the bus core; a call that must wait calls ``meanwhile`` and times out."""
 
     def __init__(self, core: BusCore, meanwhile: Callable[[int], object]) -> None:
         self._core, self._meanwhile = core, meanwhile
@@ -114,7 +114,7 @@ def test_the_trainer_leases_what_the_algorithm_needs() -> None:
 
 
 class CoreBus:
-    """The bus's state machine behind the calls that the role makes; a call that must wait times out at once."""
+    """Runs the calls of the role on the bus core; a call that must wait times out at once."""
 
     def __init__(self, core: BusCore) -> None:
         self._core = core
@@ -145,13 +145,13 @@ def test_a_whole_step_is_waited_for() -> None:
     core.put([make_row(first)])
     with pytest.raises(BusTimeout):
         whole_step(core)
-    assert not core.leases  # what it looked at went back
+    assert not core.leases  # the lease of the incomplete step was released
     core.put([make_row(second)])
     assert whole_step(core) == [first.group_uid, second.group_uid]
 
 
 def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
-    """One of a step's groups ages out after it got its advantages; only its replacement comes until the step ends."""
+    """A step's group becomes stale after it got its advantages; only its replacement arrives before the step ends."""
     core = make_core(max_staleness=1)
     old, on_policy, *later = core.admit(4)
     core.put([make_row(old), make_row(on_policy)])
@@ -161,7 +161,7 @@ def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
     lease = core.lease(for_actor(0))
     assert lease is not None
     core.ack([lease.lease_id], step=0, dropped={})
-    # Of step 1's two groups the trainer holds one; the other is lost with its advantages.
+    # The trainer holds one of the two groups of step 1; the other is lost with its advantages.
     held = core.lease(for_actor(1, groups=1))
     assert held is not None
     lost = next(uid for uid, group in core.groups.items() if group.actor_step is None)
@@ -201,14 +201,14 @@ def bus(ray_session: str, context: RunContext) -> Iterator[BlockingBus]:
 
 
 class Annotator(ColumnWorker):
-    """Maps the items of its groups; the first lease takes until the file of its item is gone."""
+    """Maps the items of its groups; the first lease lasts until the file of its item is removed."""
 
     task = "annotator"
     inputs = INPUTS
     first: Path
 
     def prepare(self) -> None:
-        """Has nothing to build."""
+        """Does nothing."""
 
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns column "b" of each group."""
@@ -221,7 +221,7 @@ class Annotator(ColumnWorker):
         return {uid: {"b": b"y"} for uid in media}
 
     def wait_gone(self) -> None:
-        """Waits until the first item has no file."""
+        """Waits until the file of the first item is removed."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""A rank reads the trees of a step's groups that the lead would have sent, each group once per step."""
+"""Ranks read the same trees of a step's groups as the lead would have sent, each group once per step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP, MAX_STALENESS = 2, 1  # the trees' tokens have versions 0, 1 and 2
 
 
 class CoreBus:
-    """The bus's state machine behind `Bus.read`; ``reads`` holds the groups of each call."""
+    """Runs `Bus.read` on the bus core; ``reads`` holds the groups of each call."""
 
     def __init__(self, core: BusCore) -> None:
         self._core = core
@@ -88,7 +88,7 @@ def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
 
 @pytest.mark.parametrize("budget_rows", [40, 100, 100_000])
 def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> None:
-    """The lead splits trees without tokens; each rank's parts are those that whole trees give."""
+    """The lead splits trees without tokens; each rank's parts equal those of whole trees."""
     core = make_core(groups_per_step=GROUPS, group_size=64)
     random_groups(core)
     first, second = (leased(core, c.STRUCTURE_COLUMNS, groups=GROUPS // 2) for _ in range(2))
@@ -112,7 +112,7 @@ def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> Non
             cut |= any(tree.extras.get(REPEATED, np.zeros(0)).any() for tree in found)
             for one, other in zip(found, wanted, strict=True):
                 assert_same_tree(one, other)
-    assert cut, "no group was divided, with rows that two parts have"
+    assert cut, "no group was divided into parts with shared rows"
     assert any((tree.versions[~tree.loss_mask] == 0).any() for tree in whole), "no token was too old"
 
 
@@ -130,7 +130,7 @@ def test_a_row_is_read_once_a_step_and_with_its_neighbours() -> None:
     rank.trees(STEP, parts_of(structures[1:3], lease_ids))
     rank.trees(STEP, parts_of(structures[::-1][-3:], lease_ids))  # a later epoch
     assert bus.reads == [uids[:2], uids[2:3]]
-    rank.trees(STEP + 1, parts_of(structures[:1], lease_ids))  # other tokens are too old, or fresh
+    rank.trees(STEP + 1, parts_of(structures[:1], lease_ids))  # read again, because other tokens may be too old
     assert bus.reads[2:] == [uids[:1]]
 
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints are consistent snapshots, are written beside the steps, and report their failures."""
+"""A run's checkpoints are consistent snapshots, are written in parallel to steps, and report their failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_still_to_be_judged_stays_and_what_was_passed_over_does_not() ->
     assert metric(0.1).kept() == {0, 10, 20, 30, 40}
     assert metric(0.1, 0.5, 0.2).kept() == {10, 30, 40}
     passed_over = metric(0.1)
-    passed_over.add(30, {"exact": 0.05})  # a rollout that was restarted begins with the newest version
+    passed_over.add(30, {"exact": 0.05})  # a restarted rollout begins with the newest version
     assert passed_over.kept() == {0, 40}
 
 
@@ -64,7 +64,7 @@ def test_evaluations_before_a_resume_count() -> None:
 
 
 class Lead:
-    """A back end whose state is one number and whose write lasts as long as the test wants."""
+    """A back end with one number as its state; the test controls the duration of its write."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -137,7 +137,7 @@ def test_steps_go_on_while_the_cut_of_an_earlier_one_is_written(lead: Lead, tmp_
     one.save(5)
     lead.state = 6
     one.raise_failure()
-    assert saved(tmp_path) == {}  # it counts once it is whole
+    assert saved(tmp_path) == {}  # it is valid once it is complete
     lead.may_write.set()
     one.save(6)
     one.finish()
@@ -201,7 +201,7 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
         assert lead.writes.wait(timeout=120)
         with slow.open("ab") as file:
             file.write(b".")
-        if len(told) == 8:  # looks are STALL_S apart
+        if len(told) == 8:  # one call per STALL_S
             lead.may_write.set()
 
     one = checkpoints(lead, tmp_path, *SHORT, report_progress=a_byte_more)
@@ -233,7 +233,7 @@ def test_a_full_disk_is_waited_out_with_the_same_snapshot(
         space.enter_context(filled(disk))
         lead.state = 5
         one.save(5)
-        lead.state = 6  # the steps go on
+        lead.state = 6  # training continues
         one.raise_failure()
         one.finish()
     assert saved(disk / "run") == {"step_00000005": (b"5", "5")}
@@ -255,7 +255,7 @@ def test_a_disk_that_stays_full_ends_the_wait_with_its_cause(lead: Lead, small_d
     assert list(saved(disk / "run")) == ["step_00000001"]
 
 
-# -- the best one -----------------------------------------------------------------------------------------------------
+# -- the best checkpoint ----------------------------------------------------------------------------------------------
 BEST = ("run.keep_best=eval/exact", "run.patience=2", "run.keep_last=1", "eval.every=2")
 
 
@@ -283,7 +283,7 @@ def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tm
 
     start = {"start_step": 6, "resume_from": tmp_path / "checkpoints" / "step_00000006"}
     resumed = checkpoints(lead, tmp_path, *BEST, "run.steps=10", **start)
-    assert resumed.record_evaluation(6, exact(0.3))  # the second in a row that is no better
+    assert resumed.record_evaluation(6, exact(0.3))  # the second evaluation in a row without an improvement
     resumed.save(8)
     resumed.finish()
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000008"]

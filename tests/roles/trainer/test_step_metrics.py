@@ -1,4 +1,4 @@
-"""The trainer's record of a step, against figures computed by hand, and the clock of its parts."""
+"""The trainer's record of a step against values computed by hand, and the clock of its parts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ ROWS = step_rows(
             Answer(1.0, 4, 9, parts={"exact": 1.0, "format": 0.5}, logprob=-0.5),
             Answer(0.0, 8, 9, finish="length", parts={"exact": 0.0, "format": 0.25}, logprob=-2.0, untrained=6),
         ),
-        row(  # without signal: all rewards equal
+        row(  # no signal: all rewards are equal
             Answer(0.5, 3, 8, parts={"exact": 0.0}),
             Answer(0.5, 1, 7, parts={"exact": 0.0}),
             Answer(0.5, 2, 10, parts={"exact": 0.0}),
@@ -134,7 +134,7 @@ def test_figures_are_over_samples_not_over_groups() -> None:
             "reward/max": 1.0,
             "groups_without_signal": 1 / 2,
             "exact": 1 / 5,
-            "reward_format": (0.5 + 0.25) / 2,  # over the samples that have this part
+            "reward_format": (0.5 + 0.25) / 2,  # over the samples with this part
             "response_tokens": (4 + 8 + 3 + 1 + 2) / 5,
             "response_tokens/min": 1.0,
             "response_tokens/p10": 1.0,
@@ -150,7 +150,7 @@ def test_figures_are_over_samples_not_over_groups() -> None:
 
 
 def test_lengths_are_told_as_a_histogram() -> None:
-    """Every length is in one bin, whose limits lie at equal distances and end with the largest."""
+    """Every length is in one bin; the limits are equidistant and end with the largest length."""
     histogram = ROWS.histograms(step=10)[0]
     assert (histogram.source, histogram.name, histogram.step) == ("actor", "response_tokens", 10)
     assert dict(zip(histogram.limits, histogram.counts, strict=True)) == {
@@ -227,7 +227,7 @@ def test_where_no_token_was_compared_there_is_no_gap() -> None:
 
 
 def test_the_critics_figures_have_their_own_prefix() -> None:
-    # returns 1 and 3 (mean square 5, variance 1), errors 0.5 and -0.5: a quarter of it is left
+    # returns 1 and 3 (mean square 5, variance 1), errors 0.5 and -0.5: a quarter of the variance remains
     moments = {"return": 2.0, "return_squared": 5.0, "error": 0.0, "error_squared": 0.25}
     critic = dataclasses.replace(METRICS, loss=0.7, grad_norm=3.0, algorithm={"clip": 0.1, **moments})
     result = StepResult(metrics=UpdateMetrics(policy=METRICS, critic=critic), updates=4)

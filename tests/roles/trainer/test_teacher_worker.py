@@ -1,4 +1,4 @@
-"""Both teacher scorers give the log-probs of transformers, and the columns made of them."""
+"""Both teacher scorers give the log-probs of transformers, and the columns made from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GROUPS = make_groups([[5, 1, 8], [7, 2], [3]], prompt_lengths=[9, 4, 12], seed=3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a Llama for any family of the student, because a teacher only needs the same tokens."""
+    """Returns a Llama for any family of the student, because a teacher only needs the same vocabulary."""
     path = tmp_path_factory.mktemp("teacher")
     make_family_model(path, "llama, llama3 rope", seed=5)
     return path
@@ -64,7 +64,7 @@ def context(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunContex
 
 
 class OneEngine:
-    """The part of a directory that `EngineTeacher` uses; it gives the address of a dead engine ``lost`` times."""
+    """Stands for the engine directory; it returns the address of a dead engine ``lost`` times."""
 
     def __init__(self, client: EngineClient, lost: list[EngineClient]) -> None:
         self._client, self._lost = client, lost
@@ -98,7 +98,7 @@ def client(context: RunContext, folder: Path) -> Iterator[EngineClient]:
 
 
 def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
-    """Returns for each sample the log-softmax that predicts its response, ``[tokens, vocab]``."""
+    """Returns the log-softmax for the response tokens of each sample, ``[tokens, vocab]``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -133,7 +133,7 @@ def assert_right(scores: list[TeacherScores], folder: Path, *, top_k: int) -> No
 def test_forward_and_engine_agree_with_transformers(
     context: RunContext, client: EngineClient, folder: Path, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teacher_worker, "TOKENS_A_CALL", 30)  # so that it takes several calls
+    monkeypatch.setattr(teacher_worker, "TOKENS_A_CALL", 30)  # for several calls
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k)  # type: ignore[arg-type]
     assert_right(by_engine.score(GROUPS), folder, top_k=top_k)
     assert_right(ForwardTeacher(context, folder, top_k=top_k).score(GROUPS), folder, top_k=top_k)
@@ -191,7 +191,7 @@ def leased(group: TokenTree, teacher: str) -> Group:
 
 
 def test_each_row_gets_the_teacher_that_it_names_and_the_trainer_reads_the_columns() -> None:
-    worker: Any = TeacherWorker.__new__(TeacherWorker)  # without its loop
+    worker: Any = TeacherWorker.__new__(TeacherWorker)  # without starting its loop
     worker._teachers = {"a": Fixed(-1.0), "b": Fixed(-2.0)}
     rows = [leased(group, name) for group, name in zip(GROUPS, ("b", "a", "b"), strict=True)]
     columns = worker.columns_of(rows)

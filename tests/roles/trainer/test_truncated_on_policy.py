@@ -1,5 +1,5 @@
-"""What the engine sampled under top_k, top_p, min_p and bans is on policy for every role: they normalise over the very
-tokens that were left, so ratios are 1 and divergences 0 where the weights are the same.
+"""Samples with top_k, top_p, min_p and banned tokens are on-policy for every role: all roles normalise over the kept
+sets, so ratios are 1 and divergences 0 under the same weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.trees import answers_of, of_tokens, prompt_of
 
 TOLERANCE = 2e-5
 TOKEN = "token-of-the-run"
-BANNED_MASS = 0.3  # that the model gives to the banned token, at the least
+BANNED_MASS = 0.3  # minimum probability that the model gives to the banned token
 WORDS = VOCAB + 1  # two tensor-parallel ranks pad an odd vocabulary
 PROMPTS = [random_prompt(length, seed=length) for length in (3, 9, 20)]
 TRUNCATIONS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.1},
     "all": {"top_k": 20, "top_p": 0.95, "min_p": 0.02},
 }
-# SGLang tells kept sets with a top_k only, and draws by seed without min_p only.
+# SGLang reports kept sets only with a top_k, and samples by seed only without min_p.
 OF_SGLANG: dict[str, dict[str, Any]] = {
     "banned": {},
     "top_p": {"top_k": WORDS, "top_p": 0.9},
@@ -108,7 +108,7 @@ async def responses_to(client: EngineClient, params: SamplingParams) -> list[Gen
 
 
 def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> Rows:
-    """Returns the groups as the rollout puts them on the bus."""
+    """Returns the groups in the form that the rollout puts on the bus."""
     found: dict[str, list[Group]] = {}
     for name, changes in truncations.items():
         params = SamplingParams(n=SAMPLES, max_new_tokens=24, temperature=TEMPERATURE, banned_token_ids=[BANNED])
@@ -220,7 +220,7 @@ def test_the_ratio_is_one_for_every_algorithm_with_sglang(folder: Path, sglang_c
 
 
 def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal(scored: Rows) -> None:
-    """RLOO has this default. With log-probs over the whole vocabulary each token would pay -log(kept mass)."""
+    """RLOO does so by default. With log-probs over the whole vocabulary each token would be charged -log(kept mass)."""
     spec = find_algorithm("rloo")
     with_kl, without = (
         spec.config(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
@@ -228,7 +228,7 @@ def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal
     for of_name in scored.values():
         for one, other in zip(train_groups(of_name, spec, with_kl), train_groups(of_name, spec, without), strict=True):
             gap = np.abs(one.extras["advantages"] - other.extras["advantages"]).max()
-            assert gap <= 24 * TOLERANCE  # a sample has 24 tokens at most
+            assert gap <= 24 * TOLERANCE  # a sample has at most 24 tokens
 
 
 def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path, rows: Rows) -> None:
@@ -244,7 +244,7 @@ def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path,
             ]
         )
     assert np.abs(gaps[1]).max() <= TOLERANCE
-    assert -np.expm1(-gaps[0]).mean() >= BANNED_MASS  # log(1 / (1 - mass)) is missing from each
+    assert -np.expm1(-gaps[0]).mean() >= BANNED_MASS  # each gap is log(1 / (1 - mass))
 
 
 def test_the_entropy_is_that_of_what_was_left(folder: Path, scored: Rows) -> None:
@@ -303,7 +303,7 @@ def test_every_role_that_computes_log_probs_leases_the_sets(kind: Any, folder: P
 
 
 class OneEngine:
-    """The part of a directory that `EngineTeacher` uses."""
+    """Stands for the engine directory."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -317,7 +317,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
     folder: Path, client: EngineClient, scored: Rows, served_by: str, tmp_path: Path
 ) -> None:
     keys = [f"rollout.temperature={TEMPERATURE}", f"rollout.banned_token_ids=[{BANNED}]", "rollout.top_p=0.9"]
-    # Id 9999 stands for a row that the student has and this teacher lacks.
+    # Id 9999 is a token of the student that this teacher lacks.
     context = context_of(["algo=distill", *keys], model_folder=folder, run_dir=tmp_path)
     context.config.rollout.banned_token_ids = [BANNED, 9999]
     context = replace(context, teacher_folders={"default": folder})

@@ -1,4 +1,4 @@
-"""The trainer's calls to stopped engines: which ones are waited for, and in which order they arrive."""
+"""The trainer's calls to stopped engines: which calls it waits for, and their order of arrival."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["launch", "model_folder", "start_engine"]
 
 
 class Waits:
-    """Stands for `Worker.waiting` and holds the current waits."""
+    """Stands for `Worker.waiting`; holds the current waits."""
 
     def __init__(self) -> None:
         self.now: list[str] = []
@@ -40,7 +40,7 @@ class Waits:
 
 
 class Engines:
-    """The clients of some engines."""
+    """Holds the clients of some engines."""
 
     def __init__(self, *engines: Engine) -> None:
         self.clients = [engine.client for engine in engines]
@@ -57,7 +57,7 @@ class Engines:
 
 @pytest.fixture
 def stopped() -> Iterator[Callable[[Engine], None]]:
-    """Stops engines, which continue at the test's end at the latest."""
+    """Stops engines; they continue at the test's end at the latest."""
     pids: list[int] = []
 
     def stop(engine: Engine) -> None:
@@ -75,7 +75,7 @@ def has_memory(engine: Engine) -> bool:
         tokens = pool.submit(engine.generate, prompts_of([5, 6]), SamplingParams(max_new_tokens=2))
         deadline = time.monotonic() + 60.0
         while not tokens.done() and engine.client.loads()["queued"] == 0:
-            assert time.monotonic() < deadline, "it was not asked"
+            assert time.monotonic() < deadline, "it was not called"
         engine.client.loads()
         if engine.client.loads()["queued"] == 0:
             return len(tokens.result(60.0)) == 1
@@ -97,16 +97,16 @@ def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_
     sync.publish(1, hf_weights(make_model(None, seed=1)))
     report = sync.end_push()
     assert report is not None and report.behind == {slow.process.url} and not report.refused
-    sync.resume_memory()  # returns, though the engine stands still
+    sync.resume_memory()  # returns while the engine is stopped
     assert has_memory(lives) and lives.version == 1
     with ThreadPoolExecutor() as pool:
         releasing = pool.submit(sync.release_memory)
-        with pytest.raises(TimeoutError):  # the trainer would train in memory that the engine may hold
+        with pytest.raises(TimeoutError):  # else the trainer would use memory that the engine may hold
             releasing.result(1.5)
         assert waits.now == ["the engines to release their memory"]
         os.kill(slow.process.pid, signal.SIGCONT)
         releasing.result(60.0)
-    assert slow.version == 1 and not has_memory(slow), "its memory came back after it was given up"
+    assert slow.version == 1 and not has_memory(slow), "its memory was resumed after the release"
     sync.publish(2, hf_weights(make_model(None, seed=2)))
     sync.end_push()
     sync.resume_memory()

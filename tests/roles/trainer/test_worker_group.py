@@ -1,4 +1,4 @@
-"""The lead and its other ranks: which ranks train which groups, what they read, and which answers count."""
+"""The lead and its other ranks: the division of groups over ranks, their reads, and the use of their answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
         other_ranks=start(other_ranks, world_size(parallel) - 1, context),
         replicas=replicas,
     )
-    # 33 rows in groups of one answer, then a prompt of 3 rows with 14 more an answer: cut behind the first of these.
+    # 33 rows in groups of one answer, then a prompt of 3 rows with 14 rows per answer: split after its first answer.
     worker_group = TrainerWorkerGroup(
         ranks, timeout_s=120.0, waiting=waiting, rank_groups=policy_groups(context, bus.bus)
     )
@@ -73,17 +73,17 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     worker_group.add_lease(lease)
     worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
     times = worker_group.finish_step().ranks
-    assert [one.wall_ms for one in times] == [{"forward": 10.0 * rank} for rank in range(4)], "each tells its own"
+    assert [one.wall_ms for one in times] == [{"forward": 10.0 * rank} for rank in range(4)], "each reports its times"
     trained = [lead.seen, *ray.get([other_rank.seen.remote() for other_rank in other_ranks])]
     for replica in replicas:
         assert all(trained[rank] == trained[replica[0]] for rank in replica)
     first, second = trained[0], trained[2]
-    assert first[:-1] == [seen(tree) for tree in groups[:-1]]  # tokens and all, though the lead has none of its own
+    assert first[:-1] == [seen(tree) for tree in groups[:-1]]  # with tokens, although the lead has none
     assert first[-1:] == [seen(groups[-1].take([0]))] and second == [seen(groups[-1].take([1, 2, 3]))]
     answers = WorkerGroup(ranks, timeout_s=120.0, waiting=waiting).logprobs(groups)
     for one, answer in zip(groups, answers, strict=True):
         of_second = 2000.0 * (one is groups[-1]) * np.isin(np.arange(one.rows), range(3, 18), invert=True)
-        assert answer.tolist() == (one.token_ids + of_second).tolist()  # the second one's of the shared prompt
+        assert answer.tolist() == (one.token_ids + of_second).tolist()  # the shared prompt is from the second rank
 
 
 def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
@@ -113,7 +113,7 @@ def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
 
 
 class Recorder:
-    """A worker's handle that records its calls."""
+    """Stands for a worker's handle; records its calls."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, tuple[Any, ...]]] = []
@@ -148,7 +148,7 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
     worker_group.accumulate([tree])
     uids: dict[str, list[str]] = {}
     for who, handle in (("same", same), ("other", other), ("critic", critic)):
-        _, (method, arguments) = handle.called  # behind `begin_step`
+        _, (method, arguments) = handle.called  # after `begin_step`
         (step, (part,)) = arguments
         assert (method, step, part.lease_id, part.group_uid) == ("accumulate", STEP, 7, tree.group_uid)
         uids[who] = part.uids
@@ -270,13 +270,13 @@ def test_a_loss_while_ranks_build_is_told_at_once(other_ranks: list[Any], contex
 def test_a_rank_whose_disk_is_full_has_not_failed_and_writes_again(
     other_ranks: list[Any], context: RunContext, lease: Lease, small_disk: Callable[[str], Path]
 ) -> None:
-    """The lead has its own disk, and gets the number of the other rank's error."""
+    """The lead has its own disk and gets the errno of the other rank."""
     disk = small_disk("1m")
     (disk / "train").mkdir()
 
     class OtherDisk(Backend):
         def write_copy(self, folder: Path) -> None:
-            """Writes elsewhere."""
+            """Writes the copy to another place."""
 
     members = start(other_ranks, 1, context)
     group = one_replica(OtherDisk(0), members, lease)

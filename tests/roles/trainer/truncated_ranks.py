@@ -1,4 +1,4 @@
-"""Runs one of two tensor-parallel ranks; rank 0 writes what every role computes from the output layer.
+"""Runs one of two tensor-parallel ranks; rank 0 writes the results of every role from the output layer.
 
 python truncated_ranks.py <rank> <2> <port> <model folder> <rows, as MessagePack> <folder of the output>
 """

@@ -1,4 +1,4 @@
-"""What the tests of truncated sampling and their tensor-parallel ranks share: rows as the trainer sees them."""
+"""Helpers for the tests of truncated sampling and their tensor-parallel ranks: groups in the trainer's form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = Mapping[str, Sequence[Group]]  # truncation → groups
 
 
 def train_groups(rows: Sequence[Group], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
-    """Returns the groups as the advantages role and the trainer see them."""
+    """Returns the groups in the form of the advantages role and the trainer."""
     requirements = spec.requirements(config)
     advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)
     skipped = {c.OLD_LOGPROBS: requirements.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not requirements.reference}
@@ -43,7 +43,7 @@ def train_groups(rows: Sequence[Group], spec: AlgorithmSpec, config: Any) -> lis
 
 
 class Recorded:
-    """An algorithm whose loss records its inputs and outputs."""
+    """Wraps an algorithm; its loss records inputs and outputs."""
 
     def __init__(self, spec: AlgorithmSpec) -> None:
         self.seen: list[tuple[LossInputs, LossOutputs]] = []
@@ -57,7 +57,7 @@ class Recorded:
 
 
 def figures_of_the_head(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Returns, for each truncation, what a rank computes from the output layer for the sampled tokens.
+    """Returns for each truncation a rank's results from the output layer for the sampled tokens.
 
     ``make`` makes a back end from the algorithm and its configuration. The teacher's columns are those of the back end.
     """

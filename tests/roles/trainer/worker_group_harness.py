@@ -1,4 +1,4 @@
-"""Ranks with made-up back ends, for the tests of the worker group."""
+"""Ranks with fake back ends, for the tests of the worker group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.roles.worker import WorkerStatus
 from relax_core.train.micro_batches import NO_TOWER
 
-Seen = tuple[list[str], list[int], list[float]]  # of a tree that was trained: episodes, tokens, advantages
+Seen = tuple[list[str], list[int], list[float]]  # episodes, tokens and advantages of a trained tree
 STEP = 0
 OVERRIDES = ("parallel.dp=2", "parallel.tp=2")
 BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by other rank"
 
 
 class Backend:
-    """A rank that fails on request, and whose log-prob of each row is its token plus 1,000 times its own number."""
+    """A fake rank that can fail on request; its log-prob of a row is the token plus 1,000 times the rank's number."""
 
     tower_work = NO_TOWER
 
@@ -65,7 +65,7 @@ class Backend:
 
 
 class Patient(Backend):
-    """A lead whose own part lasts until another rank has done its part."""
+    """A lead whose part lasts until another rank has finished its part."""
 
     def __init__(self, other_rank: Any) -> None:
         super().__init__(0)
@@ -75,13 +75,13 @@ class Patient(Backend):
         import ray
 
         super().accumulate(groups)
-        ray.get(self._other_rank.seen.remote(), timeout=120)  # another rank's calls run one after the other
+        ray.get(self._other_rank.seen.remote(), timeout=120)  # calls of a rank run one after the other
 
 
 class OtherRank(ActorRank):
     """A rank whose back end needs no other ranks."""
 
-    role = "reference"  # whose process runs no plug-in, so that its output has no log of its own
+    role = "reference"  # a role without plug-ins in its process, so that its output needs no log
 
     def warm_up(self) -> None:
         """Does nothing, because the test needs no Megatron."""

@@ -1,4 +1,4 @@
-"""Processes of agents: whatever they do, nothing of them is left, and their words say what happened."""
+"""Agent processes: every process of an agent ends, and failure messages include the agent's output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARK = "RELAX_TEST_AGENT"
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """A value in the environment of all processes of this test's agents; none may be left."""
+    """A marker value in the environment of all agent processes of this test; at the end no process may have it."""
     yield str(tmp_path)
     left = marked(str(tmp_path))
     for process in left:
@@ -59,7 +59,7 @@ def run(
     beside: Callable[[asyncio.Task[AgentResult]], object] | None = None,
     **settings: object,
 ) -> AgentResult:
-    """Plays one task with a command, or with a script of the shell."""
+    """Plays one task with a command or a shell script."""
     words = ["sh", "-c", command] if isinstance(command, str) else command
 
     async def played() -> AgentResult:
@@ -78,7 +78,7 @@ def run(
 
 
 def test_a_child_that_is_left_behind_ends_with_its_agent(tmp_path: Path, mark: str) -> None:
-    """Also one that has left its group and its session, and lost its parent."""
+    """Includes a child that has left its process group and session and lost its parent."""
     began = time.monotonic()
     result = run(tmp_path, mark, "setsid sh -c 'sleep 300 & sleep 300' & (sleep 300 &) ; exit 0")
     assert result.failed == "" and time.monotonic() - began < 60
@@ -148,7 +148,7 @@ def test_a_program_that_is_not_there_says_so(tmp_path: Path, mark: str) -> None:
 
 
 def test_the_environment_is_a_clean_one(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No secret of the run, no proxy before the endpoint, and the interpreter's folder first on PATH."""
+    """The environment has no secret of the run and no proxy, and the interpreter's folder is first on PATH."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("HTTP_PROXY", "http://proxy")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -174,7 +174,7 @@ def test_a_guard_that_is_killed_takes_its_agent_with_it(tmp_path: Path, mark: st
 
 
 def test_agents_end_with_an_owner_that_is_killed(tmp_path: Path, mark: str) -> None:
-    """The owner gets SIGKILL, and its agent and what that left behind are gone within the grace."""
+    """The owner gets SIGKILL; its agent and the agent's children end within the grace period."""
     owner = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
@@ -204,7 +204,9 @@ def test_agents_end_with_an_owner_that_is_killed(tmp_path: Path, mark: str) -> N
 
 
 def test_a_guard_tells_only_of_json_objects_of_a_warm_agent(tmp_path: Path) -> None:
-    """Other lines are output; a flood of answers that no task asked for ends the agent."""
+    """Returns only JSON objects of warm agents; other lines are output. A flood of unrequested answers ends
+    the agent.
+    """
 
     async def scene() -> None:
         process = await AgentProcess.start(["cat"], cwd=str(tmp_path), env={}, warm=True)

@@ -1,4 +1,4 @@
-"""Warm agents: one process plays task after task, and what it does to one task does not reach the next."""
+"""Warm agents: one process plays many tasks in turn, and one task cannot affect the next."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scene(tmp_path: Path, play: Callable[[AgentWorkers], Awaitable[None]], **set
 
 
 def test_one_process_plays_task_after_task(tmp_path: Path) -> None:
-    """Each answer is of its task; what a library prints, and answers to other tasks, are left out."""
+    """Each answer belongs to its task; library output and answers to other tasks are ignored."""
 
     async def play(workers: AgentWorkers) -> None:
         prompts = ["a", "noise", "wrong", "error", "b"]
@@ -94,7 +94,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_its_task_in_the_grace_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its late answer is not taken for that of the next task, whose uid may be the same."""
+    """Its late answer is not taken as the answer to the next task, even if that has the same uid."""
 
     async def play(workers: AgentWorkers) -> None:
         first = await workers.play(task("a"))

@@ -1,4 +1,4 @@
-"""Serves the endpoint in tests: the real server, sessions and templates over engines that say what a test scripts."""
+"""Serves the endpoint in tests: the real server, sessions and templates over engines with scripted responses."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.responses import response
 
 SAMPLING = SamplingParams(n=1, max_new_tokens=4096)
-LONG_S = 60.0  # a deadline that only a hang reaches
+LONG_S = 60.0  # a deadline that only a hang exceeds
 CONTEXT = 4096
 ENV = EnvSpec(name="none", summary="s", config=EnvConfig, messages=lambda row, config: [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Say:
-    """One response: its text, why it ended ("given up": there is none), and what must happen in its middle."""
+    """One scripted response: its text, its finish reason ("given up": no response), and an event that delays it."""
 
     text: str
     finish: str = "stop"
@@ -40,7 +40,7 @@ class Say:
 
 
 class ScriptedPool:
-    """Gives the responses of a script in the order of the requests, token by token."""
+    """Returns the scripted responses in the order of the requests, token by token."""
 
     def __init__(self, tokenizer: PromptTokenizer, *says: Say | str) -> None:
         self._tokenizer = tokenizer
@@ -110,14 +110,14 @@ class Served:
             return reply.status, await reply.json()
 
     async def said(self, messages: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """The message of the answer to these messages."""
+        """Returns the message of the answer to these messages."""
         status, reply = await self.post({"messages": list(messages), **more})
         assert status == 200, reply
         message: dict[str, Any] = reply["choices"][0]["message"]
         return message
 
     def tree(self) -> TokenTree:
-        """The tree of the episode once the session is over, in which every token has one account."""
+        """Ends the session and returns the tree of its episode; checks that every token is in exactly one account."""
         self.session.end("env_done")
         episode = self.record
         episode.output = RewardOutput(reward=1.0)
@@ -148,7 +148,7 @@ def serve(
 ) -> None:
     """Opens a session behind a served endpoint and runs ``scene`` with it.
 
-    ``around`` may put an application around the endpoint.
+    ``around`` may wrap the endpoint in an application.
     """
 
     async def run() -> None:
@@ -197,6 +197,6 @@ def serve(
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Waits for a state of the same event loop."""
+    """Waits until a condition of the same event loop holds."""
     while not true():
         await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Plays groups with real agents, sessions and the served endpoint, over engines that answer by a function."""
+"""Plays groups with real agents, sessions and the served endpoint, over engines whose responses a function computes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.responses import admitted, response
 
-LONG_S = 120.0  # a deadline that only a hang reaches
+LONG_S = 120.0  # a deadline that only a hang exceeds
 CONTEXT = 4096
 ENV = EnvSpec(name="none", summary="s", config=EnvConfig, messages=lambda row, config: [])
-Answer = Callable[[str], str]  # from the text of a prompt to that of the response; "HANG": none until it is given up
+Answer = Callable[[str], str]  # prompt text → response text; "HANG": no response until it is cancelled
 
 
 def agent_settings(**given: Any) -> AgentConfig:
-    """Settings of agents with short times."""
+    """Returns agent settings with short times."""
     defaults: dict[str, Any] = {
         "workers": 0,
         "timeout_s": LONG_S,
@@ -44,7 +44,9 @@ def agent_settings(**given: Any) -> AgentConfig:
 
 
 def python_agent(tmp_path: Path, body: str, *, name: str = "agent.py") -> list[str]:
-    """The command of an agent that runs ``body``, in which ``ask(text)`` asks the model and ``result(…)`` ends well."""
+    """Returns the command of an agent that runs ``body``; ``ask(text)`` asks the model, ``result(…)`` reports
+    success.
+    """
     (tmp_path / name).write_text(AGENT + body)
     return [sys.executable, str(tmp_path / name)]
 
@@ -73,10 +75,10 @@ def result(**given):
 
 
 class AnsweringPool:
-    """Gives the responses that a function of the prompt's text says."""
+    """Returns the responses that a function computes from the prompt's text."""
 
     def __init__(self, tokenizer: PromptTokenizer, answer: Answer, *, ages: bool, holds: Callable[[str], bool]) -> None:
-        """``ages``: each response comes from newer weights than the one before. ``holds``: it does not come yet."""
+        """``ages``: each response comes from newer weights than the last. ``holds``: returns whether to delay it."""
         self._tokenizer = tokenizer
         self._holds = holds
         self._ages = ages
@@ -124,7 +126,7 @@ class AnsweringPool:
 
 @dataclass(kw_only=True)
 class Played:
-    """What a group left, and what its engines and endpoint saw."""
+    """Holds the episodes of a group, its engines, and the cancelled episodes."""
 
     records: list[EpisodeRecord]
     pool: AnsweringPool
@@ -155,9 +157,9 @@ def played(
     sessions: SessionTable | None = None,
     **form: Any,
 ) -> Played:
-    """Plays one group; ``beside`` is awaited with its task and its engines while it is played.
+    """Plays one group; ``beside`` is awaited with the group's task and its engines in the meantime.
 
-    ``at_url`` gets the endpoint's address, too. ``sessions`` are those of the endpoint.
+    ``at_url`` also gets the endpoint's address. ``sessions`` is the endpoint's session table.
     """
     settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer, ages=ages, holds=holds)
     found = Played(records=[], pool=pool)

@@ -1,7 +1,7 @@
-"""Recorded conversations of real clients: the bodies that each sent for three turns, and what the engine then said.
+"""Recorded conversations of real clients: the request bodies of three turns and the engine's responses.
 
-`make test-agents` holds the conversations with the clients themselves; with RELAX_RECORD_REPLAYS=1 it writes the files
-of `tests/rollout/agents/replays/` anew.
+`make test-agents` runs these conversations with the real clients; with RELAX_RECORD_REPLAYS=1 it rewrites the files of
+`tests/rollout/agents/replays/`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from relax_core.rollout.agents.endpoint_app import EndpointApp
 
 FOLDER = Path(__file__).parent / "replays"
-LONGEST_SYSTEM = 200  # the characters that are recorded of a message of the system; some libraries send 10 KB of it
+LONGEST_SYSTEM = 200  # the recorded length of a system message in characters; some libraries send 10 KB
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"expression":  "12*7"}}\n</tool_call>'
 THOUGHT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
 SAYS = {
     "tools": (THOUGHT, CALL.replace("12*7", "84*2"), "It is 168."),
-    # smolagents' tool agent ends with a call, and its code agent writes code between tags of its own.
+    # smolagents' tool agent ends with a call; its code agent writes code between its own tags.
     "final_answer": (
         THOUGHT,
         CALL.replace("12*7", "84*2"),
@@ -37,7 +37,7 @@ CONTEXT = 32768
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One mode of a client: what the engine says in it, and the segments that the episode then has."""
+    """One mode of a client: the engine's responses in it, and the number of segments of the episode."""
 
     client: str
     mode: str
@@ -74,7 +74,7 @@ CONVERSATIONS = tuple(_conversations())
 
 
 class Recorder:
-    """Is an application around the endpoint's that keeps the path and body of each request."""
+    """Wraps the endpoint's application and records the path and body of each request."""
 
     def __init__(self, app: EndpointApp) -> None:
         self._app = app
@@ -93,7 +93,7 @@ class Recorder:
         await self._app(scope, read, send)
 
     def write(self, conversation: Conversation, *, version: str) -> None:
-        """Writes what was recorded; long texts of the system are cut alike in all requests."""
+        """Writes the recorded requests; long system messages are cut in the same way in all requests."""
         requests = [{"path": one["path"], "body": _short_system(one["body"])} for one in self.requests]
         told = {"client": version, "says": conversation.says, "segments": conversation.segments, "requests": requests}
         FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Episodes that real processes play, from their task to the account of every token."""
+"""Episodes that real processes play, from the task to the account of every token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runs(tmp_path: Path, body: str) -> Any:
 
 
 def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
-    """The account of every token that the engines gave, for a group in which each episode with turns has a reward."""
+    """Returns the accounts of all tokens from the engines; each episode with turns must have a reward."""
     own = records or tuple(found.records)
     for one in own:
         one.output = RewardOutput(reward=None if one.failed else 1.0)
@@ -43,7 +43,7 @@ def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
 
 
 def test_an_agent_plays_an_episode_of_two_turns(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """It gets its task, its key and its names, asks twice in one conversation, and gives a reward and a number."""
+    """The agent gets its task, key and names, sends two requests in one conversation, and returns its result."""
     body = """
 row = json.load(open(os.environ["RELAX_TASK"]))
 assert row == {"prompt": "2+2", "answer": "4", "level": 7}, row
@@ -83,7 +83,7 @@ def test_an_agent_that_fails_has_no_reward(tokenizer: PromptTokenizer, tmp_path:
 
 
 def test_a_failed_attempt_starts_again_with_another_key(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """The old key answers 410 on every route. Tokens of the first attempt are sampled and not chosen."""
+    """The old key gets 410 on every route. Tokens of the first attempt are counted as sampled, but not chosen."""
     body = f"""
 answer = ask("hello")
 if os.environ["RELAX_ATTEMPT"] == "0":
@@ -107,7 +107,7 @@ for path in {[path.removeprefix("/v1") for path in SHAPES]!r}:
 
 
 def test_an_agent_that_hangs_ends_by_its_time(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    settings = agent_settings(timeout_s=6.0)  # a loaded machine needs seconds to start a process, which then asks
+    settings = agent_settings(timeout_s=6.0)  # on a loaded machine a process needs seconds to start and send a request
     found = played(tokenizer, runs(tmp_path, "ask('a'); time.sleep(600)"), agent=settings, max_retries=3)
     assert found.one.ended == "episode_timeout" and "agent.timeout_s=6" in found.one.failed
     assert accounts(found)["no_reward"] == found.pool.sampled > 0
@@ -116,7 +116,7 @@ def test_an_agent_that_hangs_ends_by_its_time(tokenizer: PromptTokenizer, tmp_pa
 def test_a_limit_ends_an_episode_with_a_reward_whatever_the_agent_does_then(
     tokenizer: PromptTokenizer, tmp_path: Path
 ) -> None:
-    """Its next request gets 410, so it dies; one that catches the error may still give a result."""
+    """Its next request gets 410, so the agent dies; an agent that catches the error may still return a result."""
     limits = EpisodeLimits(turns=2, sampled_tokens=CONTEXT, context_tokens=CONTEXT)
     body = "for number in range(9): ask(str(number))"
     record = played(tokenizer, runs(tmp_path, body), limits=limits).one
@@ -141,7 +141,7 @@ except urllib.error.HTTPError:
 
 
 def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """The requests under way are cancelled, and no token is in no account."""
+    """The running requests are cancelled, and every token is in an account."""
 
     async def beside(playing: asyncio.Task[Any], pool: AnsweringPool) -> None:
         while len(pool.requests) < 4:
@@ -157,7 +157,7 @@ def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: Prom
 
 
 class SeenSessions(SessionTable):
-    """Keeps the newest session for the test, whose engines and event loop it shares."""
+    """Exposes the newest session to the test; both run in one event loop."""
 
     session: AgentSession
 
@@ -167,8 +167,9 @@ class SeenSessions(SessionTable):
 
 
 def test_requests_at_one_time_and_clients_that_hang_up(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """A helper beside the agent is a segment of its own. An answer whose client hung up is given to the one that asks
-    again, and else an orphan: each token has one account."""
+    """A helper's conversation is a separate segment. If a client hangs up, its answer goes to the repeated request, or
+    else is an orphan: each token is in one account.
+    """
     body = f"""
 import pathlib, socket, threading
 folder = pathlib.Path({str(tmp_path)!r})
@@ -197,11 +198,11 @@ assert ask("main", "yes", "and on") == "yes"
     sessions = SeenSessions(most=1)
 
     def holds(text: str) -> bool:
-        """Says for what each answer waits; the helper and the first one wait for nothing."""
+        """Returns whether to delay the response to a prompt; those to the main and helper requests are not delayed."""
         for held, over in {
             "asked again": lambda: sessions.session.counts["repeated"],
             "left alone": (tmp_path / "hung up").exists,
-            "and on": lambda: len(sessions.session.under_way) == 1,  # without the one that was left alone
+            "and on": lambda: len(sessions.session.under_way) == 1,  # without the request that was abandoned
         }.items():
             if held in text:
                 (tmp_path / f"the engine has {held}").touch()
@@ -240,7 +241,7 @@ def test_an_episode_that_is_too_old_ends_at_its_next_request(tokenizer: PromptTo
 def test_the_first_three_failures_are_told_whole(
     tokenizer: PromptTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No more agents play at one time than may."""
+    """At most the configured number of agents plays at the same time."""
     body = f"""
 running = {str(tmp_path)!r} + "/running"
 assert not os.path.exists(running)

@@ -42,7 +42,7 @@ def result(call: Any, text: str = "84") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-# -- what is sampled stays --------------------------------------------------------------------------------------------
+# -- sampled tokens are preserved --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rewrites", ["nothing", "langchain", "object"])
 def test_a_tool_conversation_is_one_segment_of_the_sampled_tokens(tokenizer: PromptTokenizer, rewrites: str) -> None:
     pool = ScriptedPool(tokenizer, THOUGHT, THOUGHT, "It is 84.")
@@ -93,7 +93,7 @@ def test_history_can_be_what_a_deployed_server_would_render(tokenizer: PromptTok
         messages = [ASK, first, {"role": "user", "content": "more"}]
         await one.said(messages)
         plain = [ASK, {"role": "assistant", "content": "one"}, messages[2]]
-        assert pool.requests[1].input_ids == tokenizer.encode(plain)  # the template takes thinking out
+        assert pool.requests[1].input_ids == tokenizer.encode(plain)  # the template removes thinking
         tree = one.tree()
         assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 2
 
@@ -126,10 +126,10 @@ def test_edits_branches_and_sub_agents_are_trained_once_each(tokenizer: PromptTo
 
     async def scene(one: Served) -> None:
         first = await one.said([ASK])
-        for text in ("a", "b"):  # two conversations go on from one answer
+        for text in ("a", "b"):  # two conversations continue one answer
             await one.said([ASK, first, {"role": "user", "content": text}])
         await one.said([{"role": "system", "content": "You are a helper."}, ASK])  # a sub-agent
-        await one.said([{"role": "user", "content": "Summary: 84. Go on."}])  # a history that was summarised
+        await one.said([{"role": "user", "content": "Summary: 84. Go on."}])  # a summarised history
         tree = one.tree()
         assert len(tree.episodes[0].leaves) == 4 and [one.after for one in one.record.turns] == [None, 0, 0, None, None]
         assert [turn.response.output_ids.tolist() for turn in one.record.turns] == pool.given
@@ -181,7 +181,7 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
         more = {"messages": [ASK, message, result(call)], "tools": [TOOL], "stream": True}
         async with one.http.post(f"{one.url}/v1/chat/completions", json=more, headers=one.headers()) as reply:
             early = b""
-            while early.count(b"data: ") < 8:  # the engine has not ended, and each token has an event
+            while early.count(b"data: ") < 8:  # the engine has not finished, and each token has an event
                 early += await reply.content.readany()
             assert one.session.under_way
             hold.set()
@@ -197,10 +197,10 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
 
 # -- repeated requests and clients that hang up -----------------------------------------------------------------------
 def connected(one: Served) -> socket.socket:
-    """A client whose every byte a test decides. It takes a few kilobytes that it has not read."""
+    """Returns a client socket that the test drives byte by byte; its receive buffer holds a few kilobytes."""
     client = socket.socket()
     client.settimeout(LONG_S)
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's least
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's minimum
     host, port = one.url.removeprefix("http://").split(":")
     client.connect((host, int(port)))
     return client
@@ -215,7 +215,7 @@ def request_bytes(one: Served, body: Any) -> bytes:
 def around_sending(
     *, before: Callable[[Any, Any], None] = lambda scope, message: None, behind: Callable[[Any], None] = lambda _: None
 ) -> Callable[[EndpointApp], Any]:
-    """An application around the endpoint's with hooks on each message, while the event loop does nothing else."""
+    """Returns a wrapper of the endpoint with hooks on each sent message; they block the event loop."""
 
     def around(app: EndpointApp) -> Any:
         async def call(scope: Any, receive: Any, send: Any) -> None:
@@ -232,7 +232,7 @@ def around_sending(
 
 
 async def hang_up(one: Served, body: Any) -> None:
-    """Sends a request, and leaves when the engine has begun to answer it."""
+    """Sends a request, and disconnects when the engine has begun to answer it."""
     asking = asyncio.create_task(one.post(body))
     await until(lambda: one.pool.requests)
     asking.cancel()
@@ -303,7 +303,7 @@ def test_an_answer_that_ends_while_its_client_hangs_up_is_not_given(tokenizer: P
     async def scene(one: Served) -> None:
         with connected(one) as client:
             client.sendall(request_bytes(one, {"messages": [ASK], "stream": stream}))
-            await until(lambda: pool.given)  # the answer waits for `hold` now, and its client for the answer
+            await until(lambda: pool.given)  # the answer waits for `hold`, and the client for the answer
         hold.set()
         await until(lambda: not one.session.under_way)
         await one.said([{"role": "user", "content": "another question"}])
@@ -318,7 +318,7 @@ def test_an_answer_that_ends_while_its_client_hangs_up_is_not_given(tokenizer: P
 def test_a_client_that_hangs_up_while_its_answer_is_written_has_it_only_if_it_read_it(
     tokenizer: PromptTokenizer, stream: bool, reads: bool
 ) -> None:
-    """It closes its socket between the endpoint's look at the connection and the write, or right behind the write."""
+    """The client closes its socket between the endpoint's connection check and the write, or right after the write."""
     pool = ScriptedPool(tokenizer, "said", "kept")
     end = b"[DONE]" if stream else b'"usage"'
     clients: list[socket.socket] = []
@@ -352,7 +352,7 @@ def test_a_client_that_hangs_up_while_its_answer_is_written_has_it_only_if_it_re
 def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has_it_ready(
     tokenizer: PromptTokenizer, stream: bool, length: int, reads: bool
 ) -> None:
-    """The answer is larger than what the kernel takes for a client that does not read."""
+    """The answer is larger than the kernel buffers for a client that does not read."""
     pool = ScriptedPool(tokenizer, "x" * length, "kept")
     connections: list[Any] = []
 
@@ -360,7 +360,7 @@ def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has
         if not connections:
             connections.append(scope["connection"])
             server = connections[0].transport.get_extra_info("socket")
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's minimum
 
     async def scene(one: Served) -> None:
         body = {"messages": [ASK], "stream": stream, "return_token_ids": True}
@@ -374,7 +374,7 @@ def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has
                 try:
                     assert client.recv(1 << 16), "the server hung up"
                 except BlockingIOError:
-                    await asyncio.sleep(0.001)  # the server writes what follows
+                    await asyncio.sleep(0.001)  # the server writes the next part
             assert turn.asked.given == reads
         await one.said([{"role": "user", "content": "another question"}])
         one.tree()
@@ -387,7 +387,7 @@ def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has
 def test_a_client_that_hangs_up_and_asks_again_at_once_gets_the_answer_that_is_under_way(
     tokenizer: PromptTokenizer,
 ) -> None:
-    """The event loop reads the end of one connection and the request on another one at once."""
+    """The event loop reads the end of one connection and the request of another in the same iteration."""
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, "earlier", Say(text="It is 84.", hold=hold), "never")
 
@@ -538,7 +538,7 @@ def test_a_request_that_the_engines_gave_up_can_be_asked_again(tokenizer: Prompt
     serve(tokenizer, scene, pool)
 
 
-# -- what a run does not follow, and what it refuses ------------------------------------------------------------------
+# -- unsupported and refused parameters -------------------------------------------------------------------------------
 def test_wishes_are_served_counted_and_told_once(tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     pool = ScriptedPool(tokenizer, "one", "two", "three")

@@ -1,4 +1,4 @@
-"""The endpoint over a real engine: the tokens of a conversation are the engine's own, streamed or not."""
+"""The endpoint over a real engine: the tokens of a conversation are exactly the engine's, streamed or not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_conversation_with_a_real_engine_streams_its_tokens(engine: Engine, fo
 
 
 async def streamed(one: Served, body: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """The message and the tokens of a streamed answer."""
+    """Returns the message and the tokens of a streamed answer."""
     async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
         text = (await reply.read()).decode()
     chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]

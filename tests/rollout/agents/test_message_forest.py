@@ -1,4 +1,4 @@
-"""The forest of a session's messages: what clients make of a conversation leads back to what was sampled."""
+"""The forest of a session's messages: histories that clients rewrite are matched with the sampled answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def said(text: str, *calls: ChatCall) -> ChatMessage:
     return ChatMessage(role="assistant", content=text, calls=calls)
 
 
-# -- three grades -----------------------------------------------------------------------------------------------------
+# -- match grades -----------------------------------------------------------------------------------------------------
 CALL = ChatCall(name="calc", arguments='{"expression":  "12*7",\n "note": null, "x": 1.0}', id="a")
 THOUGHT = reply("Let me see. ", calls=(CALL,), reasoning="hmm")
 STOPPED = reply("Thought: go\n<code>\nprint(1)\n", stop="</code>")
@@ -45,12 +45,12 @@ STOPPED = reply("Thought: go\n<code>\nprint(1)\n", stop="</code>")
     ("message", "sampled", "grade", "rest"),
     [
         (said("Let me see. ", CALL), THOUGHT, "same", ""),
-        # As langchain writes it: no thinking, arguments anew; as anthropic's client: text without its trailing blank.
+        # langchain drops the thinking and rewrites the arguments; anthropic's client drops trailing blanks of the text.
         (said("Let me see.", dataclasses.replace(CALL, arguments='{"x":1,"note":null,"expression":"12*7"}', id="b")),
          THOUGHT, "same", ""),
         (dataclasses.replace(THOUGHT.message(), reasoning="hmm\n"), THOUGHT, "same", ""),
         (dataclasses.replace(THOUGHT.message(), reasoning="other"), THOUGHT, "foreign", ""),
-        # pydantic-ai puts thinking between its tags where it does not know that the model gives it apart.
+        # pydantic-ai puts thinking in tags if it does not know that the model returns it separately.
         (said("<think>\nhmm\n</think>Let me see. ", CALL), THOUGHT, "same", ""),
         (said("<think>\nother\n</think>Let me see. ", CALL), THOUGHT, "foreign", ""),
         (said("<think>\nhmm\n</think>\nYes. And so on."), reply("Yes.", reasoning="hmm"), "begins", " And so on."),
@@ -59,7 +59,7 @@ STOPPED = reply("Thought: go\n<code>\nprint(1)\n", stop="</code>")
         (said("", dataclasses.replace(CALL, arguments='{"expression": "12*8"}')), THOUGHT, "foreign", ""),
         # smolagents' tool agent writes the calls as text.
         (said("Let me see. \nCalling tools:\n[{'id': 'a'}]"), THOUGHT, "foreign", ""),
-        # smolagents' code agent puts the stop string back, and a note behind it.
+        # smolagents' code agent restores the stop string and appends a note.
         (said(STOPPED.full), STOPPED, "same", ""),
         (said(STOPPED.content), STOPPED, "same", ""),
         (said(STOPPED.full + "\nCalling tools: x"), STOPPED, "begins", "\nCalling tools: x"),
@@ -171,12 +171,12 @@ def test_equal_requests_are_two_answers_unless_one_is_repeated() -> None:
     forest = MessageForest()
     walk, first = ask(forest)
     assert forest.repeated(walk, kind=("stop",), asked_again=False) is None
-    assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # under way
+    assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # still running
     assert forest.repeated(walk, kind=("other",), asked_again=True) is None
     first.abandoned = True
     assert forest.repeated(walk, kind=("stop",), asked_again=False) is first
     first.reply, first.given, first.abandoned = reply("one"), True, False
-    assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # again, because its client did not get it
+    assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # a retry: its client got no answer
     assert forest.repeated(walk, kind=("stop",), asked_again=False) is None
 
 
@@ -206,7 +206,7 @@ objects = st.dictionaries(st.text(max_size=3), values, max_size=3)
 
 
 def call_texts(value: Any) -> st.SearchStrategy[str]:
-    """Texts of one JSON object: any white space, any order of keys, whole numbers as floats."""
+    """Returns texts of one JSON object with varied white space and key order."""
 
     def written(shape: tuple[int | None, bool, bool]) -> str:
         indent, ascii_only, backwards = shape
@@ -218,7 +218,7 @@ def call_texts(value: Any) -> st.SearchStrategy[str]:
 
 @st.composite
 def replies(draw: st.DrawFn) -> tuple[Reply, ChatMessage]:
-    """A reply and the same message as some client sends it back."""
+    """Draws a reply, and the same message as a client might send it back."""
     arguments = draw(st.lists(objects, max_size=2))
     calls, again = [], []
     for number, value in enumerate(arguments):
@@ -252,7 +252,8 @@ def test_whatever_a_client_makes_of_its_history_each_turn_goes_on_from_the_one_b
         before = answer
     assert len(forest.answers) == len(turns) and forest.orphans() == []
     assert {one.opening for one in forest.answers} == {0}
-    # A foreign answer at any place: what is behind it is not known, what is before it is the nearest.
+    # Puts a foreign answer at any place: messages after it are unknown, and the nearest known answer is the one before
+    # it.
     place = data.draw(st.integers(0, len(turns) - 1))
     history[1 + 2 * place] = said("RelaxForeign")
     walk = forest.walk(history, tools="")

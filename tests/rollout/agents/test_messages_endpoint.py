@@ -1,4 +1,4 @@
-"""Conversations over HTTP in Anthropic's Messages, and bodies that no client should send, on each route."""
+"""Conversations over HTTP in Anthropic's Messages, and malformed bodies on each route."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 async def streamed(one: Served, body: dict[str, Any]) -> dict[str, Any]:
-    """The message that the events of a stream make, as Anthropic's client puts it together."""
+    """Returns the message of a stream's events, assembled as Anthropic's client does."""
     async with one.http.post(f"{one.url}{PATH}", json={**body, "stream": True}, headers=one.headers()) as reply:
         assert reply.status == 200
         text = (await reply.read()).decode()
@@ -130,7 +130,8 @@ def test_refusals_have_anthropic_s_shape(tokenizer: PromptTokenizer) -> None:
     serve(tokenizer, scene, ScriptedPool(tokenizer))
 
 
-# -- bodies that no client should send ---------------------------------------------------------------------------------
+# -- malformed bodies
+# ---------------------------------------------------------------------------------------------------
 words = st.sampled_from(["user", "assistant", "tool", "system", "text", "tool_result", "calc", "", "\ud800", "a\x00b"])
 leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | words | st.text(max_size=5)
 keys = st.sampled_from(
@@ -152,7 +153,7 @@ bodies = st.fixed_dictionaries(
 
 
 def fuzz(tokenizer: PromptTokenizer, examples: int) -> str:
-    """Sends bodies to each route; returns the key of the session."""
+    """Sends random bodies to each route; returns the key of the session."""
     sent: list[bytes] = []
 
     @settings(max_examples=examples, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""Agents that Relax did not start open sessions under a token, over HTTP, and their episodes are like any other."""
+"""External agents, not started by Relax, open sessions over HTTP with a token; their episodes are like all others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 class Elsewhere:
-    """An agent elsewhere: it knows the address and the token."""
+    """An external agent; it knows only the address and the token."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self._url, self._http = url, http
@@ -48,7 +48,7 @@ class Elsewhere:
             return reply.status, await reply.json(), reply.headers
 
     async def open(self) -> dict[str, Any]:
-        """Asks until there is a task, as Retry-After says."""
+        """Retries until it gets a task; checks Retry-After."""
         while True:
             status, reply, headers = await self.post(SESSIONS)
             if status == 200:
@@ -102,7 +102,7 @@ def test_an_agent_elsewhere_opens_rewards_and_ends_a_session(
 
 
 def test_only_the_token_opens_sessions(tokenizer: PromptTokenizer) -> None:
-    """A session's key opens its session alone, and the token no session's answers."""
+    """A session's key opens no new session, and the token is not valid for a session's requests."""
 
     async def act(agent: Elsewhere, playing: asyncio.Task[Any]) -> None:
         assert (await agent.post(SESSIONS, key="wrong"))[0] == (await agent.post(SESSIONS, key=""))[0] == 401
@@ -120,7 +120,7 @@ def test_only_the_token_opens_sessions(tokenizer: PromptTokenizer) -> None:
 
 
 def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer) -> None:
-    """The next attempt has another key, and the old one answers 410."""
+    """The next attempt has another key, and the old key gets 410."""
 
     async def act(agent: Elsewhere, playing: asyncio.Task[Any]) -> None:
         first = await agent.open()
@@ -131,7 +131,7 @@ def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer)
         assert await agent.ask(second, "hello") == 200
         await agent.post(f"{SESSIONS}/{second['session']}/end", {"reward": 1})
 
-    record = scene(tokenizer, act, idle_s=2.0, max_retries=1).one  # a loaded machine may take a second to ask
+    record = scene(tokenizer, act, idle_s=2.0, max_retries=1).one  # on a loaded machine a request may take a second
     assert (record.ended, record.own_reward, record.restarts) == ("env_done", 1.0, 1)
     record = scene(tokenizer, lambda agent, playing: agent.open(), idle_s=0.1).one
     assert record.ended == "env_failed" and "for 0.1 s" in record.failed
@@ -147,7 +147,7 @@ BODIES = st.binary() | st.dictionaries(
 
 
 def fuzz(examples: int) -> None:
-    """Sends bodies to the three routes of one session: each is answered or refused in words."""
+    """Sends random bodies to the three routes of a session: each is answered, or refused with a message."""
 
     async def opened() -> tuple[OutsideAgents, str, asyncio.Task[Any]]:
         agents = OutsideAgents(token=TOKEN, idle_s=60.0)

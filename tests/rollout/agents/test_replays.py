@@ -1,4 +1,4 @@
-"""What real clients sent back, as it was recorded: each answer in it is the one that was sampled."""
+"""Replays recorded requests of real clients: each answer in them is matched with the sampled one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 async def streamed(one: Served, body: dict[str, Any]) -> dict[str, Any]:
-    """The response of a stream, whose events are checked against it."""
+    """Returns the response of a stream and checks the events against it."""
     async with one.http.post(f"{one.url}{PATH}", json={**body, "stream": True}, headers=one.headers()) as reply:
         assert reply.status == 200
         text = (await reply.read()).decode()

@@ -1,4 +1,4 @@
-"""Isolated envs in real worker processes: seeds, hangs, deaths, floods, memory, and children that are left behind."""
+"""Isolated envs in real worker processes: seeds, hangs, deaths, floods, memory, and orphaned children."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def config_of(file: Path, **settings: Any) -> IsolatedConfig:
 
 @asynccontextmanager
 async def workers_of(file: Path, *, group_size: int = 1, **settings: Any) -> AsyncIterator[Callable[..., Any]]:
-    """Yields a function that opens the episode with a group seed and an episode seed, and resets it."""
+    """Yields a function that opens an episode with a group seed and an episode seed, and resets it."""
     config = config_of(file, **settings)
     workers = EnvWorkers(find_env(str(file)), config, log_file=file.with_suffix(".log"))
     spec = workers.spec(episodes_per_group=group_size)
@@ -149,7 +149,7 @@ def is_gone(pid: int) -> bool:
 def wait_gone(pid: int) -> None:
     until = time.monotonic() + 60
     while not is_gone(pid):
-        assert time.monotonic() < until, f"process {pid} lives"
+        assert time.monotonic() < until, f"process {pid} is still alive"
         time.sleep(0.05)
 
 
@@ -166,9 +166,9 @@ def test_an_episode_is_a_function_of_its_seeds_whatever_else_runs_in_the_worker(
                     await seen(other, "draw")
                 mixed.append(await seen(again, "draw"))
             assert same == opening and mixed == alone
-            assert others[0][1] != opening, "another group opens differently"
-            assert others[1][1] == opening, "a group has one opening"
-            assert len({*alone, await seen(others[1][0], "draw")}) == 5, "episodes of a group go on differently"
+            assert others[0][1] != opening, "another group has another opening"
+            assert others[1][1] == opening, "all episodes of a group have the same opening"
+            assert len({*alone, await seen(others[1][0], "draw")}) == 5, "episodes of a group differ after the opening"
 
     asyncio.run(scene())
 
@@ -191,7 +191,7 @@ def test_all_that_the_contract_has_passes_the_pipe(odd: Path) -> None:
                 await say(env, "wrong")
             with pytest.raises(EnvFailed, match=r"OSError: no game server \(.*odd.py, line 29"):
                 await say(env, "raise")
-            assert await seen(env, "draw"), "an error of an env costs no worker"
+            assert await seen(env, "draw"), "an error of an env ends no worker"
 
     asyncio.run(scene())
 
@@ -205,14 +205,14 @@ def test_a_worker_that_is_lost_is_replaced_and_the_other_worker_notices_nothing(
     async def scene() -> None:
         limit_s = 8.0 if verb == "hang" else 60.0
         async with workers_of(odd, workers=2, group_size=4, episodes_per_worker=2, step_timeout_s=limit_s) as begin:
-            envs = [(await begin(episode=place))[0] for place in range(4)]  # workers 0, 1, 0, 1
+            envs = [(await begin(episode=place))[0] for place in range(4)]  # in workers 0, 1, 0, 1
             pid = int(await seen(envs[2], "child session"))
             with pytest.raises(error, match=words):
                 await say(envs[0], verb)
             with pytest.raises(EnvFailed, match="its worker process was replaced: .*" + words):
                 await say(envs[2], "draw")
             assert await seen(envs[1], "draw") and await seen(envs[3], "draw")
-            if verb == "hang":  # of a process that ended by itself, what left its process group stays
+            if verb == "hang":  # if a process ends by itself, the children that left its process group survive
                 assert is_gone(pid)
             else:
                 os.kill(pid, signal.SIGKILL)
@@ -247,7 +247,7 @@ def test_a_worker_over_its_memory_is_replaced(odd: Path, monkeypatch: pytest.Mon
 
             async def fill() -> None:
                 await say(env, f"memory {2**30}")
-                while True:  # the next check is at most a second away
+                while True:  # the next check follows within a second
                     await say(env, "draw")
                     await asyncio.sleep(0.1)
 
@@ -260,7 +260,7 @@ def test_a_worker_over_its_memory_is_replaced(odd: Path, monkeypatch: pytest.Mon
 
 
 def test_groups_wait_for_places_and_never_for_each_other(odd: Path) -> None:
-    """Three groups of two open at once where two fit; a group has places for all of its episodes or for none."""
+    """At most two of three groups of two are open; a group gets places for all of its episodes, or for none."""
 
     async def scene() -> None:
         async with workers_of(odd, workers=2, episodes_per_worker=2, group_size=2) as begin:
@@ -286,7 +286,7 @@ def test_groups_wait_for_places_and_never_for_each_other(odd: Path) -> None:
 
 
 def test_workers_and_their_children_end_with_their_owner(odd: Path, tmp_path: Path) -> None:
-    """The owner is killed, which gives it no chance to clean up."""
+    """The owner is killed, so it cannot clean up."""
     owner_file = tmp_path / "owner.py"
     owner_file.write_text(
         "import asyncio, os, sys, pathlib\n"
@@ -318,7 +318,7 @@ def is_open(port: int) -> bool:
 
 
 def test_what_an_env_leaves_behind_ends_with_the_workers(odd: Path) -> None:
-    """A process that its parent left, and a port that a child in a session of its own holds."""
+    """Covers an orphaned process, and a port that a child in another session holds."""
 
     async def scene() -> tuple[int, int]:
         async with workers_of(odd) as begin:

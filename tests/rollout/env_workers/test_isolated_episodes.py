@@ -1,4 +1,4 @@
-"""Isolated episodes with a real engine and the bus's own state machine: worker processes die in the middle of them."""
+"""Isolated episodes with a real engine and the bus's state machine, in which worker processes die mid-episode."""
 
 from __future__ import annotations
 
@@ -151,6 +151,6 @@ def test_a_megabyte_of_markup_is_cut_and_ends_no_message(engine: Engine, folder:
             for before, after in zip(one.turns, one.turns[1:], strict=False):
                 observed += 1
                 between = tree.token_ids[before.end : after.start].tolist()
-                assert between.count(end) == 1, "the message of the env ends once, by the template"
+                assert between.count(end) == 1, "the template ends the env's message exactly once"
                 assert 20 < len(between) < 120
     assert observed and records[-1][2]["cut_observations"] > 0

@@ -1,4 +1,4 @@
-"""Episodes of a run in which everything goes wrong: each token that an engine sampled is in one account."""
+"""Token accounts of a run with many kinds of failure: each token that an engine sampled is in exactly one account."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SEEN = ("trained", "not_chosen", "no_reward", "dropped", "stale")
 
 
 class CountedClient(EngineClient):
-    """Counts the tokens of each request as they arrive, parts of aborted responses included."""
+    """Counts the received tokens of each request, including parts of aborted responses."""
 
     tokens: Counter[str]
-    whole: set[str]  # the requests whose response came to its end
+    whole: set[str]  # requests with a complete response
 
     async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
         async for one in super().generate(prompts, *given, **more):
@@ -48,7 +48,7 @@ class CountedClient(EngineClient):
 
 
 class CancellingPool(EnginePool):
-    """Keeps the names of the requests that are given up."""
+    """Records the ids of the cancelled requests."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -61,9 +61,9 @@ class CancellingPool(EnginePool):
 
 
 class DropBus(CoreBus):
-    """Keeps the reason of each group that the rollout drops before the last step is done.
+    """Records the reason of each group that the rollout drops before the last step is done.
 
-    From the weights ``stale_at`` on, an episode of the weights before is too old.
+    From weight version ``stale_at`` on, an episode that began under the version before is too old.
     """
 
     def __init__(self, *, stale_at: int, **given: Any) -> None:
@@ -79,7 +79,7 @@ class DropBus(CoreBus):
 
 
 class Accounts(Counter[str]):
-    """Adds up the accounts of the groups that end before the last step is done; later ones are given up anyhow."""
+    """Sums the accounts of the groups that end before the last step is done; later groups are cancelled anyway."""
 
     def __init__(self, bus: CoreBus) -> None:
         self.bus = bus
@@ -92,7 +92,7 @@ class Accounts(Counter[str]):
 
 @dataclass(kw_only=True)
 class Played:
-    """Is what a run has left: its accounts, what the engine sampled, and what became of each group."""
+    """Holds the results of a run: its accounts, the tokens that the engine sampled, and the fate of each group."""
 
     accounts: Accounts
     client: CountedClient
@@ -102,17 +102,17 @@ class Played:
 
 
 def misfortunes(bus: DropBus) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
-    """Returns an env in which whole groups and single episodes fail, hang, are slow and rewrite their history.
+    """Returns an env whose groups and single episodes fail, hang, are slow or rewrite their history.
 
-    One group of the weights before ``bus.stale_at`` plays on when these have sampled.
+    One group of the version before ``bus.stale_at`` continues until the newer weights have sampled.
     """
-    spared: dict[int, int] = {}  # by group, the episode that does not fail
+    spared: dict[int, int] = {}  # for each group, the seed of the episode that does not fail
     outlasting: set[int] = set()
 
     async def outlast(index: int) -> None:
         assert bus.player is not None
         versions = [group.admission.min_version for group in bus.core.groups.values() if group.admission.index == index]
-        # No earlier step waits for a group whose first weights are those just before.
+        # Only a group of the version just before: no earlier step waits for it.
         if versions == [bus.stale_at - 1] and outlasting <= {index}:
             outlasting.add(index)
             while bus.player._too_old._newest < bus.stale_at:
@@ -148,7 +148,7 @@ def misfortunes(bus: DropBus) -> Callable[[EpisodeStart, Any], BaseInteractionEn
             return StepResult(observation="on", reward=self.draw.random(), done=done, context_edit=edit)
 
         async def format_observation(self, observation: Any) -> Any:
-            if self.fate == "slow" and self.played:  # with its step, the call takes longer than an episode may
+            if self.fate == "slow" and self.played:  # together with its step, the call exceeds the episode's time limit
                 await asyncio.sleep(2.6)
             return super().format_observation(observation)
 
@@ -212,9 +212,10 @@ def engine_settings(launch: EngineLaunch) -> EngineConfig:
 
 @pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.soak)])
 def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Path, steps: int) -> None:
-    """The tokens are counted where they arrive from the engine, and the trained ones in the trees that are put. With 50
-    steps there are 1,000 episodes, some of which outlast a step, so that tokens of older weights are masked; with 10,
-    every other account and every way to end is met all the same."""
+    """Counts the tokens as they arrive from the engine, and the trained tokens in the trees that are put. A run of 50
+    steps has 1,000 episodes; some outlast a step, so that tokens of older weights are masked. With 10 steps, all other
+    accounts and all ends occur.
+    """
 
     def on_step(version: int) -> None:
         renamed(engine)(version)
@@ -233,7 +234,7 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
     (one,) = played
     ended = {tree.group_uid for tree in one.trees} | bus.lost.keys()
     assert len(ended) * EPISODES >= steps * GROUPS * EPISODES
-    # A response that was under way when its episode was given up is not read.
+    # A running response of a cancelled episode is not read.
     read = {
         tuple(rid.split(".")): one.client.tokens[rid]
         for rid in one.client.whole - one.pool.given_up
@@ -244,7 +245,7 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
     trained = sum(int(tree.loss_mask.sum()) for tree in one.trees)
     sampled_rows = sum(int((tree.versions >= 0).sum()) for tree in one.trees)
     assert counts["trained"] == trained and counts["masked"] == sampled_rows - trained
-    # A request's name ends with the number of the new start, if there was one: what came before is not trained.
+    # After a restart, a request's id ends with the attempt's number; tokens of earlier attempts are not trained.
     anew = {parts[:2] for parts in read if len(parts) == 4}
     before = sum(tokens for parts, tokens in read.items() if parts[:2] in anew and len(parts) == 3)
     assert counts["not_chosen"] >= before

@@ -1,4 +1,4 @@
-"""Every way in which an episode ends, and groups that are given up or aborted, with a real engine."""
+"""All ends of an episode, and groups that are cancelled or aborted, with a real engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engine_settings(launch: EngineLaunch) -> EngineConfig:
 
 
 class TracedClient(EngineClient):
-    """Records the names of the prompts that it sends."""
+    """Records the ids of the prompts that it sends."""
 
     asked: list[str]
 
@@ -97,7 +97,7 @@ def group_start() -> AdmittedPrompt:
     return admitted(INDEX, {"prompt": "rev 100", "answer": "001"}, rid="g3")
 
 
-# -- every end ---------------------------------------------------------------------------------------------------------
+# -- all ends ----------------------------------------------------------------------------------------------------------
 class Endless(Echo):
     turns = 99
 
@@ -151,11 +151,11 @@ def test_each_end_of_the_closed_list(engine: Engine, tiny_folder: Path) -> None:
     assert set(get_args(Ended)) == ENDS.keys() | ELSEWHERE | ONE_TURN
 
 
-# -- groups that are given up ------------------------------------------------------------------------------------------
+# -- cancelled groups --------------------------------------------------------------------------------------------------
 def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
     engine: Engine, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """One episode of the spare group waits for its env, the other one plays on; what they sampled is kept."""
+    """One episode of the spare group waits for its env, the other one continues; their samples are logged."""
     opened: list[Odd] = []
     calls: list[str] = []
 
@@ -190,10 +190,10 @@ def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
     assert calls and all(one.closed for one in opened), "every env is closed"
     episodes = sum(values["samples"] * values.get("ended/cancelled", 0.0) for _, _, values in records)
     assert episodes >= GROUP_SIZE, "the episodes of the spare group are counted"
-    assert records[-1][2]["tokens/dropped"] > 0, "and their tokens"
+    assert records[-1][2]["tokens/dropped"] > 0, "the tokens of the spare group are counted"
     deadline = time.monotonic() + DEADLINE_S
     while engine.client.loads()["running"]:
-        assert time.monotonic() < deadline, "the engine works on for nobody"
+        assert time.monotonic() < deadline, "the engine still runs cancelled requests"
 
 
 ENV = """
@@ -231,7 +231,7 @@ SPEC = EnvSpec(name="mine", summary="s", config=MineConfig, open=Mine, isolated=
 def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
     engine: Engine, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """There are places for one group beside the spare one, so the second step needs those that it had."""
+    """There are places for two groups, so the second step needs those of the cancelled group."""
     file, log = tmp_path / "mine.py", tmp_path / "mine.log"
     file.write_text(ENV)
     config = IsolatedConfig(name=str(file), workers=2, episodes_per_worker=GROUP_SIZE, max_turns=99)
@@ -256,7 +256,7 @@ def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
 
 @pytest.mark.parametrize("in_lockstep", [False, True])
 def test_a_stop_cancels_episodes_in_all_their_places(engine: Engine, tiny_folder: Path, in_lockstep: bool) -> None:
-    """One episode waits for its env. The other one waits for a paused engine, or in lockstep for the first one."""
+    """One episode waits for its env. The other waits for a paused engine or, in lockstep, for the first."""
     opened: list[Half] = []
     waits, found = asyncio.Event(), list[Sequence[EpisodeRecord]]()
 
@@ -327,7 +327,7 @@ def test_an_env_that_opens_after_its_call_was_given_up_is_closed() -> None:
 
 # -- rollout.partial=abort ---------------------------------------------------------------------------------------------
 class OneChange:
-    """A bus whose weights change once, to version 1."""
+    """A bus whose weight version changes once, to version 1."""
 
     def __init__(self) -> None:
         self.due = asyncio.Event()
@@ -342,7 +342,7 @@ class OneChange:
 
 
 def test_an_abort_touches_turns_under_way_and_no_env(engine: Engine, tiny_folder: Path) -> None:
-    """At the weight change, the engine has the second turn of one episode, and the env of the other one steps."""
+    """At the weight change, one episode's second turn is being generated, and the other episode's env is in a step."""
     opened: list[Half] = []
 
     class Half(Echo):
@@ -396,10 +396,10 @@ def test_an_abort_touches_turns_under_way_and_no_env(engine: Engine, tiny_folder
         records.extend(await scene())
 
     asyncio.run(within(whole()))
-    assert [one.resets for one in opened] == [1] * EPISODES, "no env begins anew"
+    assert [one.resets for one in opened] == [1] * EPISODES, "no env is reset"
     assert [one.played for one in opened] == [3] * EPISODES, "each response is stepped once"
     again = [rid for rid, times in Counter(client.asked).items() if times > 1]
-    assert len(again) == 1 and again[0].endswith(".1"), "the turn under way alone is asked again"
+    assert len(again) == 1 and again[0].endswith(".1"), "only the running turn is requested again"
     for record in records:
         assert (record.ended, record.restarts, len(record.turns)) == ("env_done", 0, 3)
         assert [set(turn.response.versions.tolist()) for turn in record.turns] == [{0}, {1}, {1}]

@@ -1,4 +1,4 @@
-"""Episodes that a group goes on without: stragglers behind a quorum, and those too old to be trained."""
+"""Episodes that end early: stragglers after a quorum, and episodes that are too old to train on."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def play_group(
     reward = find_reward("env")
     with RewardPool(reward, reward.config(name="env", timeout_s=5.0), workers=1) as rewards:
         played = asyncio.run(asyncio.wait_for(scene(rewards), 120.0))
-        assert rewards.failures.share == 0.0, "an early end is no failure of the reward"
+        assert rewards.failures.share == 0.0, "an early end does not count as a failed reward"
     return played
 
 
@@ -119,7 +119,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path) -> None:
     late = [record for record in records if record.ended == "straggler"]
     assert len(late) == 1 and len(late[0].turns) == 2
     assert [record.ended for record in records if record not in late] == ["env_done"] * 3
-    assert all(env.closed for env in Slow.opened), "the env of the straggler is closed, too"
+    assert all(env.closed for env in Slow.opened), "the env of the straggler is closed"
     values = played_values([PlayedFigures.of(records, reward_s=0.0)])
     assert (values["ended/straggler"], values["straggler_turns"]) == (0.25, 2.0)
 
@@ -134,7 +134,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path) -> None:
 def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engines are told once, of all stragglers together, and may answer when the group is complete already."""
+    """The engines get one call for all stragglers, and may respond after the group is complete."""
     told: list[list[str]] = []
     complete = asyncio.Event()
     generate, play = SharedRequests.generate, EpisodePlayer.play
@@ -162,14 +162,14 @@ def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
 
 
 class NewWeights(Echo):
-    """The engine serves version 3 once all episodes have their first response."""
+    """Moves the engine to version 3 once all episodes have their first response."""
 
     turns = 3
     engine: Engine
     first_responses: threading.Barrier
     renaming = threading.Lock()
 
-    def step(self, action: Action) -> StepResult:  # the episodes' steps run in threads
+    def step(self, action: Action) -> StepResult:  # the steps run in threads
         if self.played == 0:
             self.first_responses.wait(60.0)
         with self.renaming:
@@ -205,7 +205,7 @@ def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
     assert [record.ended for record in records] == [wanted] * EPISODES
     played = [len(record.turns) for record in records]
     assert max(played) == turns
-    if wanted == "env_done":  # a stale episode may learn of the new weights from another one's second response
+    if wanted == "env_done":  # a stale episode may see the new version in another episode's second response
         assert played == [turns] * EPISODES
     told = [one for one in caplog.messages if "too old to be trained" in one]
     assert len(told) == (wanted == "stale"), "the log says once what to change"

@@ -1,4 +1,4 @@
-"""Episodes of several turns, with a real engine, real envs and the bus's own state machine."""
+"""Episodes of several turns, with a real engine, real envs and the bus's state machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus,
 from tests.trees import path_of, tree_of
 
 CONTEXT = 192
-MIN_CACHED = 32  # the shortest prefix that an engine serves from what it has kept
+MIN_CACHED = 32  # the shortest prefix that an engine serves from its cache
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def path_ids(tree: TokenTree, place: int) -> list[int]:
 
 
 class Echo(BaseInteractionEnv):
-    """Repeats each response, ``turns`` times; its functions are plain, so that they run in threads."""
+    """Repeats each response, ``turns`` times; its methods are not async, so that they run in threads."""
 
     turns = 2
 
@@ -137,13 +137,13 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
             assert one.turns[-1].finish == "stop" or one.ended == "token_budget"
             stepped = one.turns if one.ended == "env_done" else one.turns[:-1]
             assert all(turn.env_ms > 0.0 and turn.tools == [] for turn in stepped)
-        # The trunk is there once.
+        # The trunk exists once.
         assert (tree.end[: len(opening)] == tree.rows).all()
-    assert several, "no episode had a second turn: the test says nothing about turns"
-    assert client.sizes[0] == STEP_GROUPS * GROUP_SIZE, "what is ready together goes out together"
+    assert several, "no episode had a second turn, so nothing was tested"
+    assert client.sizes[0] == STEP_GROUPS * GROUP_SIZE, "turns that are ready at the same time share a request"
     assert sum(values["samples"] for _, _, values in records) == 2 * STEP_GROUPS * GROUP_SIZE
     assert sum(values["tokens"] for _, _, values in records) == sum(int(tree.lengths.sum()) for tree in trees)
-    # What a turn asks is everything on its path before its first token.
+    # The prompt of a turn is the path before its first token.
     asked = sum(len(path_of(tree, turn.start)) - 1 for tree in trees for one in tree.episodes for turn in one.turns)
     assert sum(values["prompt_tokens"] for _, _, values in records) == asked
     cached = sum(values["cached_share"] * values["prompt_tokens"] for _, _, values in records)
@@ -153,7 +153,7 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
 
 
 def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(engine: Engine, folder: Path) -> None:
-    """The env runs in threads, whose order differs from run to run."""
+    """The env runs in threads, whose order varies between runs."""
     tokenizer, seen = PromptTokenizer(folder), dict[str, RewardInput]()
     opened: list[Echo] = []
 
@@ -182,7 +182,7 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
             assert [m["content"] for m in given.messages if m["role"] == "assistant"] == list(given.turns)
             sampled = [tree.token_ids[turn.start : turn.end - 1].tolist() for turn in one.turns]
             if one.ended == "env_done" and sampled == [tokenizer.encode_plain(text) for text in given.turns]:
-                whole = tokenizer.encode(given.messages)  # as the chat template writes the whole conversation
+                whole = tokenizer.encode(given.messages)  # the template's text of the whole conversation
                 ids = path_ids(tree, place)
                 assert whole[: len(ids)] == ids
                 compared += 1
@@ -252,7 +252,7 @@ def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, fo
 def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_the_reward(
     engine: Engine, folder: Path
 ) -> None:
-    """One sample of a group and all of another group meet a file that is cut; both rows are counted."""
+    """One sample of a group and all samples of another group have a truncated file; both rows are counted."""
 
     class Shows(Echo):
         def step(self, action: Action) -> StepResult:
@@ -277,7 +277,7 @@ def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_t
         def reset(self) -> Any:
             raise MediaError("image", "missing_file", f"{self.start.row['prompt']}.png is not there.")
 
-    # More rows than are admitted together: those that replace the first ones have bad images too.
+    # More rows than are admitted at once: the replacements also have bad images.
     in_a_row = BadRows(rows=1000, most=1.0, report=told.append, most_in_a_row=3 * STEP_GROUPS)
     with pytest.raises(
         ValueError, match=r"9 data rows in a row .* The first: rows.jsonl, line \d: env mine: reset: rev 10"
@@ -376,7 +376,7 @@ def test_number_guess_answers() -> None:
 
 
 def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder: Path) -> None:
-    """Over-sampling: the first step goes on without a group whose env never answers."""
+    """Over-sampling: the first step continues without a group whose env never answers."""
     ends: list[str] = []
 
     class Waits(Echo):
@@ -395,7 +395,7 @@ def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder
     bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
     config = InteractionConfig(name="mine", step_timeout_s=600)
     records = play(engine, folder, bus, env_of(Waits), max_aborts=0, env_config=config)
-    assert "step" not in ends or records[-1][2]["tokens/dropped"] > 0, "what it sampled is in the accounts"
+    assert "step" not in ends or records[-1][2]["tokens/dropped"] > 0, "its sampled tokens are counted"
     assert "g00000001" not in bus.rows and ends[-GROUP_SIZE:] == ["close"] * GROUP_SIZE
     assert set(ends[:-GROUP_SIZE]) <= {"step"}
     counts = bus.core.progress().ledger

@@ -1,4 +1,4 @@
-"""Long observations are cut in the middle, and short ones stay as they are."""
+"""Long observations are cut in the middle, and short observations are not changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.data.chat_templates import FAMILIES, write_folder
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
-    """One token for each byte."""
+    """Returns a tokenizer with one token per byte."""
     return PromptTokenizer(write_folder(tmp_path_factory.mktemp("model"), FAMILIES["strips_thinking"]))
 
 

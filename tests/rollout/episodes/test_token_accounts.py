@@ -1,4 +1,4 @@
-"""Every sampled token is trained or counted with the reason why not, over many odd groups."""
+"""Every sampled token is trained, or counted with the reason it is not, over random groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS, EPISODES, OLDEST = 250, 4, 3
 
 
 def random_episode(draw: np.random.Generator, place: int) -> EpisodeRecord:
-    """An episode of up to four turns, some of whose histories were rewritten, with weights of several versions."""
+    """Returns an episode of up to four turns, some with a rewritten history, with weights of several versions."""
     turns: list[PlayedTurn] = []
     prompt = [1, 2, 3]
     for _ in range(draw.integers(1, 5)):
@@ -27,7 +27,7 @@ def random_episode(draw: np.random.Generator, place: int) -> EpisodeRecord:
         answer = make_response(draw.integers(7, 9, size=len(versions)).tolist(), versions=versions)
         turns.append(PlayedTurn(prompt_ids=prompt, response=answer))
         prompt = [*prompt, *answer.output_ids.tolist(), 5]
-        if draw.random() < 0.3:  # the env keeps a summary, or a part of what was said
+        if draw.random() < 0.3:  # the env keeps a summary or a part of the history
             prompt = [1, 2, 4] if draw.random() < 0.5 else [*prompt[: draw.integers(1, len(prompt))], 6]
     failed = draw.random() < 0.2
     lost = str(draw.choice(["env_failed", "step_timeout", "episode_timeout", "straggler", "stale", "cancelled"]))
@@ -52,7 +52,7 @@ def test_the_accounts_of_a_thousand_episodes_add_up(masks: dict[str, Any]) -> No
         tree = tree_of(done) if isinstance(done, Group) else None
         counts = token_accounts(episodes, tree, oldest_version=OLDEST)
         sampled = [turn.response for one in episodes for turn in one.turns]
-        # Counted in another way: from the responses and the group's fate, without the tree.
+        # Counted independently: from the responses and the group's fate, without the tree.
         assert counts["sampled"] == sum(len(one.output_ids) for one in sampled) + sum(e.not_chosen for e in episodes)
         assert counts["sampled"] == sum(value for name, value in counts.items() if name != "sampled")
         if tree is not None and not masks:

@@ -1,4 +1,4 @@
-"""The tree of a group's episodes, against a tree of single rows that is built as the contract says."""
+"""Compares the token tree of a group's episodes with a plain tree of single rows, built by the contract."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> EpisodeRecord:
 
 @dataclass(eq=False)
 class Row:
-    """One row of the plain tree; ``draw`` is the response that sampled it, or None for an observed row."""
+    """One row of the plain tree; ``draw`` is the response that sampled it, or None for a prompt or observation row."""
 
     token: int
     parent: Row | None
@@ -110,7 +110,7 @@ def check_against_rows(tree: TokenTree, episodes: Sequence[EpisodeRecord]) -> No
     for one, its, own in zip(tree.episodes, episodes, ends, strict=True):
         assert [had.end - 1 for had in one.turns] == [row.place for row in own]
         assert [had.end - had.start for had in one.turns] == [len(had.response.output_ids) for had in its.turns]
-        for had, played in zip(one.turns, its.turns, strict=True):  # the rows of a response are neighbours
+        for had, played in zip(one.turns, its.turns, strict=True):  # the rows of a response are adjacent
             assert tree.token_ids[had.start : had.end].tolist() == played.response.output_ids.tolist()
         leaves = [row for row in own if not any(row in later.path()[:-1] for later in own)]
         assert one.leaves == [row.place for row in leaves]
@@ -134,7 +134,7 @@ def test_turns_grow_a_branch_and_equal_draws_are_not_shared() -> None:
 def test_a_history_without_its_middle_starts_a_new_path_from_the_last_row_that_both_have() -> None:
     one = episode("g.0", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [8, 3]), turn([1, 2, 7, 5], [6, 3]))
     tree = build_tree("g", [one])
-    # The fork lies inside of the first response: what was sampled before it is the very same draw.
+    # The fork is inside of the first response: the tokens before it are the same draw.
     assert tree.token_ids.tolist() == [1, 2, 7, 3, 4, 8, 3, 5, 6, 3]
     assert tree.end.tolist() == [10, 10, 10, 7, 7, 7, 7, 10, 10, 10]
     assert tree.episodes[0].leaves == [6, 9]
@@ -157,7 +157,7 @@ def test_rows_are_shared_only_where_the_recorded_experts_agree() -> None:
     assert same.extras[ROUTED_EXPERTS].ravel().tolist() == [4, 5, 6, 0, 8, 0]
     other = [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 9, 8))]
     assert build_tree("g", other).token_ids.tolist() == [1, 2, 7, 3, 2, 7, 3]
-    # A later turn tells what the last token of the one before was routed to; one that was routed anew is a new path.
+    # A later turn reports the routing of the previous turn's last token; a different routing starts a new path.
     later = routed([1, 2, 7, 3, 5], 4, 5, 6, 9, 1, 2)
     assert build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 6), later)]).extras[
         ROUTED_EXPERTS
@@ -193,7 +193,7 @@ def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
 
 @st.composite
 def groups(draw: st.DrawFn, *, routed: bool) -> list[EpisodeRecord]:
-    """Returns episodes whose openings, answers and observations often agree; some histories are rewritten."""
+    """Returns episodes whose openings, answers and observations often match; some histories are rewritten."""
     token = st.integers(1, 2)
     texts = st.lists(token, min_size=1, max_size=3)
 
@@ -227,7 +227,9 @@ def test_any_group_with_recorded_experts_equals_the_tree_of_rows(group: list[Epi
 
 
 def test_rows_of_another_picture_with_equal_ids_are_not_shared() -> None:
-    """Two pictures of one size have the same ids. Episodes share the rows before them, and equal pictures whole."""
+    """Two images of equal size have the same ids. Episodes share the rows before them; equal images are
+    shared whole.
+    """
     one, other = image_item(1, 3, seed=1), image_item(1, 3, seed=2)
     ids = one.ids.tolist()
     assert ids == other.ids.tolist() and one.digest != other.digest
@@ -248,7 +250,7 @@ def test_rows_of_another_picture_with_equal_ids_are_not_shared() -> None:
 
 
 def test_a_picture_of_a_later_turn_and_one_that_ends_elsewhere_keep_their_rows() -> None:
-    """The second episode has text where the first has a picture, which is longer than the rows that agree."""
+    """The second episode has text in place of the first episode's image, which is longer than the rows that match."""
     item = image_item(2, 2)
     ids = item.ids.tolist()
     first = turn([5], [1, 2])

@@ -1,4 +1,4 @@
-"""Every command of docs/judges.md passes the checks before a start, on the files that it names."""
+"""Checks docs/judges.md: each command passes the checks before a start, on the files that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates of judges: what is put in is data, what is wrong with a file is told with its line."""
+"""Judge templates: inserted texts are data, and errors of a file name the line."""
 
 from __future__ import annotations
 

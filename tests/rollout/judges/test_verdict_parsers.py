@@ -1,4 +1,4 @@
-"""A verdict is read whole, or not at all."""
+"""Verdict parsers read a whole verdict, or nothing."""
 
 from __future__ import annotations
 

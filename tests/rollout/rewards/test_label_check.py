@@ -1,4 +1,4 @@
-"""A label whose plain answer the reward does not award is reported by the reward itself."""
+"""The label check reports labels whose own answer gets no reward."""
 
 from __future__ import annotations
 

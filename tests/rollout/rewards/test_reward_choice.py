@@ -1,4 +1,4 @@
-"""Rewards by row and by weight: which reward scores a row, what a sum is, and what is refused before the start."""
+"""Rewards by row and by weight: the choice for a row, weighted sums, and refused settings."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_sum_has_its_parts_and_their_reasons() -> None:
     right, both, neither = scored("mix", {}, "42", "x</think>42", "no", parts=SUM)
     assert (right.reward, right.exact) == (0.75, True)
     assert right.parts == {"exact_match": 1.0, "format_think": 0.0}
-    assert (both.reward, both.exact) == (0.25, False), "the first part says what is exact"
+    assert (both.reward, both.exact) == (0.25, False), "`exact` comes from the first part"
     assert neither.reward == 0.0
     assert "exact_match: 'no' against '42'" in neither.why and "format_think: it has no </think>" in neither.why
 
@@ -111,7 +111,7 @@ def test_a_row_names_its_reward() -> None:
 
 
 def test_isolated_rewards_of_a_run_share_their_processes(tmp_path: Path) -> None:
-    """One that only a row names is imported when it is first asked for."""
+    """A reward that only a row names is imported at its first use."""
     isolated = plugin(tmp_path, isolated=True)
     values = {"by": "scorer", "parts": [{"reward": isolated}], "max_failed": 1.0}
     config = plugin_config("reward", "exact_match", values, section="reward")

@@ -1,4 +1,4 @@
-"""What a run tells of each reward: how many answers, their mean, why some have no reward, and milliseconds."""
+"""Metrics of each reward: number of answers, mean, failures by reason, and milliseconds."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_each_part_and_each_reward_of_a_row_has_figures_of_its_own_and_evaluatio
         assert {key: value for key, value in pool.figures().items() if key.endswith("mean")} == {
             "reward/dapo/mean": 1.0,
             "reward/f1/mean": 1.0,
-            "reward/shadow/mean": 1.0,  # that of f1
+            "reward/shadow/mean": 1.0,  # the time of f1
         }
 
 

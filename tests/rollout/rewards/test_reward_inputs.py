@@ -1,4 +1,4 @@
-"""A reward's input holds the text of the sampled tokens: without the stop token, with a stop string."""
+"""A reward's input has the text of the sampled tokens, without the stop token and with a stop string."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The reward pool with real worker processes, and plug-ins that hang, crash and lie.
+"""The reward pool with real worker processes, and reward plug-ins that hang, crash or return wrong values.
 
-The processes are plain, so that the tests see their numbers and files; tests/security/test_reward_sandbox.py has those
-in the sandbox.
+The worker processes have no sandbox, so that the tests see their process ids and files;
+tests/security/test_reward_sandbox.py covers the sandbox.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
-LONG_S = 120.0  # a time limit, or a deadline, that nothing here comes near
+LONG_S = 120.0  # a time limit or deadline that no test reaches
 
 PLUGIN = """
 import os, signal, subprocess, sys, time
@@ -157,7 +157,7 @@ def test_a_score_that_hangs_is_no_reward_and_later_ones_work(make_pool: Any, res
     (hangs,) = score(pool, _given(response))
     assert hangs.reward is None
     assert "no answer within 1 s" in hangs.reason
-    _wait_until(lambda: score(pool, _given("abc"))[0].reward == 3.0)  # on a slow machine that may take a second, too
+    _wait_until(lambda: score(pool, _given("abc"))[0].reward == 3.0)  # on a slow machine this may take a second
 
 
 def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
     children = Path(f"/proc/{before}/task/{before}/children")
     _wait_until(lambda: bool(children.read_text().split()))
     (child,) = map(int, children.read_text().split())
-    pool._workers[0].process.kill()  # as past its time limit
+    pool._workers[0].process.kill()  # as at its time limit
     scored.join(LONG_S)
     assert not scored.is_alive()
     _wait_until(lambda: not _alive(child))
@@ -221,7 +221,7 @@ def test_what_is_no_number_or_raises_is_no_reward_and_says_why(make_pool: Any, i
 @pytest.mark.parametrize("isolated", [True, False])
 def test_too_many_answers_without_a_reward_end_it_with_the_first_cause(make_pool: Any, isolated: bool) -> None:
     pool = make_pool(isolated=isolated, max_failed=0.25)
-    for _ in range(6):  # each data row has two answers; the window holds them all
+    for _ in range(6):  # two answers per data row; the window holds all of them
         score(pool, _given("ab", "ab"))
     score(pool, _given("raise the first", "raise the second"))  # 2 of 14
     assert pool.failures.share == pytest.approx(2 / 14)
@@ -347,7 +347,7 @@ def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -
             _wait_until(lambda: _cpu_ticks(worker) > used + 10)
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
-        # A worker that never lets go of the interpreter ends by its own CPU timer, 1 s after the time limit.
+        # A worker that never releases the GIL ends by its own CPU timer, 1 s after the time limit.
         _wait_until(lambda: not _alive(worker))
     finally:
         owner.kill()

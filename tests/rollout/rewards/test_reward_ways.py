@@ -1,4 +1,4 @@
-"""A reward runs in the event loop, in threads, awaited, or in worker processes, without blocking others."""
+"""Rewards in the event loop, in threads, awaited or in worker processes do not block each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
-LONG_S = 120.0  # a deadline that nothing here comes near
+LONG_S = 120.0  # a deadline that no test reaches
 GROUPS = 8
 
 
@@ -77,7 +77,7 @@ def test_groups_in_threads_are_under_way_at_once_and_the_event_loop_is_free() ->
 
 
 def test_groups_in_worker_processes_are_under_way_at_once(tmp_path: Path) -> None:
-    """Each group waits until all of them have started."""
+    """Each group waits until all groups have started."""
     path = tmp_path / "waits.py"
     path.write_text(
         f"""
@@ -115,7 +115,7 @@ def test_a_quick_reward_is_scored_in_the_event_loop_and_a_slow_one_in_threads() 
     async def scene() -> None:
         nonlocal slow
         await pool.score(group_of("first"))
-        assert where[-1] is not threading.current_thread()  # nobody knows yet how long it takes
+        assert where[-1] is not threading.current_thread()  # its duration is still unknown
         async with asyncio.timeout(LONG_S):
             while where[-1] is not threading.current_thread():
                 await pool.score(group_of("a", "b"))
@@ -182,7 +182,7 @@ def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone(
     told: list[Exception] = []
 
     def score(given: RewardInput, config: Any) -> float:
-        time.sleep(0.6)  # as long as one that computes for 0.02 s, while 31 others do
+        time.sleep(0.6)  # the duration of 0.02 s of computing while 31 others compute
         return 1.0
 
     scored(pool_of(score, timeout_s=0.2, on_hang=told.append), group_of(*["a"] * 32))
@@ -197,7 +197,7 @@ def test_an_answer_that_is_being_scored_at_a_check_does_not_hang(timeout_s: floa
         time.sleep(timeout_s / 20)
         return 1.0
 
-    groups = [group_of(*["a"] * 8) for _ in range(8)]  # for three time limits some answer is being scored
+    groups = [group_of(*["a"] * 8) for _ in range(8)]  # for three time limits, an answer is being scored at any time
     scored(pool_of(score, timeout_s=timeout_s, on_hang=hung.append, concurrency=1), *groups)
     assert not hung
 
@@ -225,7 +225,7 @@ def test_answers_that_wait_for_each_other_hang_not() -> None:
     turn = threading.Lock()
 
     def score(given: RewardInput, config: Any) -> float:
-        with turn:  # as a server that answers one request at a time
+        with turn:  # like a server that answers one request at a time
             time.sleep(0.3)
         return 1.0
 
@@ -253,7 +253,7 @@ def test_each_answer_of_a_call_has_its_own_time_limit() -> None:
 
 
 class Stop(BaseException):
-    """An exception of a plug-in that is no Exception."""
+    """A plug-in's exception that is not derived from Exception."""
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_what_would_end_a_thread_is_no_reward_and_counts_as_an_error(stop: Any, 
         return [score(one, config) for one in given]
 
     function = {"plain": score, "async": score_async, "group": score_group}[kind]
-    with ThreadPoolExecutor(1) as rollout:  # as a run's: in the main thread a KeyboardInterrupt may be the user's
+    with ThreadPoolExecutor(1) as rollout:  # as in a run: in the main thread, the user may send KeyboardInterrupt
         pool = pool_of(function, group=kind == "group")
         (outputs,) = rollout.submit(scored, pool, group_of("stop", "go")).result()
     assert outputs[0].reward is None and told in outputs[0].reason and outputs[0].cause == "raised"
@@ -360,7 +360,7 @@ SPEC = RewardSpec(name="groups", summary="s", config=RewardConfig, score_group=s
         hung = asyncio.run(pool.score(group_of("hang", "hang")))
         assert rewards(hung) == [None, None] and "no answer within 1 s" in hung[1].reason
         give_up = time.monotonic() + LONG_S
-        while rewards(asyncio.run(pool.score(group_of("a", "b")))) != [2.0, 2.0]:  # a slow machine may take a second
+        while rewards(asyncio.run(pool.score(group_of("a", "b")))) != [2.0, 2.0]:  # a slow machine may need a second
             assert time.monotonic() < give_up
 
 

@@ -1,4 +1,4 @@
-"""The shadow reward: which answers it scores, what a run sees of it, and which settings are refused."""
+"""The shadow reward: the scored answers, the metrics of a run, and refused settings."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ def test_the_same_reward_with_other_settings_is_a_shadow() -> None:
     assert choice.shadow is not None and choice.shadow.spec.name == "math"
     parts = [{"reward": "math", "weight": 0.9}, {"reward": "format_think", "weight": 0.1}]
     mixed = RewardChoice(find_reward("mix"), settings("mix", parts=parts))
-    assert mixed.shadow is not None and mixed.shadow.spec.name == "final_answer", "that of the first part"
+    assert mixed.shadow is not None and mixed.shadow.spec.name == "final_answer", "the default shadow of the first part"
     assert RewardChoice(find_reward("exact_match"), settings("exact_match")).shadow is None

@@ -34,7 +34,7 @@ def writes(name: str, data: bytes) -> Callable[[Path], None]:
 
 
 def newest(store: CheckpointStore) -> Path:
-    """Returns the newest whole checkpoint and asserts that none was skipped."""
+    """Returns the newest whole checkpoint, and asserts that none was skipped."""
     found = store.newest_whole()
     assert found is not None and found.left == ()
     return found.folder
@@ -54,7 +54,7 @@ def test_write_then_read(tmp_path: Path) -> None:
     assert meta.libraries["torch"].startswith("2.") and meta.provenance.startswith("relax-core ")
     assert {name: file.bytes for name, file in meta.files.items()} == {"rank/weights": 3}
     assert (folder / "rank" / "weights").read_bytes() == b"abc"
-    assert json.loads((folder / META).read_text())["content"]["step"] == 100  # Other tools can read it as plain JSON.
+    assert json.loads((folder / META).read_text())["content"]["step"] == 100  # other tools can read it as plain JSON
 
 
 def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
         store.write(step, writers=writes("w", b"x"), meta={})
     assert names(tmp_path) == ["step_00000020", "step_00000040"]
     store.name_best(20)
-    store.name_best(30)  # This file no longer exists.
+    store.name_best(30)  # step 30 was already removed
     assert os.readlink(tmp_path / "best") == "step_00000020"
     assert store.verify(tmp_path / "best").step == 20
     newest = store.newest_whole()
@@ -78,7 +78,7 @@ def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_newest_is_the_one_written_last(tmp_path: Path) -> None:
-    """A run that resumed from step 10 and reached step 20 must not find the abandoned step 30."""
+    """A run that resumed from step 10 and reached step 20 must not load the abandoned step 30."""
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (10, 30, 20):
         store.write(step, writers=writes("w", b"x"), meta={})
@@ -128,7 +128,7 @@ def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> No
 
 
 def test_meta_has_a_digest_of_its_own_and_the_folder_its_step(tmp_path: Path) -> None:
-    """Each byte of meta.json is protected, and a copy of a checkpoint under another name can be used."""
+    """Each byte of meta.json is protected, and a renamed copy of a checkpoint can be used."""
     store = CheckpointStore(tmp_path, keep_last=3)
     folder = store.write(20, writers=writes("w", b"x"), meta={"version": 20})
     text = (folder / META).read_text()
@@ -172,7 +172,7 @@ def test_a_failing_writer_leaves_the_old_ones(tmp_path: Path) -> None:
 
 
 def test_full_disk_at_any_moment(small_disk: Callable[[str], Path]) -> None:
-    """The free space grows page by page from none, so that every write of a checkpoint fails once."""
+    """The free space grows page by page from zero, so that every write of a checkpoint fails once."""
     disk = small_disk("1m")
     root = disk / "checkpoints"
     store = CheckpointStore(root, keep_last=1)
@@ -196,7 +196,7 @@ def test_full_disk_at_any_moment(small_disk: Callable[[str], Path]) -> None:
         assert f"bytes are free in {root}" in text
         assert names(root) == ["step_00000010"]
         assert newest(store) == old
-    assert failures >= 6  # There are five pages of payload and at least one of meta.json.
+    assert failures >= 6  # five pages of payload and at least one of meta.json
     assert names(root) == ["step_00000020"]
     assert store.verify(root / "step_00000020").step == 20
 
@@ -236,7 +236,7 @@ def killed_while_writing(target: Path, *, renames_before_the_kill: int) -> None:
 
 @pytest.mark.parametrize("renames_before_the_kill", [0, 1])
 def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) -> None:
-    """A process is killed before each of the two renames that replace an old folder by a new one."""
+    """A process is killed before each of the two renames that replace an old folder by a new folder."""
     target = tmp_path / "folder"
     with atomic_folder(target) as folder:
         (folder / "file").write_text("old")
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_was_just_being_replaced_is_found(tmp_path: Path) -> N
 def test_what_was_replaced_goes_where_the_new_one_is_there(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=3)
     new = store.write(20, writers=writes("w", b"new"), meta={})
-    (tmp_path / ".step_00000020.replaced").mkdir()  # It was killed before it removed the folder.
+    (tmp_path / ".step_00000020.replaced").mkdir()  # a process was killed before it removed this folder
     recover_replaced(tmp_path)
     assert (new / "rank" / "w").read_bytes() == b"new"
     store.write(30, writers=writes("w", b"next"), meta={})
@@ -275,15 +275,15 @@ def test_the_progress_of_a_write_is_what_came_to_the_disk(tmp_path: Path) -> Non
     seen = []
 
     def write(folder: Path) -> None:
-        for size in (100, 100, 250):  # The second recovery finds nothing to do.
+        for size in (100, 100, 250):  # the progress follows the size of a file that is written again
             (folder / "rank").mkdir(exist_ok=True)
             (folder / "rank" / "w").write_bytes(b"x" * size)
             seen.append(store.progress(20))
-        assert store.progress(10) == 0  # This file belongs to another checkpoint.
+        assert store.progress(10) == 0  # another checkpoint
 
     store.write(20, writers=write, meta={})
     assert seen == [100, 100, 250]
-    assert store.progress(20) == 500  # The bytes are digested and then put on disk.
+    assert store.progress(20) == 500  # the bytes count once for the digest and once for the sync
 
 
 def test_importing_the_store_does_not_import_torch() -> None:
@@ -295,7 +295,7 @@ def test_importing_the_store_does_not_import_torch() -> None:
 
 @pytest.fixture
 def protected(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a file that cannot be removed, as a protected file, or one that another machine holds open."""
+    """Returns the name of a file that cannot be removed: protected, or held open by another machine."""
     unlink = os.unlink
 
     def refuse(path: str, **words: int | None) -> None:
@@ -322,7 +322,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
 
 def test_a_stale_folder_that_cannot_be_removed_does_not_block_its_step(tmp_path: Path, protected: str) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
-    for _ in range(2):  # a process was killed while it wrote this step, and again
+    for _ in range(2):  # twice a process was killed while it wrote this step
         (tmp_path / ".step_00000010.partial").mkdir()
         (tmp_path / ".step_00000010.partial" / protected).touch()
         store.write(10, writers=writes("w", b"x"), meta={})

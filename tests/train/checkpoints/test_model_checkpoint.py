@@ -1,4 +1,4 @@
-"""Tests that a run which was stopped, saved and loaded continues as if it had not stopped, to the bit."""
+"""Tests that a run that is saved, stopped and loaded continues as an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
     expected = train(straight, range(3, 6))
 
     resumed = make_backend(folder, **settings)
-    train(resumed, range(1))  # This back end has trained already, and the checkpoint must replace that state.
+    train(resumed, range(1))  # this back end has already trained; the checkpoint must replace that state
     resumed.load(tmp_path / "checkpoint")
     metrics = train(resumed, range(3, 6))
     assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (
@@ -107,7 +107,7 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
 
 @pytest.mark.parametrize("family", [OMNI, HYBRID_EXPERTS])
 def test_a_run_with_items_goes_on_to_the_bit(tmp_path: Path, family: str) -> None:
-    """Three steps are those of one step, a stop and two steps; groups have items of all kinds that the family reads."""
+    """Three steps equal one step, a stop and two steps; groups have all media kinds of the family."""
     model, media = tmp_path / "model", tmp_path / "media"
     if family == OMNI:
         make_omni_model(model)
@@ -134,7 +134,7 @@ def test_a_run_with_items_goes_on_to_the_bit(tmp_path: Path, family: str) -> Non
 
 
 def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
-    # The import must follow the back end's, which installs the device loader.
+    # The import must follow that of the back end, which installs the device loader.
     from megatron.core import tensor_parallel
 
     def draw() -> list[float]:
@@ -146,7 +146,7 @@ def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
 
     backend = make_backend(folder)
     train(backend, range(1))
-    random.gauss(0, 1)  # numpy and Python each keep the second number of a normal pair.
+    random.gauss(0, 1)  # numpy and Python each store the second number of a normal pair
     np.random.randn()
     backend.save(tmp_path / "checkpoint")
     expected = draw()
@@ -230,7 +230,7 @@ def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) 
     backend.save(tmp_path / "now")
     backend.copy_state()
     with ThreadPoolExecutor(1) as thread:
-        train(backend, range(2, 3))  # Training continues during the checkpoint, and the copied state does not change.
+        train(backend, range(2, 3))  # training continues during the checkpoint, and the copied state does not change
         written = thread.submit(backend.write_copy, tmp_path / "later")
         train(backend, range(3, 5))
         written.result(timeout=300)

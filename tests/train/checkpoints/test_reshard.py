@@ -1,4 +1,4 @@
-"""Tests that another layout continues from a checkpoint with the same state to the bit and the same next step."""
+"""Tests that another layout continues from a checkpoint with bit-identical state and the same next step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.train.rank_server import run_ranks
 
 
 def of_chains(found: Iterable[str]) -> list[Any]:
-    """Returns parameters that begin with the name of a chain; those of slow chains are soak."""
+    """Returns parameters that begin with a chain's name; those of slow chains are marked soak."""
     return [pytest.param(one, marks=pytest.mark.soak) if one.split("-")[0] in SLOW else one for one in found]
 
 
 LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
 
-# Of the chains that begin with one rank: what its step has besides text, and the towers that learn from it.
+# For chains that begin with one rank: the media of its step, and the towers that get gradients from them.
 WITH_ITEMS = {
     "sees": ("video", ("model.visual.",)),
     "omni": ("four kinds", ("thinker.visual.", "thinker.audio_tower.")),
@@ -40,14 +40,14 @@ WITH_ITEMS = {
 
 
 class Saved:
-    """The checkpoints of chains, made when the first test asks for one of them: slow chains apart from the others."""
+    """Makes the checkpoints of chains at the first request: slow chains separately from the others."""
 
     def __init__(self, models: Path, folder: Path) -> None:
         self._models, self._folder = models, folder
         self._made: set[bool] = set()
 
     def of(self, chain: str) -> Path:
-        """Returns the folder that has the checkpoints of ``chain``."""
+        """Returns the folder with the checkpoints of ``chain``."""
         if (slow := chain in SLOW) not in self._made:
             names = [name for name in CHAINS if (name in SLOW) is slow]
             for name in names:
@@ -123,7 +123,7 @@ def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Saved
 
 @pytest.mark.parametrize("name", of_chains(WITH_ITEMS))
 def test_four_ranks_take_over_from_one_and_give_back(models: Path, saved: Saved, tmp_path: Path, name: str) -> None:
-    """Both ways weights and moments keep their bits, those of the towers too, which have learned from their items."""
+    """In both directions, weights and moments keep their bits, including those of the towers."""
     folder = saved.of(name)
     alone = stored(folder / f"{name}-alone")
     of_towers = [key for key in alone if key.startswith(tuple(f"exp_avg/{one}" for one in WITH_ITEMS[name][1]))]

@@ -36,7 +36,7 @@ Prompt = tuple[list[int], list[Media]]
 
 
 def embedded_logprobs(folder: Path, reader: FolderReader, prompts: Sequence[Prompt]) -> torch.Tensor:
-    """Returns the log-probs of all prompts' tokens behind the first, as the embedded engine computes them."""
+    """Returns the embedded engine's log-probs of all tokens of the prompts after the first."""
     config = read_model_config(folder)
     towers = Towers.of(config)
     assert towers is not None
@@ -56,7 +56,7 @@ def embedded_logprobs(folder: Path, reader: FolderReader, prompts: Sequence[Prom
 
 
 def test_an_export_of_omni(tmp_path: Path) -> None:
-    """The log-probs are of all kinds of media in one prompt, of a video with its sound, and of text."""
+    """Compares log-probs of a prompt with all media kinds, of a video with audio, and of text."""
     source, media = tmp_path / "model", tmp_path / "media"
     make_omni_model(source)
     items, reader = OmniItems(source, media), FolderReader(media)

@@ -1,4 +1,4 @@
-"""Tests that weights are imported and exported under every layout to the bit, in slices and in buckets."""
+"""Tests that weights are imported and exported bit for bit under every layout, in slices and in buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = [f"{model} {layout}" for model, (_, layouts) in MODELS.items() for layou
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Returns what each rank reported, by model and layout."""
+    """Returns the reports of each rank, by model and layout."""
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
     ended = run_ranks("weights_rank.py", [(folder, folder / "seen")] * RANKS)
@@ -31,14 +31,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_load_then_export_is_bit_identical(seen: list[dict[str, Any]], case: str) -> None:
     lead = seen[0][case]
     assert not lead["missing"] and not lead["different"] and lead["in order"]
-    assert all(rank[case]["finite"] for rank in seen)  # All parameters are set, and padding rows are, too.
+    assert all(rank[case]["finite"] for rank in seen)  # all parameters are set, including padding rows
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_rank_holds_more_than_a_bucket_beside_its_part(seen: list[dict[str, Any]], case: str) -> None:
     joined = 2 * seen[0][case]["largest"] if "sees" in case else 0  # more than a bucket: a tensor and its copy
     assert max(rank[case]["held"] for rank in seen) <= BUCKET_BYTES + joined
-    assert seen[0][case]["held"] >= seen[0][case]["largest"]  # The measurement notices tensors.
+    assert seen[0][case]["held"] >= seen[0][case]["largest"]  # shows that the measurement works
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,10 +46,10 @@ def test_a_rank_reads_its_slices_only(seen: list[dict[str, Any]], case: str) -> 
     parts = [rank[case]["read"] for rank in seen]
     copies = {"dp4": 4, "tp2_cp2": 2, "pp2_vpp2_dp2": 2}.get(case.split()[1])
     if "sees" in case:
-        assert max(parts) < 0.75  # Every rank of the first stage has the whole tower, a third of this model.
+        assert max(parts) < 0.75  # every rank of the first stage has the whole tower, a third of this model
         return
     if copies:
-        assert sum(parts) == pytest.approx(copies, abs=0.06)  # Every tensor-parallel rank has the norms.
+        assert sum(parts) == pytest.approx(copies, abs=0.06)  # every tensor-parallel rank has the norms
     assert max(parts) < 0.6 or "dp4" in case
 
 

@@ -1,4 +1,4 @@
-"""Tests that a folder of Qwen3.5 comes out of the trainer as it went in: names, shapes, dtypes, bytes."""
+"""Tests that the trainer exports a folder of Qwen3.5 unchanged: names, shapes, dtypes, bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERTS = "tiny_qwen3_5_moe"
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors with each expert apart, as transformers writes them, but for those of the MTP layer."""
+    """Returns the tensors with one per expert, as transformers writes them, except for the MTP layer."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before, _, part = name.partition(".experts.")

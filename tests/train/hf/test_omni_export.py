@@ -1,4 +1,4 @@
-"""Qwen3-Omni in and out: exports hold talker and code2wav to the byte, and a step changes the trained tensors alone."""
+"""Import and export of Qwen3-Omni: talker and code2wav keep their bytes; a step changes only trained tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FROZEN = ("audio", "projector")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published folder whose passed tensors have another dtype than the thinker's."""
+    """Returns a published folder in which the tensors outside the thinker have another dtype."""
     folder = tmp_path_factory.mktemp("omni") / "model"
     make_omni_model(folder)
     file = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Fused experts and towers: the published layout in and out, transformers' other layout, and square experts."""
+"""Fused experts and towers: import and export in the published layout, transformers' layout, square experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS = "model.language_model.layers.1.mlp.experts."
 
 
 def through_the_rules(folder: Path) -> dict[str, Tensor]:
-    """Returns a folder's tensors after they were cut into those of the rules and joined again."""
+    """Splits a folder's tensors into those of the weight rules, joins them again and returns them."""
     stored = stored_weights(folder_architecture(folder))
     files = dict(open_safetensors(folder))
     parts = ((name, part[:]) for one in stored for name, part in one.parts(files[one.name]))
@@ -28,7 +28,7 @@ def through_the_rules(folder: Path) -> dict[str, Tensor]:
 
 
 def expert_tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of the rules of one layer's experts."""
+    """Returns the rules' tensors of one layer's experts."""
     stored = stored_weights(folder_architecture(folder))
     files = dict(open_safetensors(folder))
     layer = [one for one in stored if one.name.startswith(EXPERTS)]
@@ -71,12 +71,12 @@ def test_the_layout_of_a_model_that_transformers_made_is_read_too(tmp_path: Path
     write_untransposed(tmp_path)
     assert weight_problems(tmp_path, folder_architecture(tmp_path)) == []
     ours = through_the_rules(tmp_path)
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in published.items())  # as published
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in published.items())  # in the published layout
 
 
 @pytest.mark.parametrize(("width", "other"), [(36, "down_proj"), (72, "gate_up_proj")])
 def test_a_square_expert_in_the_wrong_layout_is_caught(tmp_path: Path, width: int, other: str) -> None:
-    """One of the two tensors is square and tells nothing; so the other one must be as published."""
+    """One of the two tensors is square, so its shape gives no information; the other tensor shows the layout."""
     make_vision_model(tmp_path, "tiny_qwen3_vl_moe", moe_intermediate_size=width)
     published, architecture = load_file(tmp_path / "model.safetensors"), folder_architecture(tmp_path)
     ours = through_the_rules(tmp_path)

@@ -47,7 +47,7 @@ def output_and_gradients(output: Tensor, inputs: list[Tensor], incoming: Tensor)
 def test_it_is_the_dense_attention(
     forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, call_bytes: int, seed: int
 ) -> None:
-    """The result is equal for every grouping of runs and heads into calls and with any rows after the stream."""
+    """The result is equal for every grouping of runs and heads into calls, and with any padding after the stream."""
     rows = len(forest.parents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
@@ -55,7 +55,7 @@ def test_it_is_the_dense_attention(
         patch.setattr(branch_attention, "_CALL_BYTES", call_bytes)
         plan = always_planned(forest, dtype=torch.float64)
         *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
-        incoming[rows:] = 0  # Nothing reads the result of a pad.
+        incoming[rows:] = 0  # the result of a padding row is not used
         planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
     expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=scale)
     dense = output_and_gradients(expected, inputs, incoming[:rows])
@@ -109,9 +109,9 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
-    """Runs the calls of ``causal`` and ``above``: the first row and the end row of the queries and of the keys."""
+    """Returns the calls of ``causal`` and ``above``: the first row and the end row of the queries and of the keys."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # Each run gets a call of its own.
+        patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # each run gets a separate call
         plan = always_planned(forest, dtype=torch.float32)
     causal, above = [], []
     for part in (*plan.causal, *plan.above):
@@ -151,7 +151,7 @@ def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
 @pytest.mark.parametrize(
     ("lengths", "prompt", "planned"),
     [
-        ([[8] * 16] * 8, 17, False),  # In the demo, more calls would cost more than they save.
+        ([[8] * 16] * 8, 17, False),  # in the demo, more calls would cost more than they save
         ([[100] * 8] * 2, 64, True),
         ([[50]] * 4, 30, False),
         ([[500]] * 4, 30, True),
@@ -166,7 +166,7 @@ def test_which_way_is_taken(lengths: list[list[int]], prompt: int, planned: bool
 
 @pytest.mark.parametrize("rows", [3000, 1100, 200])
 def test_all_ranks_take_the_same_way(rows: int) -> None:
-    """The ways gather keys in other calls, so ranks of different ways would wait for each other; one has only pads."""
+    """Ways gather keys in different calls, so mixed ways would deadlock. In one case, a rank has only padding."""
     end = two_level([[rows // 10] * 5], [rows // 2]).end
     shardings = [RowSharding(multiple=8, ranks=4, rank=rank) for rank in range(4)]
     for padded in (shardings[0].padded(len(end)), 8 * len(end)):
@@ -176,7 +176,7 @@ def test_all_ranks_take_the_same_way(rows: int) -> None:
 
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(8, 2, 64), (8, 8, 64), (4, 4, 16), (32, 2, 128), (6, 3, 1)])
 def test_a_call_has_few_heads(heads: int, key_heads: int, dim: int) -> None:
-    """Every head is in one call, and the keys of a call's heads take at most so many bytes, or it has one head."""
+    """Every head is in one call; the keys of a call's heads take at most `_CALL_BYTES`, unless it has one head."""
     rows = 16384 + 8 * 512
     plan = BranchPlan.of(two_level([[512] * 8], [16384]).end, dtype=torch.float32)
     assert plan is not None

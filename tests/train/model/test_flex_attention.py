@@ -1,4 +1,4 @@
-"""Tests on a CPU the rule and the blocks of FlexAttention and the graphs that torch captures of it."""
+"""Tests the mask rule, the blocks and the torch graphs of FlexAttention on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGE = forests(max_runs=8, longest=3 * BLOCK)
 
 
 def padded_sees(forest: Forest, padded: int) -> np.ndarray:
-    """Returns who sees whom with pads; a pad sees itself."""
+    """Returns the visibility with padding; a padding row attends to itself."""
     sees = np.eye(padded, dtype=bool)
     sees[: len(forest.parents), : len(forest.parents)] = forest.sees
     return sees
@@ -54,9 +54,9 @@ def test_the_blocks_are_those_that_torch_finds_from_every_pair(forest: Forest, p
 @settings(max_examples=25, deadline=None)
 @given(forest=LARGE, ranks=st.integers(2, 3))
 def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks: int) -> None:
-    """No block is missed.
+    """All blocks are found.
 
-    If a block has rows of two chunks it may be computed without need, but it is never treated as a whole block.
+    A block with rows of two chunks may be computed without need, but it is never treated as a full block.
     """
     for rank in range(ranks):
         sharding = RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank)
@@ -76,10 +76,10 @@ def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks:
 
 
 def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients are equal, and one graph serves all lengths.
+    """Outputs and gradients are equal, and all lengths share the same graphs.
 
-    A GPU would otherwise compile for every micro-batch. torch refuses the backward pass on a CPU; without the refusal
-    it computes its own definition of the gradient.
+    Otherwise a GPU would compile for every micro-batch. torch refuses the backward pass on a CPU; with the check
+    disabled it computes the gradient by its own definition.
     """
     graphs = []
 
@@ -100,7 +100,7 @@ def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: py
         grads, expected = (torch.autograd.grad(one, inputs, incoming) for one in (output, dense))
         for mine, right in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
-    assert len(graphs) <= 2 * 2  # There is one graph for forward and one for backward.
+    assert len(graphs) <= 2 * 2  # not one for each of the seven lengths
 
 
 def test_a_plan_of_blocks_takes_no_memory_by_pairs_of_rows() -> None:

@@ -1,4 +1,4 @@
-"""Compares trees of models with gated delta nets with their rows: log-probs, gradients, and the bits of branches."""
+"""Compares token trees of models with gated delta nets with single rows: log-probs, gradients, and bits of branches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGPROBS, GRADIENTS = 2e-5, 1e-5  # nats; relative
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid:
-    """Holds a random model, and trees of depth 4 and with items inside branches."""
+    """Holds a random model, and trees of depth 4 and with items in branches."""
 
     folder: Path
     family: str
@@ -70,7 +70,7 @@ def test_trees_and_rows_have_the_same_logprobs_and_gradient(hybrid: Hybrid) -> N
 
 
 def test_each_tensors_gradient_is_the_same_by_the_recurrent_rule(hybrid: Hybrid) -> None:
-    """The decay's parameters are among them, whose gradients the chunked rule rounds the most."""
+    """Includes the decay's parameters, whose gradients have the largest rounding errors with the chunked rule."""
     with recurrent_rule():
         trees, rows = hybrid.step(hybrid.trees), hybrid.step(one_sample_each(hybrid.trees))
     assert sum(name.endswith("A_log") for name in trees.gradients) == 6
@@ -85,6 +85,6 @@ def test_another_token_in_one_branch_leaves_the_bits_of_every_other(hybrid: Hybr
         ids[row] = (ids[row] + 1) % WORDS
         [after] = backend.logprobs([dataclasses.replace(tree, token_ids=ids)])
         below = np.arange(tree.rows)
-        seen = (below >= row) & (below < tree.end[row])  # the rows that see the token, and its own prediction
+        seen = (below >= row) & (below < tree.end[row])  # the rows that attend to the token, and its own prediction
         assert np.array_equal(before[~seen], after[~seen]), row
         assert (before[seen & tree.loss_mask] != after[seen & tree.loss_mask]).any(), row

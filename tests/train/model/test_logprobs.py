@@ -47,7 +47,7 @@ def values_and_grads(values: Tensor, hidden: Tensor, weight: Tensor, incoming: T
 
 @pytest.fixture(params=["plain", "own"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with the plain operations of tiny problems and with the autograd function."""
+    """Runs a test with the plain operations that tiny problems use, and with the autograd function."""
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", 10**9 if request.param == "plain" else -1)
 
 
@@ -92,7 +92,7 @@ def test_bfloat16_inputs_get_float32_maths(chunk_rows: int) -> None:
 
 @pytest.fixture
 def float32_sums() -> Iterator[None]:
-    """Gives a CPU the products that torch has only on a GPU: bfloat16 factors with float32 sums."""
+    """Adds to a CPU the products that torch only has on a GPU: bfloat16 factors with float32 sums."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CPU")
     library.impl("mm.dtype_out", lambda left, right, dtype, *, out: out.copy_(left.to(dtype) @ right.to(dtype)), "CPU")
@@ -103,7 +103,7 @@ def float32_sums() -> Iterator[None]:
 @pytest.mark.usefixtures("float32_sums")
 @pytest.mark.parametrize("chunk_rows", [8, 64])
 def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks what a GPU computes without a float32 copy of the weight.
+    """Checks the computation of a GPU without a float32 copy of the weight.
 
     Logits are as exact as with float32 copies, and gradients are within bfloat16's rounding of one factor.
     """
@@ -179,7 +179,7 @@ def test_in_place_softmax_equals_out_of_place(shape: tuple[int, int], dtype: tor
         assert torch.equal(in_place, function(logits, dim=1))
 
 
-# -- Entropy and other tokens beside the target -----------------------------------------------------------------------
+# -- Entropy and other tokens in addition to the target ---------------------------------------------------------------
 def naive_outputs(
     hidden: Tensor, weight: Tensor, targets: Tensor, gather: Tensor, inverse_temperature: float
 ) -> list[Tensor]:
@@ -195,7 +195,7 @@ def test_values_and_gradients_equal_naive(chunk_rows: int, inverse_temperature: 
     hidden, weight, targets, incoming = problem(10, 37, 8)
     generator = torch.Generator().manual_seed(2)
     gather = torch.randint(0, 37, (10, 5), generator=generator)
-    gather[0] = targets[0]  # A token may come several times and may be the target.
+    gather[0] = targets[0]  # a token may occur several times and may be the target
     flows = [incoming, incoming.flip(0), torch.randn(10, 5, generator=generator, dtype=torch.float64)]
     ours = head_outputs(
         hidden,
@@ -259,7 +259,7 @@ def test_top_k_tokens_are_those_of_the_whole_distribution(chunk_rows: int) -> No
     [(["--way=ours"], 16), (["--way=entropy"], 16), (["--way=top_8"], 16), (["--way=kept", "--kept=5000"], 20)],
 )
 def test_memory_stays_at_one_chunk(flags: list[str], most_mb: float) -> None:
-    """All logits would take 41 MB. A chunk takes 2.6 MB, and so does the weight's gradient; kept sets take 1.3 MB."""
+    """All logits would take 41 MB. A chunk takes 2.6 MB, as does the weight's gradient; kept sets take 1.3 MB."""
     sizes = ["--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags, *sizes]
     printed = subprocess.run(

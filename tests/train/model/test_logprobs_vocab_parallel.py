@@ -26,7 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
 def check(ranks: WorkerGroup, problem: Problem, *, rtol: float, atol: float) -> list[Answer]:
     """Compares two ranks with one.
 
-    Both ranks have equal bits of outputs and hidden gradients, which agree with one rank's. The shards of the weight
+    Outputs and hidden gradients of both ranks are bit-identical and agree with one rank's. The shards of the weight
     gradient form the whole.
     """
     alone, answers = solve(problem), ranks.solve(problem)
@@ -79,7 +79,7 @@ def make(
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_two_ranks_are_one(ranks: WorkerGroup, data: st.DataObject) -> None:
-    """The sets lie in one rank's shard or everywhere, or nothing is left out; some entries name no token."""
+    """The kept sets lie in one rank's shard or anywhere, or keep all tokens; some entries name no token."""
     words = data.draw(st.integers(1, 200), label="words")
     pads = data.draw(st.integers(0, 20), label="pads")
     seed = data.draw(st.integers(0, 2**31), label="seed")
@@ -103,7 +103,7 @@ def test_two_ranks_are_one(ranks: WorkerGroup, data: st.DataObject) -> None:
     mask[:, banned] = False
     kept = KeptTokens.of_mask(mask) if rows and data.draw(st.booleans(), label="kept") else None
     named = problem.gather
-    if named is not None and (kept is not None or banned):  # If nothing is left out, -1 has no meaning.
+    if named is not None and (kept is not None or banned):  # if all tokens are kept, -1 has no meaning
         named = named.masked_fill(torch.from_numpy(random.random(named.shape) < 0.2), -1)
     truncated = replace(problem, kept=kept, banned=banned, gather=named)
     for answer in check(ranks, truncated, rtol=1e-11, atol=1e-11):

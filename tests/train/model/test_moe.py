@@ -1,4 +1,4 @@
-"""Tests a mixture of experts against transformers, with routing replay, with balancing, and its counts."""
+"""Tests a mixture of experts against transformers, with routing replay and balancing, and its load counts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_same_experts_change_nothing_and_others_do(folder: Path) -> None:
 
 
 def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
-    """The tokens that each expert gets are counted in Megatron and agree with those that came with the groups."""
+    """Megatron's counts of tokens per expert agree with the experts that came with the groups."""
     from relax_core.train.model.moe import routers
 
     backend = make_backend(folder, family="qwen3_moe")
@@ -133,7 +133,7 @@ def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: P
     ]
     expected = gradients(plain, [[one] for one in groups])
     found = gradients(recomputed, [[one] for one in groups])
-    # Two micro-batches are in progress as in a pipeline: both forward passes come before the first backward pass.
+    # Two micro-batches are in progress, as in a pipeline: both forward passes come before the first backward pass.
     recomputed.begin_step(0)
     batches = [recomputed.pack([one]) for one in groups]
     losses = [recomputed.loss(batch, recomputed.forward(recomputed.model_chunks[0], batch)) for batch in batches]
@@ -157,11 +157,13 @@ def test_experts_of_another_model_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="a token was routed to expert 8, but the model has 8 experts"):
         backend.logprobs([group.with_extras(routed_experts=unknown)])
     flat = np.tile(np.arange(TOP_K, dtype=np.uint8), (group.rows, LAYERS)).reshape(group.rows, 1, -1)
-    assert len(backend.logprobs([group.with_extras(routed_experts=flat)])) == 1  # SGLang returns no shape.
+    assert len(backend.logprobs([group.with_extras(routed_experts=flat)])) == 1  # SGLang returns no shape
 
 
 def test_the_balancing_losss_gradient_is_that_of_its_definition(folder: Path) -> None:
-    """The loss is E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4), summed over layers' means."""
+    """The loss is E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4); the gradient is that of the
+    sum over layers, the metric is the mean.
+    """
     from transformers import Qwen3MoeForCausalLM
 
     coefficient, group = 0.5, groups_of()[0].take([0])
@@ -186,7 +188,7 @@ def test_the_balancing_loss_evens_the_load(folder: Path) -> None:
     for coefficient in (0.0, 1.0):
         backend = make_backend(folder, family="qwen3_moe", moe_aux_loss_coef=coefficient, optimizer={"lr": 3e-3})
         loads = [train_step(backend, [groups_of()], step=step).moe["max_load"] for step in range(12)]
-        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # Single steps differ much.
+        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # single steps vary much
     assert first[0.0] == first[1.0] > 1.5
     assert last[1.0] < 0.8 * last[0.0]
 

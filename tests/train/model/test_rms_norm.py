@@ -32,7 +32,7 @@ def test_value_and_gradient_are_those_of_the_definition(shape: tuple[int, ...]) 
 
 
 def test_a_row_of_zeros_and_part_of_a_wider_row() -> None:
-    """Keys and queries are parts of one product, so their rows do not follow each other in memory."""
+    """Keys and queries are parts of one product, so their rows are not contiguous in memory."""
     wide = torch.randn(6, 1, 3, 8)
     wide[2] = 0.0
     part = wide[:, :, 1:].requires_grad_()

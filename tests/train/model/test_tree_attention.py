@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> None:
     rows = len(forest.parents)
     *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0  # Nothing reads the result of a pad.
+    incoming[rows:] = 0  # the result of a padding row is not used
     grid = MaskedGrid.of(forest.end, pads=pads, device=CPU, dtype=torch.float64)
-    assert grid.mask.isfinite().any(-1).all()  # The softmax of a pad is finite.
+    assert grid.mask.isfinite().any(-1).all()  # the softmax of a padding row is finite
     output = grid.attend(*inputs, scale=None)
     grads = torch.autograd.grad(output, inputs, incoming)
     dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)

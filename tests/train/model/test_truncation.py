@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def left(rows: int, vocab: int, targets: Tensor, *, banned: list[int], seed: int) -> Tensor:
-    """Draws sets, bool ``[rows, vocab]``, from the target alone to all tokens, and without banned tokens."""
+    """Draws kept sets, bool ``[rows, vocab]``, from only the target to all tokens, without banned tokens."""
     random = torch.Generator().manual_seed(seed)
     shares = torch.tensor([0.0, 0.02, 0.3, 1.0])[torch.randint(0, 4, (rows, 1), generator=random)]
     mask = torch.rand(rows, vocab, generator=random) < shares
@@ -29,7 +29,7 @@ def left(rows: int, vocab: int, targets: Tensor, *, banned: list[int], seed: int
 def plain(
     hidden: Tensor, weight: Tensor, targets: Tensor, gather: Tensor, mask: Tensor, inverse_temperature: float
 ) -> HeadOutputs:
-    """Computes in float64 row by row over the kept tokens only."""
+    """Computes in float64, row by row, over the kept tokens only."""
     logprobs, entropies, gathered = [], [], []
     for row, own in enumerate(mask):
         ids = own.nonzero()[:, 0]
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_over_the_set(
     weight = torch.randn(vocab, width, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
     banned = [0] if ban else []
     targets = torch.randint(len(banned), vocab, (rows,), generator=random)
-    gather = torch.randint(-1, vocab, (rows, k), generator=random)  # -1 stands for no token.
+    gather = torch.randint(-1, vocab, (rows, k), generator=random)  # -1 means no token
     flows = [torch.randn(*shape, generator=random, dtype=torch.float64) for shape in ((rows,), (rows,), (rows, k))]
     mask = left(rows, vocab, targets, banned=banned, seed=seed)
     truncation = Truncation.of(KeptTokens.of_mask(mask.numpy()), banned, CPU)
@@ -83,7 +83,7 @@ def test_values_and_gradients_are_those_over_the_set(
         total = sum(
             (one * flow.to(one.dtype)).sum() for one, flow in zip(outputs, flows, strict=True) if one is not None
         )
-        # The log-prob of a token that is left out is so large a constant that other numbers vanish beside it.
+        # The log-prob of a token outside the set is a constant so large that other numbers vanish next to it.
         outside = outputs.gathered == OUTSIDE
         total = total - (outputs.gathered * flows[2].to(outputs.gathered.dtype))[outside].sum().detach()
         grads.append(torch.autograd.grad(total, [hidden, weight]))
@@ -169,7 +169,7 @@ def test_the_top_k_tokens_lie_within_the_set(chunk_rows: int) -> None:
 def test_a_chunk_of_a_shard_is_decoded_alone(
     vocab: int, rows: int, first: int, words: int, seed: int, data: st.DataObject
 ) -> None:
-    """Tokens beyond the sets' vocabulary, such as a padded model has, are left out."""
+    """Tokens beyond the sets' vocabulary, as in a padded model, are excluded."""
     start = data.draw(st.integers(0, rows - 1))
     chunk = slice(start, data.draw(st.integers(start + 1, rows)))
     mask = left(rows, vocab, torch.zeros(rows, dtype=torch.int64), banned=[], seed=seed)
@@ -178,6 +178,6 @@ def test_a_chunk_of_a_shard_is_decoded_alone(
     KeptRows(KeptTokens.of_mask(mask.numpy()), CPU).leave_out(found, chunk, first=first)
     whole = np.ones((rows, 640), dtype=bool)
     whole[:, :vocab] = ~mask.numpy()
-    whole[mask.numpy().all(1)] = False  # These rows' sets record only that all tokens were kept.
+    whole[mask.numpy().all(1)] = False  # the sets of these rows record only that all tokens were kept
     left_out = torch.from_numpy(whole[chunk, first : first + words])
     assert torch.equal(found, logits.masked_fill(left_out, OUTSIDE))

@@ -1,8 +1,8 @@
-"""Hands encoded items over to SGLang's model, in place of SGLang's own processors of Qwen3-VL and Qwen3-Omni.
+"""Passes encoded media items to SGLang's model, in place of SGLang's own processors of Qwen3-VL and Qwen3-Omni.
 
-SGLang's processor would decode, resize and expand what is encoded already. This one maps the item's file and gives the
-prompt's own ids, the uint8 frames of each step of an item, and rotary positions. The scheduler makes patches of the
-frames (``server_changes.py``), so that an eighth of the bytes passes between SGLang's processes.
+SGLang's processor would decode, resize and expand items that are encoded already. This processor maps the item's file
+and returns the prompt's own ids, the uint8 frames of each step of an item, and rotary positions. The scheduler makes
+patches of the frames (``server_changes.py``), so that an eighth of the bytes passes between SGLang's processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from relax_core.families.towers import Towers
 
 
 class RelaxMediaProcessor(BaseMultimodalProcessor):
-    """Is SGLang's processor for the models that Relax trains with images, videos and sounds."""
+    """Implements SGLang's processor for the models that Relax trains with images, videos and sounds."""
 
     models = (
         Qwen3VLForConditionalGeneration,
@@ -76,7 +76,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
 
 
 def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
-    """Yields one of SGLang's items for a sound, and for each step of a grid: the tower lets no step see another one."""
+    """Yields one SGLang item for a sound, and one per step of a grid, because a tower attends within a step only."""
     kind, grid = media.item.kind, torch.tensor([[1, *media.item.grid[1:]]])
     for step, span in enumerate(step_spans(media, towers)):
         if kind == "audio":
@@ -89,7 +89,7 @@ def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> I
                 model_specific_data={"feature_attention_mask": mask},
             )
         else:
-            assert towers.vision is not None, "an image or a video comes to a model that sees"
+            assert towers.vision is not None, "an image or a video needs a model with a vision tower"
             size = towers.vision.temporal_patch_size
             one = MultimodalDataItem(
                 modality=Modality.IMAGE if kind == "image" else Modality.VIDEO,

@@ -1,4 +1,4 @@
-"""Names the items of a request to a server of the run, and finds them in the server's media folder."""
+"""Names the media items of a request to a server of the run, and finds them in the server's media folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def find_items(
 ) -> list[tuple[Media, Mapping[str, np.ndarray]]]:
     """Returns the items that a request names, with their tensors (`relax_core.contracts.media.MediaItem`).
 
-    Raises ValueError for an entry that is no `placed_name`, an item that is not in the folder or was encoded for
-    another model, and for tokens of an item that nothing explains.
+    Raises ValueError for an entry that is not a `placed_name`, an item that is not in the folder or was encoded for
+    another model, and for placeholder tokens without an item.
     """
     ids = np.array(token_ids, dtype=np.int64)
     blind = towers.feature_rows(ids)
@@ -60,7 +60,7 @@ def _parts(name: object) -> tuple[str, int]:
 
 
 def step_spans(media: Media, towers: Towers) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last row of each step of an item's grid, counted from the prompt's begin.
+    """Yields the first and the last row of each step of an item's grid, counted from the prompt's start.
 
     An image and a sound are one step. The rows of a step have no other rows between them.
     """

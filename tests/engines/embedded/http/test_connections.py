@@ -1,4 +1,4 @@
-"""Tests slow, silent and many clients at the engine's own HTTP connections, over a small application."""
+"""Tests the engine's HTTP connections with slow, silent and many clients, over a small application."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from relax_core.engines.asgi_server import Connection, OpenConnections
 READ_S = 60.0
 GET = b"GET / HTTP/1.1\r\n\r\n"
 TOKEN = b"authorization: token\r\n"
-MANY = 8 << 20  # bytes, far more than sockets hold
+MANY = 8 << 20  # bytes, far more than socket buffers hold
 
 
 class Door:
     """Runs a server in a thread.
 
-    GET is answered at once. A request with the token waits on / for its body, on /wait for `go`; on /much it gets MANY
+    GET is answered at once. With the token, POST / waits for its body, /wait waits for `go`, and /much returns MANY
     bytes.
     """
 
     def __init__(self, limit: int) -> None:
         self.connections = OpenConnections(limit)
-        self.disconnected: list[str] = []  # paths whose client hung up
+        self.disconnected: list[str] = []  # paths of requests whose client disconnected
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -113,7 +113,7 @@ class Client:
         self.socket.sendall(data)
 
     def answer(self) -> bytes:
-        """Returns the bytes that have arrived, at least one; none once the server has closed the connection."""
+        """Returns at least one byte of the answer; empty if the server has closed the connection."""
         try:
             return self.socket.recv(1 << 16)
         except ConnectionResetError:
@@ -168,14 +168,14 @@ def test_a_head_that_never_ends_is_refused(door: Callable[..., Door], connect: C
     [
         b"GET / HTTP/1.1\r\nx: ",
         b"GET /",
-        b"POST / HTTP/1.1\r\n" + TOKEN + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ",  # behind a body
+        b"POST / HTTP/1.1\r\n" + TOKEN + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ",  # trailer after a body
         b"POST / HTTP/1.1\r\n" + TOKEN + b"transfer-encoding: chunked\r\n\r\n5;x=",  # a chunk's extension
     ],
 )
 def test_a_head_that_grows_is_refused(start: bytes, door: Callable[..., Door], connect: Callable[..., Client]) -> None:
     client = connect(door(SWEEP_S=3600), start)
     found = b""
-    for _ in range(2000):  # 128 MB, if nobody ends it
+    for _ in range(2000):  # 128 MB, unless the server ends it
         client.send(b"x" * (64 << 10))
         client.socket.settimeout(0.001)
         with suppress(TimeoutError):
@@ -210,7 +210,7 @@ def test_a_time_without_sweeps_is_held_against_nobody(
 ) -> None:
     there = door(HEAD_SWEEPS=100)
     client = connect(there, b"GET / HTTP/1.1\r\n")
-    there.stall(4.0)  # twice as long as these sweeps
+    there.stall(4.0)  # twice the time limit of these sweeps
     client.send(b"\r\n")
     assert b" 200 " in client.answer()
 
@@ -223,7 +223,7 @@ def test_quiet_strangers_go_and_who_knows_the_token_stays(
     waits = connect(there, b"GET /wait HTTP/1.1\r\n" + TOKEN + b"\r\n")
     stranger, silent = connect(there, GET), connect(there)
     assert b" 200 " in stranger.answer() and b" 200 " in known.answer()
-    assert stranger.answer() == silent.answer() == b""  # hung up on
+    assert stranger.answer() == silent.answer() == b""  # disconnected
     known.send(GET)
     assert b" 200 " in known.answer()
     there.loop.call_soon_threadsafe(there.go.set)
@@ -250,30 +250,30 @@ def test_a_new_client_gets_the_place_of_the_quietest(door: Callable[..., Door], 
     for _ in range(20):
         strangers.append(connect(there, GET))
         assert b" 200 " in strangers[-1].answer()
-    assert all(one.answer() == b"" for one in strangers[:-2]), "of the oldest"
+    assert all(one.answer() == b"" for one in strangers[:-2]), "the oldest connections are closed"
     for one in (known, *strangers[-2:]):
         one.send(GET)
         assert b" 200 " in one.answer()
-    strangers[-2].send(GET)  # the last but one is now the one that spoke last
+    strangers[-2].send(GET)  # now the older of the two is the more recently used
     strangers[-2].answer()
     connect(there, GET).answer()
     assert strangers[-1].answer() == b""
     there.loop.call_soon_threadsafe(there.go.set)
-    assert b" 200 " in waits.answer(), "what waits with the token is never cut off"
+    assert b" 200 " in waits.answer(), "a waiting request with the token is never disconnected"
 
 
 def test_requests_under_way_leave_places_free(door: Callable[..., Door], connect: Callable[..., Client]) -> None:
     there = door(limit=5, SWEEP_S=3600)
     wait = b"GET /wait HTTP/1.1\r\n" + TOKEN + b"\r\n"
     waiting = [connect(there, wait) for _ in range(3)]
-    assert connect(there, GET).answer().startswith(b"HTTP/1.1 200"), "a sign of life"
+    assert connect(there, GET).answer().startswith(b"HTTP/1.1 200"), "a liveness check is still answered"
     refused = connect(there, wait)
     assert b" 503 " in refused.answer()
     assert connect(there, GET).answer().startswith(b"HTTP/1.1 200")
     there.loop.call_soon_threadsafe(there.go.set)
     assert all(b" 200 " in one.answer() for one in waiting)
     refused.send(wait)
-    assert b" 200 " in refused.answer(), "they have ended"
+    assert b" 200 " in refused.answer(), "the waiting requests have ended"
 
 
 def test_requests_before_the_first_answer_are_bounded(

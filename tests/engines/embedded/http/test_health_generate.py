@@ -22,7 +22,7 @@ from relax_core.engines.embedded.scheduler import Scheduler
 
 @pytest.fixture
 def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
-    """Returns the scheduler of an engine with weights, as it starts."""
+    """Returns the scheduler of an engine with weights, as after its start."""
     (tmp_path / "token").write_text("token")
     threads = torch.get_num_threads()
     arguments = argparse.Namespace(
@@ -45,7 +45,7 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
 
 
 def hold(scheduler: Scheduler) -> threading.Event:
-    """Holds up the decode thread until the event is set."""
+    """Blocks the decode thread until the event is set."""
     gate = threading.Event()
     scheduler.post(lambda: gate.wait(60.0))
     return gate
@@ -81,7 +81,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
 def test_a_decode_thread_that_hangs_is_told_and_survives_it(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller has given up by then; an answer without a caller once ended the thread, and the process with it."""
+    """The caller has timed out by then. An answer without a caller once ended the thread, and with it the process."""
     monkeypatch.setattr(health_generate, "DEADLINE_S", 0.1)
     monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 

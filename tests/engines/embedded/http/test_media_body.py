@@ -1,4 +1,4 @@
-"""Tests which images and videos of a request are refused with status 400, whatever a client or a file says."""
+"""Tests the images and videos of a request that are refused with status 400."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None
     ],
 )
 def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, change: dict[str, Any]) -> None:
-    """The file is whole, but the tower could not take it: the rows, the grid or the frames do not fit each other."""
+    """The file is whole, but the tower cannot process it: rows, grid and frames do not match."""
     frames = np.zeros((1, 32, 32, 3), dtype=np.uint8)
     right = seen.image(2, 2, seed=77)
     wrong = msgspec.structs.replace(right, digest="f" * 32, **change)

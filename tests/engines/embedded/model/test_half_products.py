@@ -1,4 +1,4 @@
-"""Tests the products of a bfloat16 model on a processor without products in bfloat16."""
+"""Tests bfloat16 matrix products on a processor without bfloat16 instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the attention of decode steps whose slots have very different lengths against the definition."""
+"""Compares the attention of decode steps, over slots of very different lengths, with the definition."""
 
 from __future__ import annotations
 

@@ -26,4 +26,4 @@ def test_products_are_those_in_float64(rows: int, dtype: torch.dtype, tolerance:
         scale = float(exact.abs().max())
         assert float((found.double() - exact).abs().max()) <= tolerance * scale
         assert float((added.double() - exact - other.double()).abs().max()) <= tolerance * scale
-        weight.normal_()  # as an update does
+        weight.normal_()  # as in a weight update

@@ -1,4 +1,4 @@
-"""Compares models with a gated delta net with transformers: pieces of a prefill, pads, slots that move, retraction."""
+"""Compares models with gated delta nets with transformers: chunked prefill, padding, slots that move, retraction."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Hybrid:
             return torch.cat([torch.tensor(one.logprobs) for one in self.decoder().score(items)])
 
     def answer(self, ids: list[int], answer: list[int], media: Sequence[Media] = ()) -> torch.Tensor:
-        """Transformers' log-probs of an answer among the tokens that are not banned."""
+        """Returns transformers' log-probs of an answer among the tokens that are not banned."""
         logits = self.seen.logits(self.reference, [*ids, *answer], media).logits[0, len(ids) - 1 : -1]
         logits[:, list(BANNED)] = -torch.inf
         return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
@@ -87,7 +87,7 @@ def prompts_of(seen: Seen) -> list[Any]:
 def test_a_prefill_in_pieces_is_that_of_transformers(
     hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    """Sequences of very different lengths share a batch, so that most rows of its last pieces are pads."""
+    """Sequences of very different lengths share a batch, so most rows of its last chunks are padding."""
     prompts = prompts_of(hybrid.seen) if tokens != 1 else [(text(40), []), (text(3), [])]
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", tokens * len(prompts))
     torch.testing.assert_close(hybrid.scores(prompts), hybrid.expected(prompts), atol=TOLERANCE, rtol=0)
@@ -119,7 +119,7 @@ def decoded(decoder: Decoder, prefixes: list[Prefix]) -> dict[int, tuple[list[in
 
 
 def test_eight_samples_that_end_at_different_times(hybrid: Hybrid) -> None:
-    """Two prompts share a batch with pads, and states move whenever a sample in front of them ends."""
+    """Two prompts share a batch with padding, and states move whenever a sample in a lower slot ends."""
     long, short = text(75, seed=1), text(6, seed=2)
     lengths = [64, 3, 17, 40]
     prefixes = [prefix(ids, samples=1, seed=7 + new, new=new) for ids in (long, short) for new in lengths]

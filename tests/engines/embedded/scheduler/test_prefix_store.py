@@ -1,4 +1,4 @@
-"""Tests what is kept of finished responses: what is served, what never is, and the log-probs of the turns behind it."""
+"""Tests the cache of prefixes of finished responses: its hits, its misses, and the log-probs of later turns."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_the_least_recently_used_is_dropped_and_a_longer_one_replaces_its_beginn
     a, b, c = (random_prompt(100, seed=seed) for seed in (1, 2, 3))
     for one in (a, b):
         store.keep(kept(one))
-    store.keep(kept([*b, *c[:50]]))  # 250 tokens: b's beginning is in it
+    store.keep(kept([*b, *c[:50]]))  # 250 tokens, with b as their beginning
     assert store.nbytes == 250 * 2 * 4 * 4
-    assert found(store, [*a, 0]) == 100  # used last
+    assert found(store, [*a, 0]) == 100  # most recently used
     store.keep(kept(c))
     assert (found(store, [*b, 0]), found(store, [*a, 0]), found(store, [*c, 0])) == (0, 100, 100)
     assert store.covers(a, ()) and store.covers(a[:80], ()) and not store.covers([*a, 1], ())
-    assert store.covers(random_prompt(301), ()), "what never fits is not copied"
+    assert store.covers(random_prompt(301), ()), "a prefix larger than the store is not copied"
     store.forget()
     assert (store.nbytes, found(store, [*a, 0])) == (0, 0)
 
@@ -94,7 +94,7 @@ def test_another_image_of_the_same_ids_ends_the_common_prefix() -> None:
 
 # -- the engine --------------------------------------------------------------------------------------------------------
 class Played:
-    """Runs a scheduler on a model in this process, and plays episodes of several turns with it."""
+    """Runs a scheduler over a model in this process, and plays episodes of several turns with it."""
 
     def __init__(self, folder: Path, *, keeps: int = 16384) -> None:
         config = read_model_config(folder)
@@ -149,7 +149,7 @@ class Played:
         return sorted(ended, key=lambda one: one.sample.prompt.index)
 
     def gap(self, one: Progress) -> float:
-        """Returns how far its log-probs are from those of one whole prefill under the weights in force."""
+        """Returns the largest log-prob difference from one whole prefill under the current weights."""
         prompt = one.sample.prompt.token_ids
         item = ScoreItem(token_ids=prompt + one.ids, start=len(prompt) - 1, top_k=1, temperature=1.0)
         with torch.inference_mode():
@@ -170,7 +170,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns(played: Played, *, count: int = 3) -> Iterator[list[Progress]]:
-    """Plays four episodes of one opening, whose observations have different lengths, with a new prompt beside them."""
+    """Plays four episodes with one opening and observations of different lengths, next to a new prompt in each turn."""
     prompts = [random_prompt(70) for _ in range(4)]
     for turn in range(count):
         asked = [*prompts, random_prompt(90, seed=50 + turn)]
@@ -199,7 +199,7 @@ def test_turns_are_served_and_tokens_log_probs_and_experts_are_those_without_a_s
         lengths = [len(one.sample.prompt.token_ids) for one in ours]
         if number == 0:  # the four share one computation of their opening
             assert cached == [0, 70, 70, 70, 0]
-        else:  # all but the answer's last token, which the engine never computed, and the observation
+        else:  # all but the last token of the answer, which was never computed, and the observation
             assert cached == [length - (6 + 8 * index) for index, length in enumerate(lengths[:4])] + [0]
         assert [one.sample.prompt.cached_tokens for one in theirs] == [0] * 5
     load = with_it.scheduler.load()
@@ -208,7 +208,7 @@ def test_turns_are_served_and_tokens_log_probs_and_experts_are_those_without_a_s
 
 
 def changed(folder: Path, into: Path) -> Path:
-    """Copies a model's folder, with other weights."""
+    """Copies a model's folder and changes the weights."""
     shutil.copytree(folder, into)
     torch.manual_seed(0)
     for file in into.glob("*.safetensors"):
@@ -220,13 +220,13 @@ def changed(folder: Path, into: Path) -> Path:
 
 
 def test_nothing_that_older_weights_computed_is_served(folder: Path, tmp_path: Path) -> None:
-    """The second half shows that the comparison finds a store that serves it."""
+    """The second half shows that the comparison detects a store that serves old entries."""
     newer = changed(folder, tmp_path / "newer")
     played = Played(folder)
     prompt, running = random_prompt(70), random_prompt(80, seed=1)
     (one,) = played.answers([prompt], new=9)
     ended = played.ask([running], new=60)
-    played.work(20)  # a response is under way, and its prompt is computed by version 0
+    played.work(20)  # a response is running, and version 0 computed its prompt
     assert not ended
     played.update(newer, 1)
     played.work()
@@ -236,7 +236,7 @@ def test_nothing_that_older_weights_computed_is_served(folder: Path, tmp_path: P
         assert (after.sample.prompt.cached_tokens > 0) == states_again
         assert played.gap(after) <= GAP
     if played.decoder.states is not None:
-        return  # a state of older weights was never there to be served
+        return  # with recurrent states, no state of older weights can be served
     (one,) = played.answers([prompt], new=9, seed=7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "forget", lambda self: None)

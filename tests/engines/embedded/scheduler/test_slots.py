@@ -1,4 +1,4 @@
-"""Tests that steps that are prepared and written together give the results of single steps."""
+"""Tests that batched preparation and writing of steps gives the results of single steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_output_and_length_are_whole_at_any_step(steps: int) -> None:
     assert ids == [10, 11, 12, 20, *(31 + number % 9 for number in range(steps))]
     assert logprobs == pytest.approx([-0.5] * 3 + [-1.0] + [-(31 + number % 9) / 100 for number in range(steps)])
     assert slots.output(0, steps)[0] == [21 + (steps - 1) % 9]
-    assert step(slots, 22, 33) == []  # reading does not disturb
+    assert step(slots, 22, 33) == []  # reading changes nothing
     assert slots.output(1, steps + 4)[0] == [33]
 
 

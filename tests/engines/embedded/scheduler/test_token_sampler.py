@@ -35,7 +35,7 @@ def one(**changes: object) -> SamplingSettings:
 
 
 def splitmix64(state: int) -> int:
-    """The finaliser in plain integers, as in Steele, Lea and Flood's Java."""
+    """The splitmix64 finaliser in plain integers, as in Steele, Lea and Flood's Java code."""
     mask = (1 << 64) - 1
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
@@ -84,7 +84,7 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_truncation_and_logprobs_are_those_of_transformers(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
-    """The kept sets are those that transformers' warpers leave."""
+    """The kept sets equal those of transformers' warpers."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3.0 * torch.randn(16, VOCAB, generator=generator)
     expected = logits / temperature
@@ -92,7 +92,7 @@ def test_truncation_and_logprobs_are_those_of_transformers(
         expected = TopKLogitsWarper(top_k)(None, expected)  # type: ignore[arg-type]
     if top_p < 1.0:
         sums = expected.double().softmax(-1).sort(descending=True).values.cumsum(-1)
-        clear = ((sums - top_p).abs() > 1e-5).all(-1)  # else rounding says whether a token is in
+        clear = ((sums - top_p).abs() > 1e-5).all(-1)  # otherwise rounding decides whether a token is kept
         logits, expected = logits[clear], expected[clear]
         expected = TopPLogitsWarper(top_p)(None, expected)  # type: ignore[arg-type]
     if min_p > 0.0:
@@ -171,7 +171,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"min_p": 0.5}])
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
 def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str, truncation: dict[str, float]) -> None:
-    """Weights that have overflowed may yield any of these values, in a whole row of logits."""
+    """Overflowed weights may give any of these values in a whole row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
     plan = sampling_plan([one(**truncation, tells_kept=True)] * 3, vocab_size=6)

@@ -1,9 +1,9 @@
-"""Compares items with Hugging Face's own processor; the test runs it in SGLang's environment, which has torchvision.
+"""Compares items with Hugging Face's processor; the test runs it in SGLang's environment, which has torchvision.
 
     python processor_child.py ROOT FOLDER
 
-FOLDER has a model's folder ``model``, items in ``media``, and ``cases.json``: for each case the digests of its items,
-and of each video its frame rate and the numbers of its frames. Prints one JSON object a case.
+FOLDER has the model folder ``model``, the items in ``media``, and ``cases.json``: for each case the digests of its
+items, and for each video its frame rate and frame numbers. Prints one JSON object per case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(root: str, folder: Path) -> None:
 
 
 def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what differs in a prompt that has the items of a case with text around them."""
+    """Returns the differences for a prompt with the items of a case and text around them."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Tests that items give the very inputs of Hugging Face's processor: patches bit for bit, ids and positions."""
+"""Tests that items equal the inputs of Hugging Face's processor: patches bit for bit, ids and positions."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ PARAMS = SamplingParams(n=2, max_new_tokens=6)
 
 @dataclass
 class Served:
-    """Is a running server, the model that it serves, and items that lie in its media folder."""
+    """Holds a running server, its model, and the items in its media folder."""
 
     process: EngineProcess
     launch: EngineLaunch
@@ -75,7 +75,7 @@ class Served:
     def publish(
         self, weights: list[tuple[str, torch.Tensor]], folder: Path, *, by_disk: bool = False, frozen: str = "-"
     ) -> None:
-        """Publishes the next version; the weights whose names contain ``frozen`` are in a file of their own."""
+        """Publishes the next version; weights whose names contain ``frozen`` go to a separate file."""
         self.version += 1
         path = folder / f"v{self.version}"
         path.mkdir(parents=True)
@@ -88,13 +88,13 @@ class Served:
         return encoded(frames, self.tower, self.media, is_video=is_video)
 
     def shown(self, item: MediaItem, *, around: Sequence[int] = (5, 6)) -> list[list[int] | MediaItem]:
-        """Returns the parts of a prompt with an image; a video brings its own marks along."""
+        """Returns the parts of a prompt with an image; a video includes its own marks."""
         if item.kind == "video":
             return [list(around), item]
         return [[*around, self.tower.vision_start_token_id], item, [self.tower.vision_end_token_id]]
 
     def gap(self, request: PromptRequest, frames: list[np.ndarray], params: SamplingParams = PARAMS) -> float:
-        """Returns the largest log-prob difference to transformers; checks that both saw equally many tokens."""
+        """Returns the largest log-prob difference to transformers; checks that both counted equally many tokens."""
         worst = 0.0
         for one in self.generate([request], params):
             assert one.prompt_tokens == len(request.input_ids) - request.generated
@@ -104,7 +104,7 @@ class Served:
 
 
 def serve(sglang_launch: EngineLaunch, started: Started, folder: Path, *, name: str) -> Served:
-    """Starts a server of a tiny model, whose prefill takes several chunks of a prompt of the tests."""
+    """Starts a server of a tiny model; the prefill of the test prompts takes several chunks."""
     model_folder, media = folder / "model", folder / "media"
     model_folder.mkdir()
     media.mkdir()
@@ -161,7 +161,7 @@ def replace_n(n: int) -> SamplingParams:
 
 
 def test_given_tokens_are_scored_with_their_media(served: Served) -> None:
-    """Another picture and two pictures that are exchanged give other scores."""
+    """Another image and two exchanged images give other scores."""
     one, two = (served.item(frames_of(1, 32, 48, seed=seed)) for seed in (10, 11))
     rest = [7, 8, 9, 10]
     prompts = [
@@ -187,7 +187,7 @@ def test_given_tokens_are_scored_with_their_media(served: Served) -> None:
 
 
 def test_the_embedded_engine_gives_the_same(served: Served, launch: EngineLaunch, started: Started) -> None:
-    """Compares prompt counts, and the log-prob of each token that SGLang has sampled and of its prompt's last ones."""
+    """Compares prompt counts, and the log-probs of SGLang's sampled tokens and of the last prompt tokens."""
     requests = [mixed_prompt(served, seed=60)[0], prompt([5, 6, 7, 8])]
     found = served.generate(requests, PARAMS)
     engine = replace(launch.engine, context_length=CONTEXT)
@@ -219,7 +219,7 @@ def dict_frames(served: Served, item: MediaItem) -> np.ndarray:
 
 
 def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) -> None:
-    """Changes the tower alone: picture prompts move, and text prompts keep their bits."""
+    """Changes only the tower: the scores of image prompts change, and those of text prompts keep their bits."""
     image = frames_of(1, 32, 48, seed=20)
     pictured, text = prompt(*served.shown(served.item(image)), [9], rid="image"), prompt([11, 12, 13], rid="text")
     greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -242,7 +242,7 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
 
 @pytest.mark.parametrize("by_disk", [False, True])
 def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tmp_path: Path, by_disk: bool) -> None:
-    """SGLang skips what it does not know; the version is refused by the parameters that got nothing."""
+    """SGLang skips unknown names; the version is refused by the parameters that got no weights."""
     weights = published_weights(served.model)
     renamed = [(name.replace(".visual.", ".vision.") if name == LEFT_OUT else name, one) for name, one in weights]
     with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight; it serves"):
@@ -268,7 +268,7 @@ def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | No
     item = served.item(frames_of(1, 32, 48, seed=40))
     request = prompt(*served.shown(item), [7])
     names = [entry.format(missing="0" * 32, there=item.digest)] if entry is not None else []
-    other = served.item(frames_of(1, 32, 32, seed=41))  # another image has a place of its own behind this one
+    other = served.item(frames_of(1, 32, 32, seed=41))  # another image is at another place after this one
     more = prompt(*served.shown(other), [7])
     body = {
         "input_ids": [request.input_ids, more.input_ids],
@@ -311,9 +311,9 @@ def test_experts_see_too(sglang_launch: EngineLaunch, started: Started, tmp_path
 def test_a_server_of_somebody_elses_gets_images_and_no_video(
     sglang_launch: EngineLaunch, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses SGLang's own processor of Qwen3-VL; weights come by disk, and its feature cache outlives them.
+    """Uses SGLang's own processor of Qwen3-VL; weights are loaded from disk, and its feature cache survives updates.
 
-    The first version that it gets shows whether it takes all parameters.
+    The first version that it gets shows whether it loads all parameters.
     """
     monkeypatch.setattr("relax_core.engines.sglang.sglang_spec.MEDIA_PACKAGE", "")
     served = serve(sglang_launch, started, tmp_path, name=DENSE)

@@ -1,4 +1,4 @@
-"""Makes tiny random models that see, and items as the encoder writes them, for the tests of SGLang with media."""
+"""Makes tiny random vision models, and items as the encoder writes them, for the tests of SGLang with media."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FPS = 2.0
 
 
 def make_vision_model(folder: Path | None, *, name: str, seed: int) -> Any:
-    """Makes a random builtin model whose distributions are far from flat, and writes it if a folder is given."""
+    """Makes a random builtin model whose distributions are far from uniform, and writes it if a folder is given."""
     import transformers
 
     torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def make_vision_model(folder: Path | None, *, name: str, seed: int) -> Any:
 
 
 def published_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns the weights under the names, and in the layout, in which such a model is published."""
+    """Returns the weights with the names and the layout of the published model."""
     tied = model.config.tie_word_embeddings
     return [
         (name, (weight.transpose(1, 2) if ".mlp.experts." in name else weight).contiguous())
@@ -71,7 +71,7 @@ def encoded(frames: np.ndarray, tower: VisionTower, folder: Path, *, is_video: b
 
 
 def prompt(*parts: list[int] | MediaItem, rid: str = "p", seed: int = 1) -> PromptRequest:
-    """Returns a prompt of text, as ids, and items; an image stands between its two marks by the caller's ids."""
+    """Returns a prompt of text ids and items; the caller's ids include an image's two marks."""
     ids: list[int] = []
     media: list[Media] = []
     for part in parts:

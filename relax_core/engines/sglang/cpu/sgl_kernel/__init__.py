@@ -1,7 +1,7 @@
 """Implements, in pure torch, the two kernels of sgl_kernel's CPU build that a dense or MoE Qwen3 needs.
 
 The real package has no wheel for CPUs without AMX. Every other kernel raises NotImplementedError with its name, so that
-nothing is silently wrong. All of it stands in ``__init__.py``, because SGLang imports the package under this name.
+nothing is silently wrong. All code is in ``__init__.py``, because SGLang imports the package under this name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 __version__ = "0.4.10"  # the version that this SGLang requires
 _UINT32 = 0xFFFFFFFF
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-# SGLang's own processor of Qwen3-VL imports the model of Qwen3.5, which looks these up; a call of one raises
-# NotImplementedError with its name.
+# SGLang's own processor of Qwen3-VL imports the model of Qwen3.5, which looks these operators up; a call raises
+# NotImplementedError with the name.
 for _name in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
