@@ -109,6 +109,14 @@ def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
         SPARE_ENGINES.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_reward_checks() -> None:
+    """Limits the check of a reward before a start to its first rows, because hundreds of tests pass it."""
+    from relax_core.plan import reward_check
+
+    reward_check.LIMIT_S = 0.0
+
+
 @pytest.fixture(scope="session")
 def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
     """Starts Ray on this machine as a run does, with token authentication and a fork server; yields its address."""

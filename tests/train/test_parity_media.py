@@ -22,7 +22,6 @@ from tests.train.rank_server import run_programme
 # The rows against Hugging Face are computed for each family of these layouts.
 QUICK = (
     "DP2, distributed optimizer, overlap",
-    "TP2, SP, full recompute",
     "PP2, VPP2",
     "TP2, SP, CP2, EP2",
     "Omni: EP2, distributed optimizer, overlap",
