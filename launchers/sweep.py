@@ -290,5 +290,4 @@ def _label(swept: Sequence[str]) -> str:
 
 def _only_prints(run: SweepRun) -> bool:
     """Returns whether the launcher prints a script or a manifest, and starts nothing."""
-    launcher = _config(run).launcher
-    return bool(getattr(launcher, "dry_run", False) or getattr(launcher, "manifest", False))
+    return bool(getattr(_config(run).launcher, "dry_run", False))

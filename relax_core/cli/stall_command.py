@@ -33,7 +33,10 @@ def main(words: Sequence[str]) -> int:
         print(f"relax stall: {given.run} is no folder of a run: it has no {' and no '.join(MARKS)}", file=sys.stderr)
         return _NO_RUN
     if (state := run_state(given.run)) != LIVE:
-        print(f"relax stall: the run in {given.run} does not go on any more ({state}), so it waits for nothing")
+        print(
+            f"relax stall: the run in {given.run} has ended ({state}) and waits for nothing",
+            file=sys.stderr,
+        )
         return _NO_REPORT
     try:
         report = ask_for_report(given.run, timeout_s=given.timeout, goes_on=lambda: run_state(given.run) == LIVE)

@@ -8,6 +8,7 @@ Every user with write access to the folder may request a report.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -55,16 +56,23 @@ class StallAsks:
 
     def _answer(self, asks: list[str], report: Callable[[], str]) -> None:
         try:
-            recent = [ask for ask in asks if time.time() - (self._folder / f"{ask}{ASK}").stat().st_mtime < FORGOTTEN_S]
+            recent = [ask for ask in asks if self._age_s(ask) < FORGOTTEN_S]
             text = report() if recent else ""
+            recent = [ask for ask in recent if self._age_s(ask) < math.inf]  # others have left while it was made
             for ask in asks:
                 (self._folder / f"{ask}{ASK}").unlink(missing_ok=True)
             for ask in recent:
                 made = self._folder / f"{ask}.partial"
                 made.write_text(text, encoding="utf-8")
                 made.replace(self._folder / f"{ask}{ANSWER}")
-        except OSError as error:  # the requester has gone, or the disk is full
+        except OSError as error:  # the disk is full
             log.warning("a report for relax stall could not be written: %s", error)
+
+    def _age_s(self, ask: str) -> float:
+        try:
+            return time.time() - (self._folder / f"{ask}{ASK}").stat().st_mtime
+        except FileNotFoundError:  # the requester has left
+            return math.inf
 
 
 class StallAsk:
