@@ -151,8 +151,8 @@ REASONS = {
         "_until",
     ): "asyncio.wait beside it has the deadline; without one, an engine holds the first answer and has its own",
     (
-        "relax_core/rollout/agents/outside_agents.py",
-        "OutsideAgents.play",
+        "relax_core/rollout/agents/external_agents.py",
+        "ExternalAgents.play",
     ): "an attempt at rest until an agent asks for it; the run's stall_timeout_s tells when none does",
     (
         "relax_core/rollout/episodes/shared_requests.py",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.observe.stall_asks import TIMEOUT_S, NoAnswer, ask_for_report
+from relax_core.observe.stall_requests import TIMEOUT_S, NoAnswer, request_report
 from relax_core.server.run_folders import MARKS, run_state
 
 LIVE = "live"
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         )
         return _NO_REPORT
     try:
-        report = ask_for_report(given.run, timeout_s=given.timeout, goes_on=lambda: run_state(given.run) == LIVE)
+        report = request_report(given.run, timeout_s=given.timeout, goes_on=lambda: run_state(given.run) == LIVE)
     except NoAnswer as error:
         print(
             f"relax stall: there is no report: {error}. A run sends no report while its services start or restart; "

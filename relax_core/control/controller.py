@@ -48,7 +48,7 @@ from relax_core.control.stall_report import Watchdog
 from relax_core.control.worker_health import BusHealth, WorkerHealth
 from relax_core.observe.event_log import PROCESS, EventWriter
 from relax_core.observe.process_usage import USAGE_S
-from relax_core.observe.stall_asks import StallAsks
+from relax_core.observe.stall_requests import StallRequests
 from relax_core.roles.role_context import ENGINE, RunContext, worker_name
 from relax_core.server.order_book import OrderBook
 
@@ -237,7 +237,7 @@ class Controller:
             stalled=partial(parts.alarms.happened, *STALL),
             goes_on=partial(parts.alarms.over, *STALL),
         )
-        self._stall_asks = StallAsks(context.run_dir)
+        self._stall_requests = StallRequests(context.run_dir)
         self._engines = EngineChanges(
             parts.engines,
             services,
@@ -275,7 +275,7 @@ class Controller:
         return [
             self._bus.check(),
             Check(name="stop", every_s=0.0, look=self._look_for_stop),
-            Check(name="relax stall", every_s=STATUS_S, look=self._answer_stall_asks),
+            Check(name="relax stall", every_s=STATUS_S, look=self._answer_stall_requests),
             Check(name="workers", every_s=STATUS_S, look=self._look_at_workers),
             *deployments,
             *self._parts.checks,
@@ -334,8 +334,8 @@ class Controller:
             return None
         return self._watchdog.look(self._health.beats, self._health.roles, step=self._step)
 
-    def _answer_stall_asks(self) -> None:
-        self._stall_asks.check(partial(self._watchdog.report, dict(self._health.beats), step=self._step))
+    def _answer_stall_requests(self) -> None:
+        self._stall_requests.check(partial(self._watchdog.report, dict(self._health.beats), step=self._step))
 
     def _last_progress(self) -> BusProgress:
         try:

@@ -27,7 +27,7 @@ from relax_core.config.modality import TEXT
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.foreign_files import open_regular, read_regular
 from relax_core.contracts.foreign_values import decode_json, holds_huge_integer, shown
-from relax_core.data.row_forms import (
+from relax_core.data.row_formats import (
     FLOAT_TEXT,
     MessagesOfText,
     WrittenNumber,

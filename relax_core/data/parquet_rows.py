@@ -29,7 +29,7 @@ from relax_core.data.data_files import (
     too_large,
     without_filled_nulls,
 )
-from relax_core.data.row_forms import WrittenNumber, messages_of, value_at
+from relax_core.data.row_formats import WrittenNumber, messages_of, value_at
 from relax_core.data.row_media import prompt_modality
 
 TEXT_GROUP_BYTES = 2 << 30  # limit of a row group without media columns

@@ -24,7 +24,7 @@ from relax_core.data.eval_sets import NAMED_ROWS, eval_sets, held_out_count, too
 from relax_core.data.generated import LONGEST_PROMPT, example
 from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin
-from relax_core.data.row_forms import MessagesOfText
+from relax_core.data.row_formats import MessagesOfText
 from relax_core.data.row_media import MediaColumns, unread_media
 from relax_core.data.sources import are_rows_named, file_rows, make_source
 from relax_core.families.hf_config import CONFIG_FILE

@@ -26,7 +26,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 from starlette.routing import BaseRoute
 
-from relax_core.observe.stall_asks import POLL_S, TIMEOUT_S, StallAsk
+from relax_core.observe.stall_requests import POLL_S, TIMEOUT_S, StallRequest
 from relax_core.server import order_desk
 from relax_core.server.guard import OPEN, refusal_answer
 from relax_core.server.order_book import RETRY_S
@@ -290,7 +290,7 @@ class Controller:
         """Returns the stall report of the run."""
         deadline = time.monotonic() + TIMEOUT_S
         try:
-            with closing(StallAsk(self._folder)) as ask:
+            with closing(StallRequest(self._folder)) as ask:
                 while (report := ask.report()) is None and time.monotonic() < deadline:
                     await asyncio.sleep(POLL_S)
         except OSError as error:

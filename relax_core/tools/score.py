@@ -29,7 +29,7 @@ from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.foreign_files import shown_json
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import AUTO, REPORT, RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.data.row_forms import label_text, written_number
+from relax_core.data.row_formats import label_text, written_number
 from relax_core.observe.panel import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import find_reward

@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, PromptSource
-from relax_core.data.row_forms import label_text, value_at
+from relax_core.data.row_formats import label_text, value_at
 from relax_core.data.sources import make_source
 
 FILE = DataConfig(name="file", prompt_key="prompt", answer_key="answer", size=0, eval_size=0, shuffle=False, task=None)

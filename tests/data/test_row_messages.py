@@ -15,7 +15,7 @@ from relax_core.config.choices import LastAssistant
 from relax_core.contracts.checked import checked_env
 from relax_core.contracts.data import BadRow
 from relax_core.data.data_files import RowKeys, open_rows
-from relax_core.data.row_forms import MessagesOfText, messages_of
+from relax_core.data.row_formats import MessagesOfText, messages_of
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
-from relax_core.observe.stall_asks import StallAsks
+from relax_core.observe.stall_requests import StallRequests
 from relax_core.server.guard import Guard, Session
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering, channel
@@ -49,7 +49,7 @@ class MovingRun:
         self.book = OrderBook(folder)
         self.requests = self._since_reset = 0
         self.answers: Counter[tuple[str, int]] = Counter()  # by the last part of the path and the status
-        self._asks, self._ended = StallAsks(folder), threading.Event()
+        self._asks, self._ended = StallRequests(folder), threading.Event()
         self._controller = threading.Thread(target=self._answer_asks)
         self._controller.start()
         self._open = ExitStack()

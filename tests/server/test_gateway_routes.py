@@ -13,13 +13,13 @@ from starlette.testclient import TestClient
 
 import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
-from relax_core.observe.stall_asks import FOLDER
+from relax_core.observe.stall_requests import FOLDER
 from relax_core.server.guard import Guard, Session
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering, channel
 from relax_core.server.order_routes import Controller, order_app
 from relax_core.server.orders import PROBLEM, STATUS_OF, TYPE, EngineRoom, EngineRow, Limits, RunRow, ScaleDecision
-from tests.observe.test_stall_asks import controller
+from tests.observe.test_stall_requests import controller
 
 TOKEN = {"Authorization": "Bearer secret"}
 

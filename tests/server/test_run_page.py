@@ -22,7 +22,7 @@ from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk, answering
 from relax_core.server.orders import RunRow
 from tests.control.gateway_up import look_after, until_up
-from tests.observe.test_stall_asks import controller
+from tests.observe.test_stall_requests import controller
 from tests.server.browser import CHROMIUM, opened_browser
 from tests.server.made_run import HOSTILE
 

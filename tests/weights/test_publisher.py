@@ -31,7 +31,7 @@ from relax_core.weights.version_folder import (
 )
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER
 from tests.contracts.engine.harness import TOKEN, Engine, hf_weights, make_model
-from tests.seeing import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_seeing_model, text
 
 
 def version_of(engine: Engine) -> str:

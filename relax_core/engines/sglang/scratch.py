@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from relax_core.contracts.engine import EngineError
-from relax_core.engines.sglang.server_changes import after_import
+from relax_core.engines.sglang.sglang_patches import after_import
 
 VARIABLE = "RELAX_ENGINE_SCRATCH"  # the environment variable that holds the server's folder
 PREFIX = "relax-sglang-"

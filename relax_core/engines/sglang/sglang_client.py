@@ -101,7 +101,7 @@ def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> b
     """Returns whether older weights than those of the response's first token computed a part of the prompt.
 
     Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
-    before the version changed (server_changes.py). ``first`` is the response's first version span; ``cached`` is the
+    before the version changed (sglang_patches.py). ``first`` is the response's first version span; ``cached`` is the
     number of prompt tokens that came from the cache, or True if features of images may have come from one.
     """
     return first.end == 0 or (cached > 0 and first.version > sent_under)

@@ -102,14 +102,14 @@ def keep_to_the_given_host() -> None:
 def prepare_process() -> None:
     """Prepares a process of the server; every process calls it before it imports sglang."""
     sys.meta_path.append(OurPackageAlone())
-    from relax_core.engines.sglang import scratch, server_changes
+    from relax_core.engines.sglang import scratch, sglang_patches
 
     scratch.keep_to_scratch(Path(os.environ[scratch.VARIABLE]))
-    server_changes.install()
+    sglang_patches.install()
     hide_token_in_logs(Path(os.environ[TOKEN_FILE]).read_text().strip())
     keep_to_the_given_host()
     if os.environ.get(ON_CPU) == "1":
-        server_changes.install_on_cpu()
+        sglang_patches.install_on_cpu()
 
 
 def end_with_stdin() -> None:
@@ -203,7 +203,7 @@ def start() -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function of the sampler takes many seconds
     prepare_process()
     if os.environ.get(ON_CPU) == "1":
-        from relax_core.engines.sglang.server_changes import CPU_FLAGS
+        from relax_core.engines.sglang.sglang_patches import CPU_FLAGS
 
         arguments = [*CPU_FLAGS, *arguments]
     main(arguments, inherited=own.listener)

@@ -18,7 +18,7 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentRun
 from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
 from relax_core.rollout.agents.agent_session import AgentSession, SessionTable
 from relax_core.rollout.agents.endpoint_app import EndpointApp, served
-from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents, write_address
+from relax_core.rollout.agents.external_agents import SESSIONS, ExternalAgents, write_address
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
@@ -100,7 +100,7 @@ async def agent_host(
     endpoint, at_once = config.endpoint, agents_at_one_time(config)
     command = agent_words(config, find_env(config.env.name))
     sessions = SessionTable(most=at_once)
-    outside = None if command else OutsideAgents(token=token, idle_s=config.agent.timeout_s / 2)
+    outside = None if command else ExternalAgents(token=token, idle_s=config.agent.timeout_s / 2)
     app = EndpointApp(
         sessions,
         tokenizer,

@@ -37,7 +37,7 @@ from relax_core.rollout.agents.chat_messages import (
     refused,
     template_messages,
 )
-from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Place, Walk
+from relax_core.rollout.agents.conversation_tree import ConversationNode, ConversationTree, TreeAnswer, Walk
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn, response_text, stopped_by
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
@@ -91,7 +91,7 @@ class SessionPrompts:
         self._form = form
         self._between: dict[int, TurnTokens] = {}  # by the number of the opening
 
-    def keep(self, asked: ForestAnswer, between: TurnTokens) -> None:
+    def keep(self, asked: TreeAnswer, between: TurnTokens) -> None:
         """Stores the `TurnTokens` that continue the conversation that was rendered whole for an answer."""
         self._between[asked.opening] = between
 
@@ -191,8 +191,8 @@ class OpenTurn:
 
     request: TurnRequest
     conversation: Sequence[ChatMessage]
-    asked: ForestAnswer
-    place: Place
+    asked: TreeAnswer
+    place: ConversationNode
     form: AnswerForm
     rid: str
     began_s: float
@@ -255,9 +255,9 @@ class AgentSession:
         self._tie = tie
         self._tasks = tasks
         self._on_response, self._on_end, self._ends_early = on_response, on_end, ends_early
-        self._forest = MessageForest()
+        self._forest = ConversationTree()
         self._prompts = SessionPrompts(form)
-        self._turns: dict[ForestAnswer, OpenTurn] = {}
+        self._turns: dict[TreeAnswer, OpenTurn] = {}
         self._ended: list[OpenTurn] = []  # in the order of their ends
         self.counts: Counter[str] = Counter()
         self.seen_s = time.monotonic()
@@ -339,8 +339,8 @@ class AgentSession:
         self,
         request: TurnRequest,
         conversation: Sequence[ChatMessage],
-        asked: ForestAnswer,
-        place: Place,
+        asked: TreeAnswer,
+        place: ConversationNode,
         *,
         most: int,
     ) -> OpenTurn:

@@ -38,8 +38,8 @@ from relax_core.rollout.agents.answer_reading import GrowingText, Piece, Streame
 from relax_core.rollout.agents.anthropic_messages import MessagesEvents, messages_error, messages_reply, read_messages
 from relax_core.rollout.agents.chat_completions import ChatEvents, chat_error, chat_reply, read_chat
 from relax_core.rollout.agents.chat_messages import RequestRefused, TurnAnswer, TurnRequest
+from relax_core.rollout.agents.external_agents import SESSIONS, ExternalAgents
 from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_responses, responses_reply
-from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
 from relax_core.rollout.prompt_tokens import off_loop
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class EndpointApp:
         *,
         model: str,
         most_body_bytes: int = MOST_BODY_BYTES,
-        outside: OutsideAgents | None = None,
+        outside: ExternalAgents | None = None,
     ) -> None:
         self._sessions = sessions
         self._tokenizer = tokenizer

@@ -59,7 +59,7 @@ class RunEnv:
             return
         # Imported here, because the server takes memory that only agents need.
         from relax_core.rollout.agents.agent_host import agent_host
-        from relax_core.rollout.agents.outside_agents import sessions_token
+        from relax_core.rollout.agents.external_agents import sessions_token
 
         async with agent_host(
             self._config,

@@ -19,7 +19,7 @@ from relax_core.engines.protocol import engine_client
 from relax_core.engines.protocol.generate_messages import StreamEnd, generate_body
 from relax_core.registry import find_engine
 from tests.contracts.engine.harness import Engine, embedded_only
-from tests.contracts.engine.seeing_engine import (
+from tests.contracts.engine.vision_engine import (
     CONTEXT,
     MAX_TOTAL_TOKENS,
     TOLERANCE,
@@ -30,7 +30,7 @@ from tests.contracts.engine.seeing_engine import (
     start,
     take,
 )
-from tests.seeing import DENSE, EXPERTS, HYBRIDS, Seen, make_seeing_model, text
+from tests.vision_models import DENSE, EXPERTS, HYBRIDS, Seen, make_seeing_model, text
 
 MODELS = [
     pytest.param((kind, name), id=f"{kind}-{name}", marks=marks)

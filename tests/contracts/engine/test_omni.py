@@ -27,7 +27,7 @@ from relax_core.tools.tiny_media import published_omni
 from relax_core.tools.tiny_text import build_tokenizer
 from relax_core.weights.version_writer import VersionWriter
 from tests.contracts.engine.harness import ENGINES, Engine, Started
-from tests.contracts.engine.seeing_engine import long_body, read, take
+from tests.contracts.engine.vision_engine import long_body, read, take
 
 REACH = 2e-5
 CONTEXT = 512

@@ -25,7 +25,7 @@ MESSAGES = [
 
 def main(root: str, folder: str, given: str, answer: str) -> None:
     sys.path.insert(0, root)
-    from relax_core.engines.sglang.server_changes import install_on_cpu
+    from relax_core.engines.sglang.sglang_patches import install_on_cpu
 
     install_on_cpu()
     import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.engines.sglang import server_changes
+from relax_core.engines.sglang import sglang_patches
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 
 pytestmark = pytest.mark.sglang
@@ -24,7 +24,7 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from relax_core.engines.sglang.server_changes import after_import, install_on_cpu
+from relax_core.engines.sglang.sglang_patches import after_import, install_on_cpu
 if len(sys.argv) > 2:
     after_import("torchvision.extension", lambda module: torch.ops.load_library(sys.argv[2]))
 install_on_cpu()
@@ -63,7 +63,7 @@ def test_the_pinned_torchvision_fits_the_pinned_torch() -> None:
     """Torchvision 0.N is made for torch 2.(N - 15) and has the same patch number."""
     pins = {}
     for name in ("requirements.txt", "requirements-no-deps.txt"):
-        for line in (Path(server_changes.__file__).parent / "cpu" / name).read_text().splitlines():
+        for line in (Path(sglang_patches.__file__).parent / "cpu" / name).read_text().splitlines():
             package, _, version = line.partition("==")
             pins[package] = version
     major, minor, patch = map(int, pins["torch"].split("."))

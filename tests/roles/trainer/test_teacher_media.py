@@ -19,8 +19,8 @@ from relax_core.preflight import settle
 from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.teacher_worker import EngineTeacher
 from tests.roles.trainer.test_teacher_worker import TEMPERATURE, TOKEN, OneEngine
-from tests.seeing import Seen, make_seeing_model, text
 from tests.trees import answers_tree
+from tests.vision_models import Seen, make_seeing_model, text
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from relax_core.rollout.agents.agent_host import AgentHost
 from relax_core.rollout.agents.agent_player import AgentPlayer
 from relax_core.rollout.agents.agent_session import SessionForm, SessionTable, tool_form
 from relax_core.rollout.agents.endpoint_app import EndpointApp, served
-from relax_core.rollout.agents.outside_agents import OutsideAgents
+from relax_core.rollout.agents.external_agents import ExternalAgents
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.episodes.shared_requests import SharedRequests
@@ -177,7 +177,7 @@ def played(
         )
         table = SessionTable(most=at_once) if sessions is None else sessions
         agents = runner(settings)
-        outside = agents if isinstance(agents, OutsideAgents) else None
+        outside = agents if isinstance(agents, ExternalAgents) else None
         app = EndpointApp(table, tokenizer, model="policy", outside=outside)
         async with served(app) as url, asyncio.TaskGroup() as tasks:
             host = AgentHost(settings, table, base_url=url, runner=agents, at_once=at_once)

@@ -14,7 +14,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask, result_of
-from relax_core.rollout.agents.outside_agents import SESSIONS
+from relax_core.rollout.agents.external_agents import SESSIONS
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.tools.make_tiny import tiny_model_folder
 

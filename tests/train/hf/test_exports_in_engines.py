@@ -26,8 +26,8 @@ from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
 from tests.engines.embedded.model.test_omni_prompts import prompt
-from tests.seeing import Seen, make_seeing_model, text
 from tests.trees import answers_tree
+from tests.vision_models import Seen, make_seeing_model, text
 
 TOLERANCE = 2e-5
 MOVED = 1e-3  # a step moves log-probs by at least this much

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from relax_core.contracts.media_file import FolderReader
 from relax_core.train.optimizer import frozen_weights
-from tests.seeing import Seen, text
 from tests.trees import answers_tree
+from tests.vision_models import Seen, text
 
 EXPERTS = "tiny_qwen3_5_moe"
 

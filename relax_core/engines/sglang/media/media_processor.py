@@ -2,7 +2,7 @@
 
 SGLang's processor would decode, resize and expand items that are encoded already. This processor maps the item's file
 and returns the prompt's own ids, the uint8 frames of each step of an item, and rotary positions. The scheduler makes
-patches of the frames (``server_changes.py``), so that an eighth of the bytes passes between SGLang's processes.
+patches of the frames (``sglang_patches.py``), so that an eighth of the bytes passes between SGLang's processes.
 """
 
 from __future__ import annotations

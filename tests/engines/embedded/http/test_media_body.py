@@ -19,7 +19,7 @@ from relax_core.contracts.media_file import FolderReader, write_item
 from relax_core.engines.asgi_server import HttpError
 from relax_core.engines.embedded.generate_body import RequestMedia, parse_body
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
-from tests.seeing import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_seeing_model, text
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from relax_core.families.towers import Towers
 from relax_core.tools.tiny_text import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import make_model
-from tests.seeing import DENSE, EXPERTS, Seen, make_seeing_model, text
+from tests.vision_models import DENSE, EXPERTS, Seen, make_seeing_model, text
 
 TOLERANCE = 2e-5
 CONTEXT = 600

@@ -147,7 +147,7 @@ def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) 
 
 
 def test_a_thinker_alone_of_a_family_in_a_file_is_that_of_transformers(tmp_path: Path) -> None:
-    """The family's file is shown in docs/plugins/hearing_family.md."""
+    """The family's file is shown in docs/plugins/audio_family.md."""
     alone = Thinker(tmp_path, alone=True)
     assert not alone.model.config.passed
     prompts = alone.scene()

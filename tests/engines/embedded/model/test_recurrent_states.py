@@ -21,7 +21,7 @@ from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.families.towers import Towers
 from relax_core.tools.tiny_text import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
-from tests.seeing import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_seeing_model, text
 
 TOLERANCE = 2e-5
 CONTEXT = 600

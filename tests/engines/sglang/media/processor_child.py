@@ -17,7 +17,7 @@ from typing import Any
 def main(root: str, folder: Path) -> None:
     """Prints for each case whether patches, ids and positions are equal."""
     sys.path.insert(0, root)
-    from relax_core.engines.sglang.server_changes import install_on_cpu
+    from relax_core.engines.sglang.sglang_patches import install_on_cpu
 
     install_on_cpu()
     import torch

@@ -31,7 +31,7 @@ class NoAnswer(Exception):
     """The controller has not answered in time, or the run has ended."""
 
 
-class StallAsks:
+class StallRequests:
     """Answers the requests in a run's folder, in a thread of the controller's process."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -75,7 +75,7 @@ class StallAsks:
             return math.inf
 
 
-class StallAsk:
+class StallRequest:
     """Writes a request to the folder of a run; `close` removes it. Raises OSError if the folder cannot be written."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -94,14 +94,14 @@ class StallAsk:
         self._answer.unlink(missing_ok=True)
 
 
-def ask_for_report(run_dir: Path, *, timeout_s: float, goes_on: Callable[[], bool]) -> str:
+def request_report(run_dir: Path, *, timeout_s: float, goes_on: Callable[[], bool]) -> str:
     """Returns the stall report of the controller of the run in ``run_dir``.
 
     Raises `NoAnswer` after ``timeout_s`` seconds or when ``goes_on`` returns False because the run has ended, and
     OSError if the folder cannot be written.
     """
     deadline = time.monotonic() + timeout_s
-    with closing(StallAsk(run_dir)) as ask:
+    with closing(StallRequest(run_dir)) as ask:
         while (report := ask.report()) is None:
             if not goes_on():
                 raise NoAnswer("the run has just ended")

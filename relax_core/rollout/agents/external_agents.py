@@ -36,7 +36,7 @@ class _Attempt:
             self.done.set_result(result)
 
 
-class OutsideAgents:
+class ExternalAgents:
     """Holds the attempts of a rollout worker for external agents, which send ``token``.
 
     If an agent sends no request for ``idle_s`` seconds, it is lost, and its attempt ends as env_failed.

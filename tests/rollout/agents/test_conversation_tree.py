@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage, Reply, compared, same_json
-from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Walk
+from relax_core.rollout.agents.conversation_tree import ConversationTree, TreeAnswer, Walk
 
 ASK = ChatMessage(role="user", content="12*7 ?")
 
@@ -20,7 +20,7 @@ def reply(content: str = "", *, calls: tuple[ChatCall, ...] = (), reasoning: str
     return Reply(content=content, full=content + stop, reasoning=reasoning, calls=calls)
 
 
-def answered(forest: MessageForest, messages: list[ChatMessage], said: Reply, *, tools: str = "") -> ForestAnswer:
+def answered(forest: ConversationTree, messages: list[ChatMessage], said: Reply, *, tools: str = "") -> TreeAnswer:
     walk = forest.walk(messages, tools=tools)
     answer = forest.ask(walk, kind=(), prompt_ids=[], whole=walk.known is None)
     answer.reply, answer.given = said, True
@@ -91,7 +91,7 @@ def test_arguments_are_compared_by_value(one: str, other: str, equal: bool) -> N
 
 # -- walks ------------------------------------------------------------------------------------------------------------
 def test_a_conversation_goes_on_from_its_last_answer() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     first = answered(forest, [ASK], THOUGHT)
     result = ChatMessage(role="tool", content="84", call_id="a")
     walk = forest.walk([ASK, THOUGHT.message(), result], tools="")
@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_from_its_last_answer() -> None:
 
 
 def test_a_rewritten_answer_starts_a_segment_and_is_told_once() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     answered(forest, [ASK], THOUGHT)
     rewritten = [ASK, said("I called a tool."), user("Observation: 84")]
     walk = forest.walk(rewritten, tools="")
@@ -114,7 +114,7 @@ def test_a_rewritten_answer_starts_a_segment_and_is_told_once() -> None:
 
 
 def test_an_answer_before_a_rewritten_one_is_the_nearest_but_is_not_gone_on_from() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     first = answered(forest, [ASK], reply("one"))
     answered(forest, [ASK, said("one"), user("and?")], reply("two"))
     walk = forest.walk([ASK, said("one"), user("and?"), said("2"), user("more")], tools="")
@@ -122,13 +122,13 @@ def test_an_answer_before_a_rewritten_one_is_the_nearest_but_is_not_gone_on_from
 
 
 def test_an_example_in_the_opening_is_no_foreign_answer() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     walk = forest.walk([user("1+1"), said("2"), ASK], tools="")
     assert walk.known is None and not walk.foreign
 
 
 def test_a_cut_history_is_a_branch_from_what_is_left() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     first = answered(forest, [ASK], reply("one"))
     second = answered(forest, [ASK, said("one"), user("and?")], reply("two"))
     changed = forest.walk([ASK, said("one"), user("and now?")], tools="")
@@ -138,20 +138,20 @@ def test_a_cut_history_is_a_branch_from_what_is_left() -> None:
 
 
 def test_other_tools_are_another_conversation() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     answered(forest, [ASK], reply("one"), tools="a")
     assert forest.walk([ASK, said("one"), user("and?")], tools="b").known is None
 
 
 def test_the_newest_of_equal_answers_counts() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     answered(forest, [ASK], reply("one"))
     newest = answered(forest, [ASK], reply("one"))
     assert forest.walk([ASK, said("one"), user("and?")], tools="").known is newest
 
 
 def test_text_behind_an_answer_belongs_to_the_way() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     first = answered(forest, [ASK], STOPPED)
     noted = [ASK, said(STOPPED.full + " noted"), user("Observation: 1")]
     walk = forest.walk(noted, tools="")
@@ -162,13 +162,13 @@ def test_text_behind_an_answer_belongs_to_the_way() -> None:
 
 
 # -- repeated requests ------------------------------------------------------------------------------------------------
-def ask(forest: MessageForest) -> tuple[Walk, ForestAnswer]:
+def ask(forest: ConversationTree) -> tuple[Walk, TreeAnswer]:
     walk = forest.walk([ASK], tools="")
     return walk, forest.ask(walk, kind=("stop",), prompt_ids=[1], whole=True)
 
 
 def test_equal_requests_are_two_answers_unless_one_is_repeated() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     walk, first = ask(forest)
     assert forest.repeated(walk, kind=("stop",), asked_again=False) is None
     assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # still running
@@ -181,7 +181,7 @@ def test_equal_requests_are_two_answers_unless_one_is_repeated() -> None:
 
 
 def test_an_answer_that_nobody_got_is_an_orphan_until_a_conversation_goes_on_from_it() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     _, first = ask(forest)
     first.reply, first.abandoned = reply("one"), True
     assert forest.orphans() == [first]
@@ -190,7 +190,7 @@ def test_an_answer_that_nobody_got_is_an_orphan_until_a_conversation_goes_on_fro
 
 
 def test_an_answer_that_no_engine_gave_is_forgotten() -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     walk, first = ask(forest)
     forest.withdraw(walk.place, first)
     assert forest.repeated(walk, kind=("stop",), asked_again=True) is None and forest.answers == []
@@ -238,9 +238,9 @@ def replies(draw: st.DrawFn) -> tuple[Reply, ChatMessage]:
 def test_whatever_a_client_makes_of_its_history_each_turn_goes_on_from_the_one_before(
     turns: list[tuple[tuple[Reply, ChatMessage], str]], data: st.DataObject
 ) -> None:
-    forest = MessageForest()
+    forest = ConversationTree()
     history: list[ChatMessage] = [ASK]
-    before: ForestAnswer | None = None
+    before: TreeAnswer | None = None
     for (one, again), observed in turns:
         walk = forest.walk(history, tools="")
         assert walk.known is before and not walk.foreign

@@ -19,7 +19,7 @@ from relax_core.tools.tiny_media import write_published
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.version_file import write_weights
 from tests.contracts.engine.harness import Engine
-from tests.seeing import EXPERTS, HYBRIDS, Seen, make_seeing_model, text
+from tests.vision_models import EXPERTS, HYBRIDS, Seen, make_seeing_model, text
 
 TOLERANCE = 2e-5
 CONTEXT = 2048

@@ -17,9 +17,9 @@ from relax_core.config.schema import AgentConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask
 from relax_core.rollout.agents.chat_messages import RequestRefused
-from relax_core.rollout.agents.outside_agents import (
+from relax_core.rollout.agents.external_agents import (
     SESSIONS,
-    OutsideAgents,
+    ExternalAgents,
     sessions_token,
     write_address,
 )
@@ -63,8 +63,8 @@ class Elsewhere:
 
 
 def scene(tokenizer: PromptTokenizer, act: Any, *, idle_s: float = 60.0, **given: Any) -> Played:
-    def runner(agent: AgentConfig) -> OutsideAgents:
-        return OutsideAgents(token=TOKEN, idle_s=idle_s)
+    def runner(agent: AgentConfig) -> ExternalAgents:
+        return ExternalAgents(token=TOKEN, idle_s=idle_s)
 
     async def beside(playing: asyncio.Task[Any], pool: AnsweringPool, url: str) -> None:
         async with aiohttp.ClientSession() as http:
@@ -149,8 +149,8 @@ BODIES = st.binary() | st.dictionaries(
 def fuzz(examples: int) -> None:
     """Sends random bodies to the three routes of a session: each is answered, or refused with a message."""
 
-    async def opened() -> tuple[OutsideAgents, str, asyncio.Task[Any]]:
-        agents = OutsideAgents(token=TOKEN, idle_s=60.0)
+    async def opened() -> tuple[ExternalAgents, str, asyncio.Task[Any]]:
+        agents = ExternalAgents(token=TOKEN, idle_s=60.0)
         task = AgentTask(uid="g0.0", attempt=0, row={}, key="k", base_url="http://x", evaluation=False)
         playing = asyncio.create_task(agents.play(task))
         await asyncio.sleep(0)

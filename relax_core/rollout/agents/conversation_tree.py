@@ -14,19 +14,19 @@ from relax_core.rollout.agents.chat_messages import ChatMessage, Identity, Reply
 
 
 @dataclass(eq=False, kw_only=True)
-class Place:
+class ConversationNode:
     """Holds a node: the conversation state after some messages. ``answers`` were requested here, in order."""
 
-    steps: dict[Hashable, Place] = field(default_factory=dict)
-    answers: list[ForestAnswer] = field(default_factory=list)
+    steps: dict[Hashable, ConversationNode] = field(default_factory=dict)
+    answers: list[TreeAnswer] = field(default_factory=list)
 
-    def step(self, key: Hashable) -> Place:
+    def step(self, key: Hashable) -> ConversationNode:
         """Returns the node after one more message."""
-        return self.steps.setdefault(key, Place())
+        return self.steps.setdefault(key, ConversationNode())
 
 
 @dataclass(eq=False, kw_only=True)
-class ForestAnswer:
+class TreeAnswer:
     """Holds one answer that was requested at a node, ``number`` in the order of the session's requests.
 
     Requests for an answer at one node with equal ``kind`` are the same request. ``parent`` is the answer whose
@@ -38,15 +38,15 @@ class ForestAnswer:
 
     number: int
     kind: Hashable
-    parent: ForestAnswer | None
-    near: ForestAnswer | None
+    parent: TreeAnswer | None
+    near: TreeAnswer | None
     opening: int
     prompt_ids: list[int]
     sampled: list[int] = field(default_factory=list)
     reply: Reply | None = None
     given: bool = False
     abandoned: bool = False
-    after: Place = field(default_factory=Place)
+    after: ConversationNode = field(default_factory=ConversationNode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +60,28 @@ class Walk:
     none of them.
     """
 
-    place: Place
-    known: ForestAnswer | None
+    place: ConversationNode
+    known: TreeAnswer | None
     rest: str
     tail: Sequence[ChatMessage]
-    nearest: ForestAnswer | None
+    nearest: TreeAnswer | None
     foreign: Sequence[ChatMessage]
 
 
-class MessageForest:
+class ConversationTree:
     """Holds the messages and answers of one session."""
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, Place] = {}
+        self._roots: dict[Hashable, ConversationNode] = {}
         self._openings = self._asked = 0
         self._told: set[tuple[int, Identity]] = set()  # nodes and foreign messages that were reported
-        self.answers: list[ForestAnswer] = []
+        self.answers: list[TreeAnswer] = []
 
     def walk(self, messages: Sequence[ChatMessage], *, tools: Hashable) -> Walk:
         """Returns the position of a conversation with these tools. A foreign message is reported once for its node."""
-        place = self._roots.setdefault(tools, Place())
-        known: ForestAnswer | None = None
-        nearest: ForestAnswer | None = None
+        place = self._roots.setdefault(tools, ConversationNode())
+        known: TreeAnswer | None = None
+        nearest: TreeAnswer | None = None
         rest, behind = "", 0
         foreign: list[ChatMessage] = []
         for index, message in enumerate(messages):
@@ -105,7 +105,7 @@ class MessageForest:
             place=place, known=known, rest=rest, tail=messages[behind:], nearest=nearest, foreign=tuple(foreign)
         )
 
-    def repeated(self, walk: Walk, *, kind: Hashable, asked_again: bool) -> ForestAnswer | None:
+    def repeated(self, walk: Walk, *, kind: Hashable, asked_again: bool) -> TreeAnswer | None:
         """Returns the answer for a repeated request, in flight or ended; None for a new request.
 
         With ``asked_again`` the client marks the request as a retry. Otherwise a request repeats an equal
@@ -118,14 +118,14 @@ class MessageForest:
             return next(iter(reversed(lost or equal)), None)
         return next((one for one in reversed(lost) if one.abandoned), None)
 
-    def ask(self, walk: Walk, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> ForestAnswer:
+    def ask(self, walk: Walk, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> TreeAnswer:
         """Adds an answer that is about to be sampled; ``whole``: its prompt was rendered whole."""
         if whole or walk.known is None:
             opening, parent = self._openings, None
             self._openings += 1
         else:
             opening, parent = walk.known.opening, walk.known
-        answer = ForestAnswer(
+        answer = TreeAnswer(
             number=self._asked, kind=kind, parent=parent, near=walk.nearest, opening=opening, prompt_ids=prompt_ids
         )
         self._asked += 1
@@ -133,22 +133,22 @@ class MessageForest:
         walk.place.answers.append(answer)
         return answer
 
-    def withdraw(self, place: Place, answer: ForestAnswer) -> None:
+    def withdraw(self, place: ConversationNode, answer: TreeAnswer) -> None:
         """Removes an answer that the engines failed to give, so that the next equal request is a new request."""
         place.answers.remove(answer)
         self.answers.remove(answer)
 
-    def orphans(self) -> list[ForestAnswer]:
+    def orphans(self) -> list[TreeAnswer]:
         """Returns the ended answers that no client has received; no conversation continues after them."""
         return [one for one in self.answers if one.reply is not None and not one.given]
 
 
-def _found(place: Place, message: ChatMessage) -> tuple[ForestAnswer | None, str]:
+def _found(place: ConversationNode, message: ChatMessage) -> tuple[TreeAnswer | None, str]:
     """Returns the newest answer at a node that a message repeats, or else the longest answer that it begins with.
 
     The text is the rest of the message after the answer.
     """
-    begun: list[tuple[int, ForestAnswer, str]] = []
+    begun: list[tuple[int, TreeAnswer, str]] = []
     for answer in reversed(place.answers):
         if answer.reply is None:
             continue

@@ -13,7 +13,7 @@ import pytest
 
 from relax_core.cli import stall_command
 from relax_core.control.host.run_paths import run_lock
-from relax_core.observe.stall_asks import FOLDER, FORGOTTEN_S, NoAnswer, StallAsks, ask_for_report
+from relax_core.observe.stall_requests import FOLDER, FORGOTTEN_S, NoAnswer, StallRequests, request_report
 
 DEADLINE_S = 60.0
 
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 @contextmanager
 def controller(run_dir: Path, text: str) -> Iterator[None]:
     """Runs a controller that answers requests until the block ends."""
-    asks, ended = StallAsks(run_dir), threading.Event()
+    asks, ended = StallRequests(run_dir), threading.Event()
 
     def look() -> None:
         while not ended.wait(0.01):
@@ -40,7 +40,7 @@ def test_several_commands_get_the_report_and_leave_nothing(tmp_path: Path) -> No
     answers: list[str] = []
 
     def ask() -> None:
-        answers.append(ask_for_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: True))
+        answers.append(request_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: True))
 
     with controller(tmp_path, "the report\n"):
         commands = [threading.Thread(target=ask) for _ in range(3)]
@@ -54,9 +54,9 @@ def test_several_commands_get_the_report_and_leave_nothing(tmp_path: Path) -> No
 
 def test_nobody_answers_in_time_or_the_run_ends(tmp_path: Path) -> None:
     with pytest.raises(NoAnswer, match=r"did not answer within 0\.05 s"):
-        ask_for_report(tmp_path, timeout_s=0.05, goes_on=lambda: True)
+        request_report(tmp_path, timeout_s=0.05, goes_on=lambda: True)
     with pytest.raises(NoAnswer, match="has just ended"):
-        ask_for_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: False)
+        request_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: False)
     assert not list((tmp_path / FOLDER).iterdir()), "a request without a waiting command is withdrawn"
 
 
@@ -68,7 +68,7 @@ def test_old_asks_and_other_files_get_no_answer(tmp_path: Path) -> None:
         file.write_text("")
     link.symlink_to("/nowhere")
     os.utime(old, (0.0, time.time() - 2 * FORGOTTEN_S))
-    asks = StallAsks(tmp_path)
+    asks = StallRequests(tmp_path)
     asks.check(lambda: pytest.fail("nobody waits for a report"))
     assert asks._thread is not None
     asks._thread.join(DEADLINE_S)
@@ -81,7 +81,7 @@ def test_a_requester_that_leaves_is_left_without_a_report_and_the_others_get_the
     leaves, stays = folder / f"{'0' * 32}.ask", folder / f"{'1' * 32}.ask"
     for file in (leaves, stays):
         file.write_text("")
-    asks = StallAsks(tmp_path)
+    asks = StallRequests(tmp_path)
 
     def report() -> str:
         leaves.unlink()
