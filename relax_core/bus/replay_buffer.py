@@ -273,7 +273,7 @@ class BusCore:
         return self.settings.groups_per_step - leased
 
     def credits(self) -> int:
-        """Returns how many more groups may start with the weights in force (docs/design.md)."""
+        """Returns how many more groups may start with the weights in force (docs/rollout.md)."""
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
 

@@ -72,7 +72,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_groups(self) -> int:
-        """Returns how many unfinished groups may have been started with the weights in force (docs/design.md)."""
+        """Returns how many unfinished groups may have been started with the weights in force (docs/rollout.md)."""
         steps = self.max_staleness + 1
         return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
 

@@ -177,7 +177,7 @@ class TokenTree:
     def oldest_versions(self, *, trained: bool) -> np.ndarray:
         """Returns the oldest version among each episode's tokens, int64 ``[episodes]``.
 
-        If ``trained``, only trained tokens count, which determine the staleness (docs/design.md); an episode without a
+        If ``trained``, only trained tokens count, which determine the staleness (docs/rollout.md); an episode without a
         trained token then has the version of its newest token.
         """
         episodes, rows = self.tokens

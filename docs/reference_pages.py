@@ -1,0 +1,158 @@
+"""Writes pages of the site: a reference from the code (keys, commands, Python API), and the results of benchmarks.
+
+mkdocs runs it (mkdocs.yml, gen-files). A page exists only in the built site.
+"""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import mkdocs_gen_files
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from relax_core.config.help import DocumentedKey, keys_of_option, keys_of_plugin, keys_of_root  # noqa: E402
+from relax_core.config.options import (  # noqa: E402
+    COMMANDS,
+    conf_folder,
+    first_comment,
+    groups,
+    plugin_options,
+    yaml_options,
+)
+
+HELP_S = 120.0
+API = ("relax_core.api.run", "relax_core.api.loaded_run")
+CONTRACTS = ("algorithm", "bus", "data", "engine", "engine_kind", "env", "family", "judge", "media", "reward", "tree")
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of measured figures; its date and machine may be unknown."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | int | float | None, ...], ...]
+    notes: tuple[str, ...] = ()
+    date: datetime.date | None = None
+    machine: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks that each row has as many cells as there are columns."""
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"{self.title}: every row needs {len(self.columns)} cells")
+
+
+class Result(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of benchmarks/results/: the first table of a benchmark, and further tables."""
+
+    summary: str
+    command: str = ""
+    tables: tuple[Table, ...] = ()
+
+
+def write(path: str, lines: Iterable[str]) -> None:
+    """Writes a page of the site."""
+    with mkdocs_gen_files.open(path, "w") as file:
+        file.write("\n".join([*lines, ""]))
+
+
+def cell(text: str) -> str:
+    """Returns a text as the content of a table's cell."""
+    return text.replace("|", r"\|").replace("<", "&lt;")
+
+
+def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns a Markdown table."""
+    lines = (columns, ["---"] * len(columns), *rows)
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+
+
+def table(keys: Sequence[DocumentedKey]) -> list[str]:
+    """Returns a table of keys, with their values in conf/ and their comments."""
+    rows = [(f"`{one.key}`", f"`{cell(one.value)}`" if one.value else "", cell(one.comment)) for one in keys]
+    return grid(("Key", "Value", "Meaning"), rows)
+
+
+def configuration() -> None:
+    """Writes a page for the keys of every run, and one for each group with its options."""
+    links = ", ".join(f"[{group}]({group}.md)" for group in groups())
+    lines = [
+        "# Configuration",
+        "",
+        f"Keys of every run (`conf/config.yaml`). The groups have further keys: {links}.",
+        "",
+    ]
+    write("reference/configuration/index.md", [*lines, *table(keys_of_root())])
+    for group in groups():
+        lines = [f"# {group}", "", f"`{group}=OPTION` chooses one of these options.", ""]
+        for option in yaml_options(group):
+            file = conf_folder() / group / f"{option}.yaml"
+            lines += [f"## {group}={option}", "", first_comment(group, option), "", *table(keys_of_option(group, file))]
+        for option in plugin_options(group):
+            lines += [f"## {group}={option}", "", *table(keys_of_plugin(group, option))]
+        write(f"reference/configuration/{group}.md", lines)
+
+
+def commands() -> None:
+    """Writes the commands of `relax` with their help texts."""
+    lines = ["# Commands", ""]
+    for name, (usage, meaning) in COMMANDS.items():
+        lines += [f"## relax {name}", "", f"`relax {usage}`: {meaning}.", ""]
+        if name not in ("train", "demo"):
+            command = [sys.executable, "-m", "relax_core", name, "--help"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HELP_S, check=True)
+            lines += ["```text", done.stdout.rstrip(), "```", ""]
+    write("reference/commands.md", lines)
+
+
+def python() -> None:
+    """Writes the pages on which mkdocstrings shows the docstrings of the API and of the contracts."""
+    write("reference/python.md", ["# Python API", "", *(f"::: {module}\n" for module in API)])
+    modules = [f"::: relax_core.contracts.{name}\n" for name in CONTRACTS]
+    write("reference/contracts.md", ["# Contracts of plug-ins", "", *modules])
+
+
+def figure(value: str | int | float | None) -> str:
+    """Returns a value of a result as the content of a table's cell."""
+    return cell(value) if isinstance(value, str) else "" if value is None else f"{value:,}"
+
+
+def measured(one: Table) -> list[str]:
+    """Returns date and machine, the table and its notes."""
+    origin = "; ".join(filter(None, (str(one.date or ""), one.machine)))
+    columns = [cell(name) for name in one.columns]
+    lines = [f"*{origin}*", ""] if origin else []
+    lines += grid(columns, ([figure(value) for value in row] for row in one.rows))
+    return [*lines, *(f"- {note}" for note in one.notes), ""]
+
+
+def results() -> None:
+    """Writes a page for each file of benchmarks/results/, and the list of all."""
+    rows = []
+    for file in sorted(RESULTS.glob("*.json")):
+        try:
+            one = msgspec.json.decode(file.read_bytes(), type=Result)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{file.relative_to(ROOT)}: {error}") from error
+        lines = [f"# {one.title}", "", one.summary, "", *([f"    {one.command}", ""] if one.command else [])]
+        lines += measured(one)
+        for part in one.tables:
+            lines += [f"## {part.title}", "", *measured(part)]
+        write(f"results/{file.stem}.md", lines)
+        newest = max((part.date for part in (one, *one.tables) if part.date), default=None)
+        rows.append((f"[{cell(one.title)}]({file.stem}.md)", cell(one.summary), str(newest or "")))
+    lines = ["# Results of the benchmarks", "", "[Performance](../performance.md) says how they are measured.", ""]
+    write("results/index.md", [*lines, *grid(("Benchmark", "Result", "Newest date"), rows)])
+
+
+configuration()
+commands()
+python()
+results()
