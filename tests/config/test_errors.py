@@ -138,7 +138,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["data.template_date=today"], "data.template_date=today: expected a day, such as 2026-11-28."),
         (["data.template_date=20261128"], "data.template_date=20261128: expected a day"),
         (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
-        (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic: it scores reverse_digits"),
+        (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic: it scores only reverse_digits"),
         (["eval.rows=999"], "eval.rows=999, but data.eval_size=256 holds out 256 rows"),
         (["env=number_guess", "env.max_turns=0"], "env.max_turns=0: an episode has at least one turn."),
         (["algo.credit=gigpo"], "algo.credit=gigpo with env=single_turn, which gives no state_key, so that no turns"),

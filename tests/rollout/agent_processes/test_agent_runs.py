@@ -23,13 +23,16 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 from tests.rollout.agents.playing import LONG_S, agent_settings
 
 MARK = "RELAX_TEST_AGENT"
+GONE_S = 5.0
 
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
     """A marker value in the environment of all agent processes of this test; at the end no process may have it."""
     yield str(tmp_path)
-    left = marked(str(tmp_path))
+    deadline = time.monotonic() + GONE_S
+    while (left := marked(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a process that was killed is there until the kernel runs it once more
     for process in left:
         process.kill()
     assert not left
