@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -116,17 +116,22 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
 def gateway_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of `gateway` and `engine.autoscaler`."""
+    """Yields the problems of `gateway`, `engine.autoscaler` and `engine.elastic`."""
     gateway, engine = config.gateway, config.engine
     if engine.autoscaler.enabled and (why := _no_autoscaler(config)):
         yield f"engine.autoscaler.enabled=true {why}"
+    yield from _host_problems("engine.elastic.allowed_hosts", engine.elastic.allowed_hosts)
     if gateway.name == "none":
         return
     if not _is_address(gateway.host):
         yield f"gateway.host={gateway.host} is no IPv4 address. Use 127.0.0.1, or an address of this machine."
-    for name in gateway.allowed_hosts:
+    yield from _host_problems("gateway.allowed_hosts", gateway.allowed_hosts)
+
+
+def _host_problems(key: str, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
         if not _HOST_NAME.fullmatch(name):
-            yield f"gateway.allowed_hosts has {name!r}, which is no host name. Give it without scheme, port and path."
+            yield f"{key} has {name!r}, which is no host name. Give it without scheme, port and path."
 
 
 def _no_autoscaler(config: RelaxConfig) -> str:

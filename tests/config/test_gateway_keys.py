@@ -19,6 +19,7 @@ from relax_core.control.engine_set import limits_of
         (["gateway.port=65536"], "gateway.port=65536"),
         (["gateway.allowed_hosts=['http://gpu7']"], "which is no host name"),
         (["gateway.allowed_hosts=['gpu7:7788']"], "which is no host name"),
+        (["engine.elastic.allowed_hosts=['http://gpu7']"], "engine.elastic.allowed_hosts"),
     ],
 )
 def test_a_gateway_that_nobody_could_reach_is_refused(overrides: list[str], words: str) -> None:
