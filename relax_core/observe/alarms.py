@@ -152,7 +152,7 @@ def advanced(rule: Rule, state: RuleState, value: float | None, *, step: int) ->
 
 
 MOST_CHARACTERS = 500
-_SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential|auth(?!or)", re.IGNORECASE)
 _SECRETS = (
     USER_INFO,
     re.compile(r"(?i)(?<=bearer )\S+"),

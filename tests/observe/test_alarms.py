@@ -61,7 +61,7 @@ def test_no_file_is_no_alarm(tmp_path: Path) -> None:
 
 
 def test_what_an_exception_quotes_and_secrets_stay_here() -> None:
-    environment = {"MY_API_KEY": "abc-123-def", "PATH": "/usr/bin"}
+    environment = {"MY_API_KEY": "abc-123-def", "PATH": "/usr/bin", "GIT_AUTHOR_NAME": "failed"}
     text = "rollout-0 failed with abc-123-def at https://me:pass@host/x?token=t0p and Bearer xyz"
     cleaned = clean(text, environment=environment)
     assert cleaned.startswith("rollout-0 failed with <redacted> at https://<redacted>@host/x?token=<redacted>")
