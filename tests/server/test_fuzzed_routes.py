@@ -27,7 +27,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 TOKEN = {"Authorization": "Bearer secret"}
 DEADLINE_S = 60.0
 CASES = 8  # for each route, valid and invalid requests each
-CHAINS, CHAIN = 15, 12  # sequences of requests that follow the schema's links
+CHAINS, CHAIN = 40, 12  # sequences of requests that follow the schema's links
 LIMITS = {
     "both": Limits(start=1, most=4, hosts=["127.0.0.1", "localhost"]),
     "by_address": Limits(start=1, most=4, no_more="by address only", hosts=["127.0.0.1", "localhost"]),
