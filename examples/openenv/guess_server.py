@@ -16,7 +16,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 
 
 class Guess(Action):
-    """Holds the guessed number."""
+    """A guess."""
 
     number: int
 
