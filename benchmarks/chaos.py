@@ -1,305 +1,374 @@
-"""Kills and freezes processes of runs: ``python -m benchmarks.chaos --kills 50 [--media see] [--env number_guess]
-[--kinds engine …]``, ``--storm 1000`` (`benchmarks.chaos_storm`), ``--births`` (`benchmarks.chaos_births`).
+"""Injures real runs at random: ``python -m benchmarks.chaos --draws 1000 [--runs text agents] [--kinds pair …]``.
 
-The runs are real runs of the demo with all roles. At random moments, drawn by the seed, one process gets SIGKILL, each
-time after training has continued since the last kill. For the kind ``frozen`` a random process gets SIGSTOP; for
-``engine_and_owner`` an engine gets SIGSTOP and its owner SIGSTOP or SIGKILL. The run must kill stopped processes,
-because they do not answer. Measured is the time from the signal to the next new train step (steps that are repeated
-after going back to a checkpoint do not count), and to the third new step: at staleness 1 the rows of two steps may
-exist already, so the third step shows that all processes work again. The ledger's file is checked event by event: no
-sample may be lost or trained twice. With --media prompts have images and videos ("see"; "states": the engine keeps
-layer states) or also sounds ("four_modalities"), and an encode worker is a victim, too. With --env the runs are games
-of several turns in env workers, or of agents, which are victims, too. The program fails if a finished run leaves a
-process, a folder in /tmp or files in /dev/shm. It prints the overrides, one line for each harm with the machine's load,
-and a table by kind. Exit code 1 if anything went wrong.
+Each run is a run of the demo with all roles (`benchmarks.chaos_runs`). ``--draws`` draws runs and injuries
+(`benchmarks.chaos_injuries`) under ``--seed``; ``--each`` inflicts every injury of every run once. After an injury the
+run must train new steps, and a stopped process must be killed. Measured is the time from the end of the injury to the
+next new train step (steps that are repeated after going back to a checkpoint do not count), and to the third: at
+staleness 1 the rows of two steps may exist already, so the third step shows that all processes work again. After the
+last injury the run trains to its end without harm; then SQL of the benchmark, not of Relax, checks the ledger: no
+sample may be lost, trained twice or dropped without a reason. A finished run must leave no process, folder or shared
+memory.
+
+As root the benchmark has its own mounts: a small disk for each run and small shared memory, which injuries fill.
+Prints a line for each injury with the machine's load, and tables. ``--record FILE`` appends the results to a file, from
+which the tables are made, so that several invocations count together; ``--results FILE`` writes them for the site. Exit
+code 1 if a run hung or ended, or a sample was lost.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import ctypes
+import datetime
+import json
 import os
 import random
-import signal
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import psutil
-
-from benchmarks.chaos_births import KINDS, MOMENTS, Birth, births, births_table, usual_start_s
+from benchmarks.chaos_injuries import (
+    FULL_DISK,
+    FULL_SHARED_MEMORY,
+    MEMORY_GROUPS,
+    OUT_OF_MEMORY,
+    SHARED_MEMORY,
+    Failed,
+    NotMet,
+    Scene,
+    injuries,
+)
 from benchmarks.chaos_runs import (
-    CONTROLLER,
-    ENDS,
-    ENV_RUNS,
-    FROZEN,
+    FAKE_CLOCK,
     HEARTBEAT_S,
     HUNG_S,
-    IN_THE_PIPE,
     LAST_STEPS,
-    MEDIA_RUNS,
-    PAIR,
     POLL_S,
-    RAY,
     RUNS,
-    TEXT,
-    TITLES,
     WITHOUT_END,
-    HarmedRun,
+    LedgerCounts,
     Training,
-    find_process,
+    count_samples,
     let_train,
-    parent_of,
-    read_books,
 )
-from benchmarks.chaos_storm import Books, Draw, injuries, storm, storm_table, went_wrong
 from relax_core.contracts.process_trees import EXITED, process_state
-from tests.integration.live_run import LiveRun, run_to_end
+from tests.integration.live_run import TIER
 
-NOTICE_S = 60.0  # after its heartbeat deadline, in which a stopped process must be killed, also on a busy machine
-QUIET_END = "quiet end"  # failures that appear only after the last harm
-KILLS_A_RUN = 10
-SUCCESSOR_S = 0.5  # listing all processes of the machine takes CPU time that the run needs then
+INJURIES_A_RUN = 10
+DISK_MIB, SHARED_MEMORY_MIB = 512, 2048
+NEW_NAMESPACE_OF_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare(2)
+NOTICE_S = HEARTBEAT_S + 60.0  # in which a stopped process must be killed, also on a busy machine
 PERSISTED_S = 0.5  # until earlier events are in the ledger's file
+THIRD = 3  # new step; the rows of two may exist at the moment of the injury: max_staleness + 1
+SURVIVED, HUNG, ENDED, UNNOTICED, NOT_MET = ENDS = ("survived", "hung", "ended", "unnoticed", "not met")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Harm:
-    """Holds one harm and its result. ``victim``: kind of process and signal. ``at_step``: newest step before the harm.
-    ``seconds``: time to the next new step; ``settled_s``: time to the third, which needs new rows; both None if the run
-    did not survive. ``end``: state of the run. ``lost``, ``trained_twice``: samples, by the ledger's file.
+class Draw:
+    """Holds one injury of a run and its result.
+
+    ``tier`` is the largest tier of recovery that the run reported, 0 without one. ``first_s`` and ``third_s`` are the
+    seconds from the injury's end to the first and the third new train step. ``noticed_s`` are the seconds from SIGSTOP
+    to the end of the last stopped process, None without SIGSTOP.
     """
 
-    kind: str
-    victim: str
+    injury: str
+    run: str
+    text: str
     at_step: int
-    seconds: float | None
-    settled_s: float | None
     end: str
-    lost: int = 0
-    trained_twice: int = 0
+    tier: int = 0
+    first_s: float | None = None
+    third_s: float | None = None
+    noticed_s: float | None = None
 
-
-def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, run: HarmedRun) -> Harm:
-    """Harms one or two processes and waits until training continues, the run ends, or ``HUNG_S`` is over."""
-    victim = chance.choice([one for one in run.processes if one != CONTROLLER]) if kind == FROZEN else kind
-    blows = _blows(kind, victim, chance)
-    pids = {one: find_process(live, one) for one, _ in blows}
-    controller = find_process(live, CONTROLLER)
-    event, began = training.last_event(), time.time()
-    for one, number in blows:
-        os.kill(pids[one], number)
-    time.sleep(PERSISTED_S)
-    before = training.newest_at(began)
-    # The services of a killed controller train on for a moment; only the successor's steps show a recovery.
-    since = _await_successor(live, controller) if victim in (CONTROLLER, *RAY) else began
-    end, third = "survived", None
-    while third is None:
-        third = training.time_of(IN_THE_PIPE, behind=before, event=event, since=since)
-        if third is None and (not live.running() or time.time() - began > HUNG_S):
-            end = "hung" if live.running() else "ended"
-            break
-        time.sleep(POLL_S)
-    first = training.time_of(0, behind=before, event=event, since=since)
-    for one, number in blows:
-        if number == signal.SIGSTOP and third is not None and not _is_killed(pids[one], stopped_at=began):
-            end = "unnoticed"
-            os.kill(pids[one], signal.SIGCONT)
-    survived = first is not None and third is not None and end == "survived"
-    return Harm(
-        kind=kind,
-        victim=", ".join(f"{one} {signal.Signals(number).name}" for one, number in blows),
-        at_step=before,
-        seconds=first - began if survived and first is not None else None,
-        settled_s=third - began if survived and third is not None else None,
-        end=end,
-    )
-
-
-def _blows(kind: str, victim: str, chance: random.Random) -> list[tuple[str, signal.Signals]]:
-    """Returns (kind of process, signal) in sending order."""
-    if kind == PAIR:
-        return [("engine", signal.SIGSTOP), ("engine_owner", chance.choice([signal.SIGSTOP, signal.SIGKILL]))]
-    return [(victim, signal.SIGSTOP if kind == FROZEN else signal.SIGKILL)]
-
-
-def _await_successor(live: LiveRun, killed: int) -> float:
-    """Waits for the next controller and returns the Unix time. The killed controller's services have ended by then."""
-    deadline = time.monotonic() + HUNG_S
-    while live.running() and time.monotonic() < deadline:
-        if any(pid != killed and parent_of(pid) == live.pid and _is_controller(pid) for pid in live.processes()):
-            break
-        time.sleep(SUCCESSOR_S)
-    return time.time()
-
-
-def _is_controller(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return TITLES[CONTROLLER] in f"{' '.join(psutil.Process(pid).cmdline())} "
-    return False
-
-
-def _is_killed(pid: int, *, stopped_at: float) -> bool:
-    """Returns whether the run kills a stopped process soon after its heartbeat deadline."""
-    while not process_state(pid).startswith(EXITED):
-        if time.time() - stopped_at > HEARTBEAT_S + NOTICE_S:
-            return False
-        time.sleep(POLL_S)
-    return True
-
-
-def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: HarmedRun = RUNS[TEXT]) -> Iterator[Harm]:
-    """Runs once with one harm for each of ``kinds``, in this order, then to the end without harm; yields the harms."""
-    chance = random.Random(seed)
-    training = Training(folder)
-    lost = twice = 0
-    with LiveRun(folder, *run.overrides, WITHOUT_END) as live:
-        for kind in kinds:
-            stood = let_train(live, training, chance)
-            harm = (
-                do_harm(live, training, kind, chance, run=run) if stood == "survived" else _none(kind, training, stood)
-            )
-            now_lost, now_twice = read_books(folder, run_over=False)
-            yield replace(harm, lost=max(0, now_lost - lost), trained_twice=max(0, now_twice - twice))
-            lost, twice = now_lost, now_twice
-            if harm.end in ("hung", "ended"):
-                print(live.output()[-4000:])
-                live.kill_everything()
-                break
-        else:
-            live.terminate()
-            live.finish()
-    steps = training.newest() + 1 + LAST_STEPS
-    finished = run_to_end(folder, *run.overrides, f"run.steps={steps}", "resume=auto")
-    at_end_lost, at_end_twice = read_books(folder, run_over=finished.code == 0)
-    books = finished.summary.get("ledger", {})
-    print(
-        f"     run of {steps} steps: {at_end_lost} lost, {at_end_twice} trained twice; summary.json: {books}",
-        flush=True,
-    )
-    if (at_end_lost, at_end_twice) != (lost, twice) or finished.code != 0:
-        print(finished.output[-4000:])
-        yield Harm(
-            kind=QUIET_END,
-            victim=f"exit code {finished.code}",
-            at_step=steps,
-            seconds=None,
-            settled_s=None,
-            end="survived" if finished.code == 0 else "ended",
-            lost=at_end_lost - lost,
-            trained_twice=at_end_twice - twice,
+    def __str__(self) -> str:
+        times = (
+            f", new steps after {self.first_s:.1f} and {self.third_s:.1f} s" if self.first_s and self.third_s else ""
         )
+        noticed = "" if self.noticed_s is None else f", killed after {self.noticed_s:.1f} s"
+        return f"{self.run}: {self.text} at step {self.at_step}: {self.end}, tier {self.tier}{noticed}{times}"
 
 
-def _none(kind: str, training: Training, end: str) -> Harm:
-    return Harm(kind=kind, victim=f"before {kind}", at_step=training.newest(), seconds=None, settled_s=None, end=end)
+# -- One run ----------------------------------------------------------------------------------------------------------
+def injure(scene: Scene, injury: str, run: str) -> Draw:
+    """Lets the run train, inflicts one injury and waits until training continues."""
+
+    def draw(end: str, text: str, **values: Any) -> Draw:
+        return Draw(injury=injury, run=run, text=text, at_step=at_step, end=end, **values)
+
+    at_step = scene.training.newest()
+    if (state := let_train(scene.live, scene.training, scene.chance)) != SURVIVED:
+        return draw(state, f"before {injury}")
+    scene.text, scene.stopped, at_step = [], {}, scene.training.newest()
+    live, printed = scene.live, len(scene.live.output())
+    try:
+        injuries(scene.run)[injury](scene)
+    except Failed as error:
+        return draw(ENDED, f"{', '.join(scene.text)}: {error}")
+    except (NotMet, TimeoutError) as error:
+        return draw(NOT_MET, f"{injury}: {error}")
+    values = _await_steps(scene)
+    output = scene.live.output()[printed if scene.live is live else 0 :]
+    tier = max((int(found) for found in TIER.findall(output)), default=0)
+    return draw(values.pop("end"), ", ".join(scene.text), tier=tier, **values)
 
 
-def schedule(kinds: Sequence[str], *, kills: int, seed: int) -> list[str]:
-    """Returns ``kills`` kinds in random order, distributed evenly."""
-    chance = random.Random(seed)
-    planned = [kinds[number % len(kinds)] for number in range(kills)]
-    chance.shuffle(planned)
-    return planned
+def _await_steps(scene: Scene) -> dict[str, Any]:
+    """Waits for the third new step and the end of all stopped processes; returns values of `Draw`."""
+    began = time.monotonic()
+    time.sleep(PERSISTED_S)
+    behind, event = scene.training.newest(), scene.training.last_event()
+    first_s = third_s = noticed_s = None
+    while True:
+        steps, now_s = scene.training.new_steps(behind=behind, event=event), time.monotonic() - began
+        first_s = now_s if first_s is None and steps else first_s
+        third_s = now_s if third_s is None and steps >= THIRD else third_s
+        for pid, since in list(scene.stopped.items()):
+            if process_state(pid).startswith(EXITED):
+                noticed_s = max(noticed_s or 0.0, time.monotonic() - since)
+                del scene.stopped[pid]
+        late = any(time.monotonic() - since > NOTICE_S for since in scene.stopped.values())
+        if (third_s is not None and not scene.stopped) or late or now_s > HUNG_S or not scene.live.running():
+            break
+        time.sleep(POLL_S)
+    if third_s is not None:
+        end = UNNOTICED if scene.stopped else SURVIVED
+    elif not scene.live.running():
+        end = ENDED
+    else:
+        end = UNNOTICED if late else HUNG
+    return {"end": end, "first_s": first_s, "third_s": third_s, "noticed_s": noticed_s}
 
 
-def table(harms: Sequence[Harm]) -> str:
-    """Returns a table by kind: counts, results, and seconds to the next new step."""
-    lines = [
-        "| kind | harms | survived | hung | ended | unnoticed | lost | trained twice "
-        "| next step, s: p50 | max | third: p50 | max |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+def injured_run(folder: Path, name: str, chosen: Sequence[str], *, seed: int) -> Iterator[Draw | LedgerCounts]:
+    """Runs once with these injuries, then to its end without harm; yields each injury, then the ledger's counts."""
+    run, training = RUNS[name], Training(folder)
+    scene = Scene(
+        folder=folder,
+        run=run,
+        chance=random.Random(seed),
+        training=training,
+        live=run.start(folder, WITHOUT_END),
+    )
+    try:
+        for injury in chosen:
+            draw = injure(scene, injury, name)
+            yield draw
+            if draw.end in (HUNG, ENDED, UNNOTICED):
+                print(scene.live.output()[-6000:], flush=True)
+                scene.live.kill_everything()
+                scene.again()
+        scene.live.terminate()
+        scene.live.finish(deadline_s=HUNG_S)
+    finally:
+        scene.live.__exit__()
+    steps = training.newest() + 1 + LAST_STEPS
+    with run.start(folder, f"run.steps={steps}", "resume=auto") as live:
+        finished = live.finish(deadline_s=HUNG_S)
+    if finished.code:
+        print(finished.output[-6000:], flush=True)
+        yield Draw(injury="quiet end", run=name, text=f"exit code {finished.code}", at_step=steps, end=ENDED)
+    yield count_samples(folder)
+
+
+# -- Draws ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Holds the facilities of this machine: own mounts (small disks, small shared memory) and memory groups."""
+
+    mounts: bool
+    memory_groups: bool
+
+    @staticmethod
+    def prepare() -> Machine:
+        """Gives this process and its children their own mounts, with small shared memory, if the user may do so."""
+        mounts = os.geteuid() == 0 and ctypes.CDLL(None).unshare(NEW_NAMESPACE_OF_MOUNTS) == 0
+        if mounts:
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            mount(SHARED_MEMORY, SHARED_MEMORY_MIB)
+        return Machine(mounts=mounts, memory_groups=os.access(MEMORY_GROUPS, os.W_OK))
+
+    def without(self) -> set[str]:
+        """Returns the injuries that this machine does not allow."""
+        no_mounts = () if self.mounts else (FULL_DISK, FULL_SHARED_MEMORY)
+        return {*no_mounts, *(() if self.memory_groups else (OUT_OF_MEMORY,))}
+
+
+def mount(folder: Path, mib: int) -> None:
+    """Mounts a small file system in memory on a folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=1777", "tmpfs", str(folder)], check=True)
+
+
+def possible_runs() -> list[str]:
+    """Returns the names of the runs that this machine allows: another user needs root, a false clock a package."""
+    return [
+        name
+        for name, run in RUNS.items()
+        if (run.user is None or (os.geteuid() == 0 and shutil.which("setpriv") is not None))
+        and (not run.false_clock or FAKE_CLOCK.exists())
     ]
-    for kind in (*dict.fromkeys(harm.kind for harm in harms), "all"):
-        own = [harm for harm in harms if kind in (harm.kind, "all")]
-        ends = [sum(harm.end == end for harm in own) for end in ENDS]
-        times = (*_p50_max([harm.seconds for harm in own]), *_p50_max([harm.settled_s for harm in own]))
-        counts = (len(own), *ends, sum(harm.lost for harm in own), sum(harm.trained_twice for harm in own))
-        lines.append(f"| {kind} | {' | '.join(str(count) for count in counts)} | {' | '.join(times)} |")
-    return "\n".join(lines)
 
 
-def _p50_max(found: Sequence[float | None]) -> tuple[str, str]:
-    seconds = [one for one in found if one is not None]
-    return (f"{median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("", "")
+def draw_runs(
+    possible: dict[str, list[str]], *, draws: int, each: bool, chance: random.Random
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields runs with at most `INJURIES_A_RUN` injuries: ``draws`` random ones, or with ``each`` every injury once."""
+    if each:
+        for name, kinds in possible.items():
+            shuffled = chance.sample(kinds, len(kinds))
+            for start in range(0, len(kinds), INJURIES_A_RUN):
+                yield name, shuffled[start : start + INJURIES_A_RUN]
+        return
+    while draws > 0:
+        name = chance.choice(list(possible))
+        yield name, [chance.choice(possible[name]) for _ in range(min(draws, INJURIES_A_RUN))]
+        draws -= INJURIES_A_RUN
+
+
+# -- Results ----------------------------------------------------------------------------------------------------------
+COLUMNS = ("injuries", *ENDS, "next step, s: median", "99%", "third step, s: median", "99%", "stopped, killed after, s")
+
+
+def rows(draws: Sequence[Draw], attribute: str) -> list[tuple[str | int | float | None, ...]]:
+    """Returns a row of `COLUMNS` for each value of an attribute of the draws, and a row for all."""
+    found = []
+    for value in (*sorted({getattr(draw, attribute) for draw in draws}), None):
+        own = [draw for draw in draws if value is None or getattr(draw, attribute) == value]
+        counts = [sum(draw.end == end for draw in own) for end in ENDS]
+        first, third = ([getattr(draw, name) for draw in own] for name in ("first_s", "third_s"))
+        noticed = [draw.noticed_s for draw in own if draw.noticed_s is not None]
+        longest = f"{max(noticed):.1f}" if noticed else None
+        found.append(("all" if value is None else value, len(own), *counts, *_times(first), *_times(third), longest))
+    return found
+
+
+def _times(seconds: Sequence[float | None]) -> tuple[str | None, str | None]:
+    known = sorted(second for second in seconds if second is not None)
+    if not known:
+        return None, None
+    return f"{median(known):.1f}", f"{known[min(len(known) - 1, int(0.99 * len(known)))]:.1f}"
+
+
+def ledger_text(ledgers: Sequence[LedgerCounts]) -> str:
+    """Returns the sums of the ledgers."""
+    issued, lost, twice, without_reason = (
+        sum(getattr(counts, name) for counts in ledgers)
+        for name in ("issued", "lost", "trained_twice", "without_reason")
+    )
+    return (
+        f"{issued:,} samples in {len(ledgers)} ledgers: {lost} lost, {twice} trained twice, {without_reason} dropped "
+        "without a reason"
+    )
+
+
+def tables(found: Sequence[Draw | LedgerCounts]) -> str:
+    """Returns Markdown tables by injury, by run and by tier of recovery, and the sums of the ledgers."""
+    draws = [draw for draw in found if isinstance(draw, Draw)]
+    lines = []
+    for attribute in ("injury", "run", "tier"):
+        lines += [f"| {attribute} | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+        lines += [
+            f"| {' | '.join('' if cell is None else str(cell) for cell in row)} |" for row in rows(draws, attribute)
+        ]
+        lines.append("")
+    return "\n".join([*lines, ledger_text([counts for counts in found if isinstance(counts, LedgerCounts)])])
+
+
+def results(found: Sequence[Draw | LedgerCounts], *, command: str) -> dict[str, Any]:
+    """Returns the content of a file of benchmarks/results/."""
+    draws = [draw for draw in found if isinstance(draw, Draw)]
+    ledgers = ledger_text([counts for counts in found if isinstance(counts, LedgerCounts)])
+    survived = sum(draw.end == SURVIVED for draw in draws)
+    by_injury, by_run, by_tier = (rows(draws, attribute) for attribute in ("injury", "run", "tier"))
+    return {
+        "title": "Random injuries",
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores",
+        "summary": f"{survived} of {len(draws)} injuries were survived. {ledgers}.",
+        "columns": ["injury", *COLUMNS],
+        "rows": by_injury,
+        "notes": [
+            f"run.heartbeat_timeout_s={HEARTBEAT_S}. Not met: the run had no such moment or process within a minute.",
+            "No run left a process, a temporary folder or shared memory.",
+        ],
+        "tables": [
+            {"title": "By run", "columns": ["run", *COLUMNS], "rows": by_run},
+            {
+                "title": "By the tier of recovery that the run reported (0: none was needed)",
+                "columns": ["tier", *COLUMNS],
+                "rows": by_tier,
+            },
+        ],
+    }
+
+
+def went_wrong(found: Sequence[Draw | LedgerCounts]) -> bool:
+    """Returns whether a run hung or ended, a stopped process was not noticed, or a ledger is wrong."""
+    return any(one.end in (HUNG, ENDED, UNNOTICED) if isinstance(one, Draw) else not one.closed for one in found)
+
+
+def read_record(file: Path) -> list[Draw | LedgerCounts]:
+    """Reads a file of ``--record``."""
+    values = [json.loads(line) for line in file.read_text().splitlines()]
+    return [
+        Draw(**value) if "injury" in value else LedgerCounts(**value | {"wrong": tuple(value["wrong"])})
+        for value in values
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--each", action="store_true", help="every injury of every run once, in random order")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--storm", type=int, metavar="DRAWS", help="draw this many injuries of all kinds in --runs")
-    parser.add_argument("--runs", nargs="+", choices=tuple(RUNS), default=list(RUNS), help="runs of the storm")
-    parser.add_argument("--births", action="store_true", help="harm starting processes")
-    parser.add_argument("--moments", nargs="+", type=float, default=list(MOMENTS), help="delays after a start, in s")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--media", choices=MEDIA_RUNS, help="runs whose prompts have media; default: text")
-    which.add_argument("--env", choices=ENV_RUNS, help="runs of several turns whose environment is in env workers")
-    parser.add_argument("--kinds", nargs="+", help="default: every kind of the run")
+    parser.add_argument("--runs", nargs="+", choices=tuple(RUNS), default=possible_runs())
+    parser.add_argument("--kinds", nargs="+", help="names of injuries; default: all")
+    parser.add_argument("--record", type=Path, help="file for the results, one JSON object in a line")
+    parser.add_argument("--results", type=Path, help="file of benchmarks/results/ to write from the record")
     arguments = parser.parse_args()
-    harmed = RUNS[arguments.media or arguments.env or TEXT]
-    known: Sequence[str] = harmed.kinds
-    if arguments.storm:
-        known = sorted({kind for name in arguments.runs for kind in injuries(RUNS[name])})
-    elif arguments.births:
-        known = KINDS
-    if unknown := sorted({*(arguments.kinds or ())} - {*known}):
+    machine, chance = Machine.prepare(), random.Random(arguments.seed)
+    possible = {name: list(injuries(RUNS[name], without=machine.without())) for name in arguments.runs}
+    if unknown := sorted({*(arguments.kinds or ())} - {kind for kinds in possible.values() for kind in kinds}):
+        known = sorted({kind for kinds in possible.values() for kind in kinds})
         parser.error(f"there is no {', '.join(unknown)} here; there are {', '.join(known)}")
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    possible = {
+        name: own
+        for name, kinds in possible.items()
+        if (own := [kind for kind in kinds if kind in (arguments.kinds or kinds)])
+    }
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; not here: {sorted(machine.without())}", flush=True)
+    found: list[Draw | LedgerCounts] = []
     with tempfile.TemporaryDirectory(prefix="relax-chaos-") as folder:
-        if arguments.storm:
-            return _storm(Path(folder), arguments)
-        if arguments.births:
-            return _births(Path(folder), arguments)
-        return _kills(Path(folder), arguments, harmed)
-
-
-def _storm(folder: Path, arguments: argparse.Namespace) -> int:
-    found: list[Draw | Books] = []
-    for one in storm(folder, arguments.storm, runs=arguments.runs, only=arguments.kinds, seed=arguments.seed):
-        found.append(one)
-        print(f"{sum(isinstance(each, Draw) for each in found):>4}. {one} (load {os.getloadavg()[0]:.0f})", flush=True)
-    print(storm_table(found))
+        Path(folder).chmod(0o755)
+        chosen = draw_runs(possible, draws=arguments.draws, each=arguments.each, chance=chance)
+        for number, (name, kinds) in enumerate(chosen):
+            disk = Path(folder) / f"disk{number}"
+            disk.mkdir()
+            if machine.mounts:
+                mount(disk, DISK_MIB)
+            for one in injured_run(disk / "run", name, kinds, seed=chance.randrange(1 << 30)):
+                found.append(one)
+                print(f"{len(found):>4}. {one} (load {os.getloadavg()[0]:.0f})", flush=True)
+                if arguments.record is not None:
+                    with arguments.record.open("a") as file:
+                        file.write(json.dumps(asdict(one)) + "\n")
+            if machine.mounts:
+                subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    everything = found if arguments.record is None else read_record(arguments.record)
+    print(tables(everything))
+    if arguments.results is not None:
+        command = f"python -m benchmarks.chaos --draws {len(everything)}"
+        arguments.results.write_text(json.dumps(results(everything, command=command), indent=2) + "\n")
     return int(went_wrong(found))
-
-
-def _births(folder: Path, arguments: argparse.Namespace) -> int:
-    found: list[Birth] = []
-    start_s = usual_start_s(folder / "usual")
-    print(f"usual start {start_s:.1f} s", flush=True)
-    for birth in births(folder, arguments.kinds or KINDS, moments=arguments.moments):
-        found.append(birth)
-        print(f"{len(found):>3}. {birth} (load {os.getloadavg()[0]:.0f})", flush=True)
-    print(births_table(found, start_s=start_s))
-    return int(any(one.end != "survived" or one.lost or one.trained_twice for one in found))
-
-
-def _kills(folder: Path, arguments: argparse.Namespace, harmed: HarmedRun) -> int:
-    print(f"overrides: {' '.join(harmed.overrides)}")
-    planned = schedule(arguments.kinds or harmed.kinds, kills=arguments.kills, seed=arguments.seed)
-    harms: list[Harm] = []
-    for number in itertools.count():
-        if not planned:
-            break
-        run = harm_run(folder / f"run{number}", planned[:KILLS_A_RUN], seed=arguments.seed + number, run=harmed)
-        for harm in run:
-            harms.append(harm)
-            planned = planned[harm.kind != QUIET_END :]
-            print(f"{len(harms):>3}. {_words(harm)} (load {os.getloadavg()[0]:.0f})", flush=True)
-    print(table(harms))
-    return int(any(harm.end != "survived" or harm.lost or harm.trained_twice for harm in harms))
-
-
-def _words(harm: Harm) -> str:
-    words = f"{harm.victim} at step {harm.at_step}: {harm.end}"
-    if harm.seconds is None or harm.settled_s is None:
-        return words
-    return f"{words}, next step after {harm.seconds:.1f} s, third after {harm.settled_s:.1f} s"
 
 
 if __name__ == "__main__":

@@ -1,34 +1,37 @@
-"""Runs for `benchmarks.chaos`: their settings, the kinds of their processes, and their progress."""
+"""Runs for `benchmarks.chaos`: their settings, the kinds of their processes, their progress and their ledger."""
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from relax_core.bus.ledger_reader import LedgerFile
-from tests.integration.live_run import MARK, LiveRun
+from tests.integration.live_run import MARK, NOBODY, LiveRun
 
 HEARTBEAT_S = 5
 APPEAR_S = 60.0
 HUNG_S = 300.0
-IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
-BREATH_S = (0.1, 1.5)  # bounds of a random wait before the next harm
-LAST_STEPS = 5  # after the last harm, so that every open sample is trained or dropped
+BREATH_S = (0.1, 1.5)  # bounds of a random wait before the next injury
+LAST_STEPS = 5  # after the last injury, so that every open sample is trained or dropped
 WITHOUT_END = "run.steps=1000000"
-STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
+STEPS_BETWEEN = 5  # train steps after a recovery before the next injury may come
 POLL_S = 0.02
-CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
-ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD = "encode_worker", "env_worker", "agent", "agent_guard"
+CONTROLLER = "controller"
+ENCODE_WORKER, ENV_WORKER, REWARD_WORKER = "encode_worker", "env_worker", "reward_worker"
+AGENT, AGENT_GUARD = "agent", "agent_guard"
 FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # the latter: a fork without Ray's title
-OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD)
+OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, REWARD_WORKER, AGENT, AGENT_GUARD)
 CALCULATOR = Path(__file__).parents[1] / "examples" / "agents" / "calculator.py"
+FAKE_CLOCK = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")  # Debian's package libfaketime
+OFFSET = "clock_offset"  # file of a run with a false clock, with text such as +3600
 TITLES = {  # kind → part of its process's command line
     "engine": "relax_core.engines.embedded",
     "engine_owner": "ray::EngineOwner",
@@ -47,29 +50,47 @@ TITLES = {  # kind → part of its process's command line
     CONTROLLER: "-m relax_core ",
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
     ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
+    REWARD_WORKER: "relax_core.rollout.rewards.reward_worker_main",
     AGENT: f"{sys.executable} {CALCULATOR}",  # also in the command line of its guard, which is older
     AGENT_GUARD: "agent_guard.py",
 }
-ENDS = ("survived", "hung", "ended", "unnoticed")
 RAY = ("gcs", "raylet")  # if one dies, the controller ends too, and the next controller starts a new Ray
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarmedRun:
-    """Defines a kind of run. ``overrides`` are its settings; ``own`` are its processes that a run on text lacks."""
+    """Defines a kind of run.
+
+    ``overrides`` are its settings; ``own`` are its processes that a run on text lacks. ``user`` is the id of another
+    user, which needs root. With ``false_clock`` the run reads its wall clock through libfaketime.
+    """
 
     overrides: tuple[str, ...]
     own: tuple[str, ...] = ()
+    user: int | None = None
+    false_clock: bool = False
 
     @property
     def processes(self) -> tuple[str, ...]:
         """Returns the kinds of its processes."""
-        return tuple(one for one in TITLES if one not in OF_SOME_RUNS or one in self.own)
+        return tuple(kind for kind in TITLES if kind not in OF_SOME_RUNS or kind in self.own)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Returns the kinds of harm that are possible for it."""
-        return (*self.processes, FROZEN, PAIR)
+    def start(self, folder: Path, *overrides: str) -> LiveRun:
+        """Starts the command with further overrides in ``folder``, which is below an existing folder."""
+        environment: Mapping[str, str] = {}
+        if self.user is not None:
+            os.chown(folder.parent, self.user, self.user)
+        if self.false_clock:
+            offset = folder.with_name(OFFSET)
+            if not offset.exists():
+                offset.write_text("+0")
+            environment = {
+                "LD_PRELOAD": str(FAKE_CLOCK),
+                "FAKETIME_TIMESTAMP_FILE": str(offset),
+                "FAKETIME_CACHE_DURATION": "1",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            }
+        return LiveRun(folder, *self.overrides, *overrides, environment=environment, user=self.user)
 
 
 _TEXT = (
@@ -86,17 +107,15 @@ _TEXT = (
     "eval.every=0",
 )
 _SMALL = (*_TEXT, "algo.group_size=4", "rollout.prompts_per_step=8")
-_MEDIA = _SMALL
 TEXT = "text"
-MEDIA_RUNS = {
-    "see": HarmedRun(overrides=(*_MEDIA, "model=tiny_qwen3_vl", "data=see"), own=(ENCODE_WORKER,)),
-    "states": HarmedRun(overrides=(*_MEDIA, "model=tiny_qwen3_5", "data=see"), own=(ENCODE_WORKER,)),
+RUNS = {
+    TEXT: HarmedRun(overrides=_TEXT),
+    "see": HarmedRun(overrides=(*_SMALL, "model=tiny_qwen3_vl", "data=see"), own=(ENCODE_WORKER,)),
+    "states": HarmedRun(overrides=(*_SMALL, "model=tiny_qwen3_5", "data=see"), own=(ENCODE_WORKER,)),
     "four_modalities": HarmedRun(
-        overrides=(*_MEDIA, "model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
+        overrides=(*_SMALL, "model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
         own=(ENCODE_WORKER,),
     ),
-}
-ENV_RUNS = {
     "number_guess": HarmedRun(
         overrides=(
             "experiment=number_guess",
@@ -116,8 +135,17 @@ ENV_RUNS = {
         ),
         own=(AGENT, AGENT_GUARD),
     ),
+    "reward_workers": HarmedRun(
+        overrides=(
+            *_SMALL,
+            f"reward.name={Path(__file__).with_name('isolated_exact_match.py')}",
+            *("rollout.reward_workers=2", f"reward.timeout_s={HEARTBEAT_S}"),
+        ),
+        own=(REWARD_WORKER,),
+    ),
+    "non_root": HarmedRun(overrides=_TEXT, user=NOBODY),
+    "false_clock": HarmedRun(overrides=_TEXT, false_clock=True),
 }
-RUNS = {TEXT: HarmedRun(overrides=_TEXT), **MEDIA_RUNS, **ENV_RUNS}
 
 
 class Training:
@@ -128,30 +156,26 @@ class Training:
 
     def newest(self) -> int:
         """Returns the newest valid step; -1 before the first."""
-        row = self._one("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
+        row = self._value("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
         return -1 if row is None else int(row)
 
     def last_event(self) -> int:
         """Returns the newest event's id; 0 before the first. Later events have higher ids, also after a restore."""
-        row = self._one("SELECT MAX(id) FROM events")
+        row = self._value("SELECT MAX(id) FROM events")
         return int(row or 0)
 
-    def newest_at(self, when: float) -> int:
-        """Returns the newest step at Unix time ``when``; -1 before the first."""
-        row = self._one("SELECT step FROM events WHERE event = 'trained' AND time <= ? ORDER BY id DESC LIMIT 1", when)
-        return -1 if row is None else int(row)
+    def new_steps(self, *, behind: int, event: int) -> int:
+        """Returns the number of steps after step ``behind`` that were trained after event ``event``."""
+        row = self._value(
+            "SELECT COUNT(DISTINCT step) FROM events WHERE id > ? AND event = 'trained' AND step > ?", event, behind
+        )
+        return int(row or 0)
 
-    def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
-        """Returns the Unix time of the ``number``-th step after step ``behind``, counted from 0, or None if it is not
-        done. Only events after event number ``event`` and Unix time ``since`` count.
-        """
-        return self._one(
-            "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
-            "GROUP BY step ORDER BY step LIMIT 1 OFFSET ?",
-            event, behind, since, number,
-        )  # fmt: skip
+    def first_step_time(self, *, since: float) -> float | None:
+        """Returns the Unix time at which the first step after Unix time ``since`` was trained, None before it."""
+        return self._value("SELECT MIN(time) FROM events WHERE event = 'trained' AND time > ?", since)
 
-    def _one(self, query: str, *values: float) -> float | None:
+    def _value(self, query: str, *values: float) -> float | None:
         try:
             database = sqlite3.connect(self._uri, uri=True, timeout=10.0)
         except sqlite3.OperationalError:  # not created yet
@@ -159,7 +183,7 @@ class Training:
         try:
             row = database.execute(query, values).fetchone()
         except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
+            if "no such table" in str(error) or "locked" in str(error):  # an injury locks the ledger
                 return None
             raise
         finally:
@@ -212,7 +236,10 @@ def _born(pid: int) -> float:
 
 
 def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
-    """Returns the run's state at a random moment after some more steps: the last harm may show its effect only now."""
+    """Lets the run train some steps and waits for a random moment, because an injury may show its effect late.
+
+    Returns "survived", or "ended" or "hung" if the run does not train.
+    """
     goal, deadline = training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
     while training.newest() < goal:
         if not live.running():
@@ -224,26 +251,35 @@ def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
     return "survived"
 
 
-def new_step(
-    live: LiveRun, training: Training, *, since: float, event: int, number: int = 0
-) -> tuple[str, float | None]:
-    """Waits for the ``number``-th new step after Unix time ``since``, counted from 0.
+@dataclass(frozen=True, kw_only=True)
+class LedgerCounts:
+    """Holds the sample counts of a run's ledger at its end, by SQL that Relax does not use."""
 
-    Only events after event number ``event`` count. Returns the run's state and the seconds.
-    """
-    behind = training.newest_at(since)
-    while True:
-        if (done := training.time_of(number, behind=behind, event=event, since=since)) is not None:
-            return "survived", done - since
-        if not live.running() or time.time() - since > HUNG_S:
-            return "hung" if live.running() else "ended", None
-        time.sleep(POLL_S)
+    issued: int
+    lost: int
+    trained_twice: int
+    without_reason: int
+    wrong: tuple[str, ...] = field(default=())  # uids of the first wrong samples
+
+    @property
+    def closed(self) -> bool:
+        """Returns whether every sample was trained once or dropped with a reason."""
+        return self.issued > 0 and not (self.lost or self.trained_twice or self.without_reason)
 
 
-def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
-    """Returns the numbers of lost and of twice trained samples from a run's ledger."""
-    if not (folder / "ledger.sqlite").exists():  # the run ended before it created the file
-        return 0, 0
-    with LedgerFile(folder / "ledger.sqlite") as file:
-        books = file.counts(run_over=run_over)
-    return len(books.lost), len(books.trained_twice)
+def count_samples(folder: Path) -> LedgerCounts:
+    """Reads the ledger of a run that has trained all of its steps."""
+    over = "SELECT uid FROM events WHERE event IN ('trained', 'dropped')"
+    lost = f"SELECT DISTINCT uid FROM events WHERE event = 'issued' AND uid NOT IN ({over})"
+    twice = "SELECT uid FROM events WHERE event = 'trained' GROUP BY uid HAVING COUNT(*) > 1"
+    without_reason = "SELECT uid FROM events WHERE event = 'dropped' AND (reason IS NULL OR reason = '')"
+    issued = "SELECT DISTINCT uid FROM events WHERE event = 'issued'"
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
+        uids = {query: [str(uid) for (uid,) in database.execute(query)] for query in (lost, twice, without_reason)}
+        return LedgerCounts(
+            issued=int(database.execute(f"SELECT COUNT(*) FROM ({issued})").fetchone()[0]),
+            lost=len(uids[lost]),
+            trained_twice=len(uids[twice]),
+            without_reason=len(uids[without_reason]),
+            wrong=tuple(uid for found in uids.values() for uid in found[:3]),
+        )

@@ -130,7 +130,7 @@ def measure(folder: Path, *, kills: int, overrides: Sequence[str]) -> tuple[Phas
     port = free_port()
     with LiveRun(folder, *OVERRIDES, f"engine.port={port}", *overrides) as live, Looks(live).going_on() as looks:
         token = _await(live, lambda: _first_token(port))
-        ended = _await(live, lambda: training.time_of(0, behind=-1, event=0, since=began))
+        ended = _await(live, lambda: training.first_step_time(since=began))
         start, recoveries = phase({}, looks.now(), began=began, ended=ended), []
         start.token_s = token - began
         for _ in range(kills):
@@ -152,7 +152,7 @@ def _recovery(live: LiveRun, training: Training, looks: Looks) -> Phase:
         return None if found == trainer else found
 
     since = psutil.Process(int(_await(live, successor))).create_time() + CLOCK_S
-    ended = _await(live, lambda: training.time_of(0, behind=-1, event=0, since=since))
+    ended = _await(live, lambda: training.first_step_time(since=since))
     return phase(before, looks.now(), began=began, ended=ended)
 
 

@@ -5,13 +5,16 @@ each group its own device, whose thread wakes up a hundred times a second. Megat
 single rank; their threads took 2% of a core while nothing happened, and 8% of a busy trainer's time.
 
 A device listens on a TCP port without authentication. A connection that names the number of a pair of ranks, which is
-small, takes the place of a rank, and torch unpickles data from ranks. So the device drops all connection requests,
-pair of ranks proves to the other that it knows the run's token, before the group carries data.
+small, takes the place of a rank, and torch unpickles data from ranks. So the device drops all connection requests
+except while a group forms, its clients must belong to this user, and each pair of ranks proves to the other that it
+knows the run's token, before the group carries data. Some kernels let only root drop connection requests (6.18 in a
+virtual machine); there the other two checks remain.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import random
 import secrets
@@ -41,6 +44,7 @@ from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.parallel_layout import check_layout
 from relax_core.weights.weight_group import keep_gloo_on_loopback, open_rank_store
 
+log = logging.getLogger(__name__)
 _READS = 5  # of the kernel's table, before a client counts as foreign
 _NUMBER_BYTES = 32  # as many as a proof has
 
@@ -56,6 +60,7 @@ class OneDeviceGloo(ProcessGroupGloo):
     _listeners: dict[int, int] = {}  # the devices' TCP ports, with the descriptors of their sockets
     _token = ""
     _admits = 0  # the number of open blocks of `admitting_ranks`
+    _filters = True  # False once the kernel has refused to drop connection requests for this user
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if not self._devices:
@@ -131,8 +136,19 @@ def admitting_ranks() -> Iterator[None]:
 
 
 def _admit(admits: bool) -> None:
+    if not OneDeviceGloo._filters:
+        return
     for descriptor in OneDeviceGloo._listeners.values():
-        (admit_clients if admits else refuse_clients)(descriptor)
+        try:
+            (admit_clients if admits else refuse_clients)(descriptor)
+        except PermissionError as error:
+            OneDeviceGloo._filters = False
+            log.warning(
+                "the kernel does not let this user drop connection requests to gloo (%s); users of this machine could "
+                "delay the start of ranks, but not join them",
+                error.strerror,
+            )
+            return
 
 
 def check_clients(ports: set[int]) -> None:

@@ -29,9 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
 GONE_S = 60.0  # processes may end slowly on a loaded machine
 POLL_S = 0.02
+NOBODY = 65534  # user id
 MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
 
 NOTICED = re.compile("^tier [12] at step .*; (started again in place|all services start again from step)", re.MULTILINE)
+TIER = re.compile("^tier ([12]) at step ", re.MULTILINE)  # of a recovery
 MEDIA_LIBRARY = re.compile(r"\S*/site-packages/(PIL|av)/\S+")  # both have compiled modules
 TOLD_STEP = re.compile("^step [1-9]", re.MULTILINE)
 STOPPING = "stopping: a checkpoint is written"
@@ -82,18 +84,34 @@ class FinishedRun:
 class LiveRun:
     """Runs one command; a context manager that ends all processes of the run."""
 
-    def __init__(self, folder: Path, *overrides: str, cwd: Path = ROOT) -> None:
-        """Starts the run from the folder ``cwd``."""
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        user: int | None = None,
+    ) -> None:
+        """Starts the run from the folder ``cwd`` with more environment variables.
+
+        ``user`` is a numeric user id, for tests that run as root (`as_user`).
+        """
         self.folder = folder
         self._mark = secrets.token_hex(8)
         # A short path, because of the socket names below it. All temporary files of the run are in here.
         self.temporary = Path(tempfile.mkdtemp(prefix="rt"))
         self._log = self.temporary.with_suffix(".log")
+        prefix: list[str] = []
+        own = {"TMPDIR": str(self.temporary), MARK: self._mark, **(environment or {})}
+        if user is not None:
+            os.chown(self.temporary, user, user)
+            own |= {"HOME": str(self.temporary), "USER": str(user)}
+            prefix = as_user(user)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides],
+                [*prefix, sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides],
                 cwd=cwd,
-                env={**os.environ, "TMPDIR": str(self.temporary), MARK: self._mark},
+                env={**os.environ, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -279,6 +297,16 @@ class LiveRun:
 
     def _shared_memory(self) -> list[Path]:
         return list(Path("/dev/shm").glob(f"relax-{self._process.pid}-*"))
+
+
+def as_user(user: int) -> list[str]:
+    """Returns the prefix of a command that root starts as another user.
+
+    This user may read every file, because Python and its packages may lie below /root, and may write only its own.
+    """
+    capability = "+dac_read_search"
+    ids = (f"--reuid={user}", f"--regid={user}", "--clear-groups")
+    return ["setpriv", *ids, f"--inh-caps={capability}", f"--ambient-caps={capability}"]
 
 
 def run_to_end(folder: Path, *overrides: str, deadline_s: float = DEADLINE_S, cwd: Path = ROOT) -> FinishedRun:

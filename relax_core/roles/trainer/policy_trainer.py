@@ -139,7 +139,7 @@ class PolicyTrainer(Worker):
         try:
             if context.resume_from is not None:
                 self._worker_group.load(context.resume_from)
-            self._publish(self._version)
+            self._publish(self._version, first=True)
             self._train()
         finally:
             self._sync.close()
@@ -242,15 +242,16 @@ class PolicyTrainer(Worker):
         consumed.groups.extend(groups)
         return groups
 
-    def _publish(self, version: int) -> None:
+    def _publish(self, version: int, *, first: bool = False) -> None:
         """Publishes the weights; their push runs in the background, and the next version waits for its end.
 
-        Waits out an outage of a disk; full shared memory is an error at once.
+        Waits out an outage of the disk or of shared memory. If shared memory has no space for the ``first`` version of
+        this process, it is probably too small for the model, which is an error at once.
         """
         self._end_push()
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
         outage = Outage(f"writes weights {version}", report=self._report_wait)
-        self._write_weights(partial(self._sync.publish, version), outage, waits=on_disk)
+        self._write_weights(partial(self._sync.publish, version), outage, waits=on_disk or not first)
 
     def _write_weights(
         self,
