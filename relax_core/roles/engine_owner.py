@@ -19,6 +19,7 @@ from typing import Any
 
 from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
 from relax_core.contracts.monitor import Check, Finding, Monitor
+from relax_core.contracts.outage import is_outage
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess, EngineStartLost
 from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -331,6 +332,11 @@ class EngineOwner(Worker):
                         serving = latest.version
         except (EngineError, PublishedUnreadable) as error:
             self.set_state("waiting", str(error))
+            return
+        except OSError as error:
+            if not is_outage(error):
+                raise
+            self.set_state("waiting", f"for the disk of the published weights: {error.strerror}")
             return
         self._serving = serving
         self.set_state("running", f"{self._url} weights {serving}")

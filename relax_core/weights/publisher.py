@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
+from relax_core.contracts.outage import Outage, wait_out
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.transports import WeightReceiver, WeightTransport
 from relax_core.weights.version_folder import LATEST, PUSHED, VersionFolder
@@ -86,7 +87,7 @@ class WeightPublisher:
 
     ``frozen`` names the tensors that are the same in every version. They are written once, into a file that all
     versions share, and an engine that holds them does not read them again. A transport that sends the tensors sends
-    them with every version.
+    them with every version. The record of a push waits out outages of the disk of up to ``outage_s`` seconds.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class WeightPublisher:
         model_folder: Path | None = None,
         calls: CallQueues | None = None,
         frozen: Collection[str] = (),
+        outage_s: float = 0.0,
     ) -> None:
         self._folder = VersionFolder(folder)
         self._receivers = receivers
@@ -109,6 +111,7 @@ class WeightPublisher:
         self._in_flight: dict[str, int] = {}  # engine url → the version that it has not answered
         self._unreported: list[Future[_Outcome]] = []
         self._pushed = -1
+        self._outage, self._outage_s = Outage("records the push of weights"), outage_s
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Push:
         """Writes a version and starts its push in other threads; take its result before you publish the next version.
@@ -196,7 +199,7 @@ class WeightPublisher:
         with self._lock:
             if version > self._pushed:  # The push of an older version may end later.
                 self._pushed = version
-                self._folder.replace(PUSHED, version)
+                wait_out(partial(self._folder.replace, PUSHED, version), self._outage, limit_s=self._outage_s)
 
     def close(self) -> None:
         """Waits up to `CLOSE_S` seconds for the pushes in progress; the remaining pushes end with the process."""

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from relax_core.weights.version_folder import (
 )
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER
 from tests.contracts.engine.harness import TOKEN, Engine, hf_weights, make_model
+from tests.outages import filled
 from tests.vision_models import Seen, make_seeing_model, text
 
 
@@ -123,6 +125,24 @@ def test_one_refusal_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path, lambda: [waits, refuses, opens], transport=SharedMemoryTransport())
     assert publisher.publish(3, [("a", torch.ones(2))]).result(timeout=120.0).refused == {"refuses": "no"}
     assert waits.versions == [3]
+    publisher.close()
+
+
+def test_the_record_of_a_push_waits_while_the_disk_is_full(
+    small_disk: Callable[[str], Path], wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, full = small_disk("1m"), ExitStack()
+
+    class FillsTheDisk(Slow):
+        def update_weights(self, manifest: WeightManifest) -> dict:
+            full.enter_context(filled(disk))
+            return super().update_weights(manifest)
+
+    publisher = WeightPublisher(disk, lambda: [FillsTheDisk("a")], transport=SharedMemoryTransport(), outage_s=60.0)
+    push = publisher.publish(3, [("a", torch.ones(2))])
+    wait_until(lambda: "waits for the disk" in caplog.text, what="an outage")
+    full.close()
+    assert push.result(timeout=120.0).refused == {} and read_pushed(disk) == 3
     publisher.close()
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.engine import SILENT_S, EngineError, EngineUnreachable
+from relax_core.contracts.outage import OUTAGE_SHARE
 from relax_core.engines.engine_states import FanOut
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.role_context import RunContext
@@ -54,6 +55,7 @@ class WeightSync:
             model_folder=context.model_folder,
             calls=self._calls,
             frozen=frozen,
+            outage_s=OUTAGE_SHARE * self._stall_s,
         )
         self._push: Push | None = None
         self._behind: frozenset[str] = frozenset()
