@@ -12,9 +12,30 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without one of these, its tests are skipped.
-INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env", "real-env", "docs-env")
+INSTALLS = (
+    "sandbox",
+    "false-clock",
+    "dashboard-browser",
+    "extras",
+    "slurm",
+    "environments",
+    "trackers-env",
+    "real-env",
+    "docs-env",
+)
 STAGES = [
-    *("test-env", "sandbox", "dashboard-browser", "extras", "slurm", "lint", "test-slurm", "docs-env", "docs"),
+    *(
+        "test-env",
+        "sandbox",
+        "false-clock",
+        "dashboard-browser",
+        "extras",
+        "slurm",
+        "lint",
+        "test-slurm",
+        "docs-env",
+        "docs",
+    ),
     "test-security",
     *("environments", "sglang", "agents", "trackers-env", "test-trackers", "real-env", "test-real"),
     *("test-whole-runs", "test"),
@@ -76,6 +97,7 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
     [
         ("slurm", "make test-slurm is skipped"),
         ("sandbox", "the tests of the sandbox are skipped"),
+        ("false-clock", "a false clock is skipped"),
         ("dashboard-browser", "the tests of the page in a browser are skipped"),
         ("extras", "the tests of further environments and rewards are skipped"),
         ("environments", "an environment is not there yet"),
