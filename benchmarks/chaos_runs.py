@@ -79,7 +79,11 @@ class HarmedRun:
         """Starts the command with further overrides in ``folder``, which is below an existing folder."""
         environment: Mapping[str, str] = {}
         if self.user is not None:
-            os.chown(folder.parent, self.user, self.user)
+            home = folder.with_name("home")  # with the caches, which all commands of the run share
+            home.mkdir(exist_ok=True)
+            for path in (folder.parent, home):
+                os.chown(path, self.user, self.user)
+            environment = {"HOME": str(home)}
         if self.false_clock:
             offset = folder.with_name(OFFSET)
             if not offset.exists():

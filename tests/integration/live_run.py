@@ -102,7 +102,7 @@ class LiveRun:
         self.temporary = Path(tempfile.mkdtemp(prefix="rt"))
         self._log = self.temporary.with_suffix(".log")
         prefix: list[str] = []
-        own = {"TMPDIR": str(self.temporary), MARK: self._mark, **(environment or {})}
+        own = {"TMPDIR": str(self.temporary), MARK: self._mark}
         if user is not None:
             os.chown(self.temporary, user, user)
             own |= {"HOME": str(self.temporary), "USER": str(user)}
@@ -111,7 +111,7 @@ class LiveRun:
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides],
                 cwd=cwd,
-                env={**os.environ, **own},
+                env={**os.environ, **own, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
