@@ -1,4 +1,4 @@
-"""Dr. GRPO (arXiv 2503.20783) is GRPO without its two biases, the group's std and the response's own length.
+"""Dr. GRPO (arXiv 2503.20783) is GRPO without two biases: division by the group's std and by the response length.
 
 A = r - mean. Each response's sum is divided by one constant length, the maximum length of a response.
 """

@@ -1,10 +1,10 @@
 """PPO (arXiv 1707.06347) has a critic, GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
 
-A turn's reward stands at its last trained token. The critic has a clipped value loss; it is a separate model, so this
-loss needs no coefficient. The presets use two epochs; the paper uses 10 with a discount of 0.99 on continuous
+A turn's reward is the reward of its last trained token. The critic has a clipped value loss; it is a separate model, so
+this loss needs no coefficient. The presets use two epochs; the paper uses 10 with a discount of 0.99 on continuous
 control and 3 on Atari (tables 3 and 5), and its value loss has no clip. ``gae_alpha`` above 0 selects VAPO's decoupled,
-length-adaptive GAE (arXiv 2504.05118): λ of the advantages then depends on the response's length, and λ of the
-critic's returns is ``gae_lambda``.
+length-adaptive GAE (arXiv 2504.05118): λ of the advantages then depends on the response's length, and λ of the critic's
+returns is ``gae_lambda``.
 """
 
 from __future__ import annotations

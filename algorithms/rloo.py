@@ -1,8 +1,8 @@
 """RLOO (arXiv 2402.14740) is REINFORCE with the mean of the group's other rewards as baseline.
 
-A response is one action, so its log-probs are summed and not averaged over its own length. The sum is divided by one
+A response is one action, so its log-probs are summed and not averaged over its length. The sum is divided by one
 constant length, as in Dr. GRPO, so that the gradient-norm clip acts as it does for the other algorithms. At r = 1 the
-gradient of the clipped surrogate is that of REINFORCE; the clip only limits ratios that staleness moved.
+gradient of the clipped surrogate is that of REINFORCE; the clip only limits ratios that staleness has changed.
 """
 
 from __future__ import annotations

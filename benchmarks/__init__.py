@@ -1,1 +1,1 @@
-"""Benchmarks, each a command that measures numbers quoted in the README: ``python -m benchmarks.<name>``."""
+"""Benchmarks: commands that measure the numbers quoted in the README, ``python -m benchmarks.<name>``."""

@@ -142,7 +142,7 @@ def _figures(run: Run) -> Figures:
 
 @cache
 def _level_of_builtin_teacher() -> float:
-    """Returns the teacher's share of exact answers: it is the model of a run that evaluates before its first step."""
+    """Returns the teacher's share of exact answers, from a run of the teacher that evaluates before its first step."""
     run = Run(row="grpo", mode=COLOCATE, seed=0, steps=1)
     with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
         keys = [*_common(run), "model.builtin=tiny_qwen3_teacher", "eval.every=1", "run.export_hf=false"]

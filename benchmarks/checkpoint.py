@@ -80,7 +80,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in backend.model.parameters())
     print(f"{parameters / 1e6:.0f} M parameters, {size / 1e9:.2f} GB a checkpoint; medians of {words.repeats}")
     print(f"copy   {statistics.median(copies):8.0f} ms   the step waits for this")
-    print(f"write  {statistics.median(writes):8.0f} ms   beside the steps; digests and fsync come on top")
+    print(f"write  {statistics.median(writes):8.0f} ms   parallel to the steps; digests and fsync are not included")
     print(f"load   {loaded:8.0f} ms")
 
 

@@ -1,8 +1,8 @@
 """Reports the size of the code: ``python -m benchmarks.code_size``.
 
 Prints lines and files by folder, files above 800 lines, functions above 100 lines, files that mention
-``max_staleness``, and the lines of tests and benchmarks. No test checks these sizes; a long file or function should be
-searched for a second topic.
+``max_staleness``, and the lines of tests and benchmarks. No test checks these sizes; a long file or function may have
+two topics.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
     for file in core:
         parts = file.relative_to(ROOT / "relax_core").parts
         rooms[parts[0] if len(parts) > 1 else "(files)"].append(lines_of(file))
-    print("| room | lines | files |\n| --- | --- | --- |")
+    print("| folder | lines | files |\n| --- | --- | --- |")
     for room, sizes in sorted(rooms.items()):
         print(f"| {room} | {sum(sizes):,} | {len(sizes)} |")
     print(f"| relax_core | {sum(map(sum, rooms.values())):,} | {len(core)} |")

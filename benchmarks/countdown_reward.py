@@ -52,7 +52,7 @@ def score(given: RewardInput, config: CountdownConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="countdown",
-    summary="the share of a countdown's numbers in the colour asked for",
+    summary="the share of a countdown's numbers in the requested colour",
     config=CountdownConfig,
     score=score,
     check_row=check_row,

@@ -3,7 +3,8 @@
 Two whole runs of tiny_qwen3_vl on data=see (pictures, videos, words), async at staleness 1 with over-sampling 1.5: one
 without data.mix, which draws a third of each, and one with it. This file is also the reward of both: like a slow judge,
 it waits ``--text-s`` seconds for an answer, and ten times as long for an answer about a video. Prints for each modality
-its share of the issued samples that have ended, its share of the trained samples, and the difference in points.
+its share of the issued samples that have ended, its share of the trained samples, and the difference in percentage
+points.
 """
 
 from __future__ import annotations

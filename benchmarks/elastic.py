@@ -61,7 +61,7 @@ HARMS = [
 
 
 def words(seconds: Sequence[float]) -> str:
-    """Formats the median and the maximum of some seconds."""
+    """Formats the median and the maximum of durations in seconds."""
     return f"median {median(seconds):.2f} s, worst {max(seconds):.2f} s ({len(seconds)} times)"
 
 
@@ -285,11 +285,13 @@ def pairs(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adds", type=int, default=0, help="how often one engine is added and removed")
-    parser.add_argument("--cycles", type=int, default=0, help="how often engines join and leave, with kills or cancels")
+    parser.add_argument("--adds", type=int, default=0, help="number of times one engine is added and removed")
+    parser.add_argument(
+        "--cycles", type=int, default=0, help="number of joins and leaves of engines with kills or cancels"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
-    parser.add_argument("--leaves", type=int, default=0, help="how often an engine leaves")
+    parser.add_argument("--leaves", type=int, default=0, help="number of times an engine leaves")
     parser.add_argument("--stop", type=float, default=0.0, help="seconds for which new engines are stopped")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of runs with and without a gateway")
     given = parser.parse_args()

@@ -55,7 +55,7 @@ PARTS = ("decode", "sync", "step", "profile")
 TRANSPORTS = ("shared_memory", "gloo", "disk")
 BASE = "transformers"
 DEMO_STEPS, WARM_STEPS = 60, 10
-CPU_REPEATS = 32  # minimum of samples in a measurement: CPU time has a resolution of 10 ms
+CPU_REPEATS = 32  # minimum samples of a measurement, because CPU time has a resolution of 10 ms
 
 
 def engine_kinds() -> dict[str, EngineConfig]:
@@ -123,7 +123,7 @@ def transformers_tokens(model: Any, prompts: torch.Tensor, new_tokens: int, seed
 def engine_tokens(
     loop: asyncio.AbstractEventLoop, client: EngineClient, prompts: torch.Tensor, new_tokens: int, seed: int
 ) -> int:
-    """Samples as many with an engine; its model must have no token that ends a response."""
+    """Samples as many tokens with an engine; its model must have no token that ends a response."""
     requests = [
         PromptRequest(rid=f"{seed}-{place}", input_ids=row, sampling_seed=seed + place)
         for place, row in enumerate(prompts.tolist())

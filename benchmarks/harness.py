@@ -1,4 +1,4 @@
-"""Common parts of all benchmarks: whole runs, engines, comparisons whose variants take turns, and tables of ratios.
+"""Common parts of all benchmarks: whole runs, engines, comparisons of variants in turns, and tables of ratios.
 
 A machine's speed changes with its load. Therefore the variants ("ways") of a comparison take turns within one
 invocation, every other round in the opposite order, and a ratio is the median over the ratios of the rounds.
@@ -39,7 +39,7 @@ Figures = dict[str, float]
 def command_line(doc: str | None, *, rounds: int = 3) -> argparse.ArgumentParser:
     """Returns a parser with the arguments of every benchmark: ``--rounds`` and ``--json``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help="how often each way is measured")
+    parser.add_argument("--rounds", type=int, default=rounds, help="number of measurements of each way")
     parser.add_argument("--json", type=Path, help="file for the metrics of all rounds, as JSON")
     return parser
 

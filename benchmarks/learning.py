@@ -8,7 +8,7 @@ solve in the first and the last evaluation, also by reward part and evaluation s
 evaluation below the best earlier one. ``sampled`` is the share of exact training episodes over the first and the last
 ten steps. A control replaces the data, the reward or the environment, so that nothing can be learnt. The exit code is 1
 if a run misses its bounds. With ``--results``, each finished run is added to the file, and runs in the file are not
-repeated; ``--curves`` draws the sampled shares of that file.
+repeated; ``--curves`` draws the sampled shares in that file.
 
 - ``demo``: reverse digits.
 - ``see``: vision and audio models (data=see, data=four_modalities; chance 0.25). In "kills", an encode worker, the
@@ -352,10 +352,10 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments; ``only`` lists the names of the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=["demo"])
-    parser.add_argument("--only", nargs="+", choices=list(CASES), help="these kinds of runs, of any suite")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), help="only these kinds of runs, from any suite")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--results", type=Path, help="file of finished runs, one JSON record a line")
-    parser.add_argument("--curves", type=Path, help="picture of the runs in --results")
+    parser.add_argument("--curves", type=Path, help="plot of the runs in --results")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     given = parser.parse_args(words)
     given.only = given.only or [name for suite in given.suite for name in SUITES[suite]]

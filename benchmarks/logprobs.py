@@ -3,9 +3,9 @@
     python -m benchmarks.logprobs [--rows 4096 --vocab 151936 --hidden 256 --chunk 128 --repeats 1]
     python -m benchmarks.logprobs --way kept --kept 20        # one way alone: over kept sets of 20 tokens; see `ours`
 
-Each way runs in a separate process. Peak: the process's high-water mark (VmHWM) minus its resident memory just before,
-when inputs and their gradients are allocated; the weight gradient that autograd returns before accumulation counts.
-Time: CPU seconds of one thread, the minimum of the repeats.
+Each way runs in a separate process. Peak: the process's high-water mark (VmHWM) minus its resident memory before the
+passes, with inputs and their gradients allocated; it includes the weight gradient that autograd returns before
+accumulation. Time: CPU seconds of one thread, the minimum of the repeats.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     figures = {way: in_own_process(way, flags) for way in WAYS}
     naive = figures["naive"]
     print(
-        f"{arguments.rows:,} rows × {arguments.vocab:,} words, hidden {arguments.hidden}, {arguments.dtype}, "
+        f"{arguments.rows:,} rows × {arguments.vocab:,} tokens, hidden {arguments.hidden}, {arguments.dtype}, "
         f"chunk {arguments.chunk}; forward + backward, one thread"
     )
     print(f"{'':14}{'CPU s':>9}{'of naive':>10}{'peak MB':>9}{'of naive':>10}{'gradient norm off':>19}")

@@ -1,9 +1,9 @@
-"""Measures encode workers: ``python -m benchmarks.media``; ``--parts`` chooses among sounds, pictures and stored.
+"""Measures encode workers: ``python -m benchmarks.media``; ``--parts`` selects sounds, pictures and stored.
 
-It prints the speed, over real time, at which one worker decodes 30 s of sound and computes its features; then the time
-of one image or video, the speedup by a second worker, the stalls of the event loop meanwhile, and a worker's memory;
-then how often a run encodes each image, video or sound, and the bytes that the bus stores for a group with one item.
-The target is printed next to each result.
+It prints the speed, as a multiple of real time, at which one worker decodes 30 s of sound and computes its features;
+then the time of one image or video, the speedup by a second worker, the stalls of the event loop meanwhile, and a
+worker's memory; then how often a run encodes each image, video or sound, and the bytes that the bus stores for a group
+with one item. The target is printed next to each result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure_sounds() -> None:
-    """Prints the speed of one worker over real time on stereo sounds of 30 s."""
+    """Prints the speed of one worker on stereo sounds of 30 s, as a multiple of real time."""
     sources = {form: _sound(form, subtype) for form, subtype in SOUNDS.items()}
     seconds: dict[str, list[float]] = {form: [] for form in sources}
     cpu: dict[str, list[float]] = {form: [] for form in sources}

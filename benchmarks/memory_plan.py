@@ -1,4 +1,4 @@
-"""Compares predicted with measured peak memory of every process of real runs on CPU cores.
+"""Compares the planned with the measured peak memory of every process of real runs on CPU cores.
 
     python -m benchmarks.memory_plan [--media] [--only NAME …] [--json FILE]
 

@@ -39,8 +39,8 @@ DEALT = {"shard_media": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Defines a layout by its changes to that of one rank. ``trainable`` False: log-probs only, as for a reference.
-    ``kept``: also with kept sets and a banned token.
+    """Defines a layout by its changes to that of one rank. ``trainable`` False: computes log-probs only, like a
+    reference. ``kept``: also computes with kept sets and a banned token.
     """
 
     name: str

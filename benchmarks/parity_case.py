@@ -37,7 +37,7 @@ NO_GRADIENT = 1e-6  # of the largest gradient's norm; smaller gradients are only
 
 
 def _loss_with_entropy(inputs: LossInputs, config: gspo.GspoConfig) -> LossOutputs:
-    """Returns GSPO's loss with an entropy bonus: ratios per sequence need all tokens of a sample, wherever they are."""
+    """Returns GSPO's loss with an entropy bonus: ratios per sequence need all tokens of a sample from all ranks."""
     assert inputs.entropy is not None
     outputs = gspo.loss(inputs, config)
     bonus = (inputs.entropy * inputs.loss_mask).sum()

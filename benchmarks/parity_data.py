@@ -1,4 +1,4 @@
-"""The models and the groups of `benchmarks.parity`, packed in every way."""
+"""Makes the models and the groups of `benchmarks.parity`, in every packing."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 
 def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[TokenTree]]:
-    """Splits groups in order; the last micro-batch has one group, so that a second replica gets none. For a
-    ``pipeline`` micro-batches are small; with groups of one sample there are more of them than it collects before its
-    first run.
+    """Splits groups in order; the last micro-batch has one group, so that a second replica gets none. With ``pipeline``
+    micro-batches have two groups, so that groups of one sample give more micro-batches than the pipeline collects
+    before its first run.
     """
     others, size = groups[:-1], 2 if pipeline else max(1, len(groups) // 2)
     return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]

@@ -148,8 +148,8 @@ def recurrent_rule() -> Iterator[None]:
 
 
 def in_turns(step: int, groups: Sequence[TokenTree]) -> Sequence[TokenTree]:
-    """Returns the groups, reversed in every second step. In the others text comes last, and overlapped reduction of
-    gradients would fail if text did not pass a tower.
+    """Returns the groups, reversed in every second step. In the other steps the text group is last, and overlapped
+    gradient reduction would fail if text did not pass a tower.
     """
     return groups if step % 2 else groups[::-1]
 

@@ -35,7 +35,7 @@ def loop_arguments(described: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=None, help="folder of a model with the built-in tokenizer")
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="most tokens of an answer")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="maximum tokens of an answer")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     return parser
 

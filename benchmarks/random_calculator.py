@@ -34,7 +34,7 @@ class RandomCalculator(Calculator):
 
 SPEC = EnvSpec(
     name="random_calculator",
-    summary="calculator with a tool that answers at random",
+    summary="calculator with random results",
     config=RandomCalculatorConfig,
     open=RandomCalculator,
     tools=tools,

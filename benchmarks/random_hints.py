@@ -33,7 +33,7 @@ class RandomHints(NumberGuess):
 
 SPEC = EnvSpec(
     name="random_hints",
-    summary="number_guess with answers that tell nothing",
+    summary="number_guess with random hints",
     config=RandomHintsConfig,
     open=RandomHints,
 )

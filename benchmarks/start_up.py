@@ -3,7 +3,7 @@
 The runs are text demos. Measured are the seconds from the command to the engine's first token and to the first train
 step, and from a SIGKILL of the trainer to the first train step of the next trainer, which resumes from the newest
 checkpoint. Then follow the medians for each process: its start time, and its CPU time until that step or since the
-kill. CPU time depends less than seconds on the machine's load, which is printed.
+kill. CPU time depends less on the machine's load, which is printed, than elapsed seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OVERRIDES = (
     "run.export_hf=false",
     "eval.every=0",
 )
-LOOK_S = 0.2  # seconds between two looks at the processes
+LOOK_S = 0.2  # seconds between two observations of the processes
 LOAD_S = 60.0  # deadline of an engine's answer, which comes between two decode steps
 STEPS_BETWEEN = 30  # train steps before a kill
 TRAINER = "actor_rank_0"

@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.3, help="share of the time for which a process is stopped")
     parser.add_argument("--steps", type=int, default=150, help="train steps of an undisturbed run")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--keep", type=Path, help="folder in which the metrics.jsonl of each run is kept")
+    parser.add_argument("--keep", type=Path, help="folder for the metrics.jsonl of each run")
     parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the current run, too
@@ -199,7 +199,7 @@ def main() -> int:
             case = run_case(kind, given, seed=given.seed + run)
             good += case.good
             what = "undisturbed" if not case.who else f"{case.who} slowed from step {case.began} on"
-            when = "" if not case.who else f": named after {case.named_after} steps"
+            when = "" if not case.who else f": reported after {case.named_after} steps"
             print(f"  {kind} {run + 1}: {what}{when}; {len(case.others)} false alarms", flush=True)
             for one in case.told:
                 print(f"    {straggler_words(one)}", flush=True)

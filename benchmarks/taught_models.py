@@ -8,7 +8,7 @@ right responses and on six kinds of wrong ones. One policy sometimes answers bot
 
     python -m benchmarks.taught_models --judge rev --into FOLDER
 
-A model is made on first use in a separate process and cached in the user's cache folder, like the builtin models.
+A model is made on first use in a separate process and cached in the user's cache folder, like the built-in models.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Each round runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL if it is given
 (`benchmarks.trl_loop`), then ``python -m relax_core`` with mode=colocate, with mode=async mode.max_staleness=0, and
-with mode=async mode.max_staleness=1, each with everything on (ledger, tokens, all roles, metrics files). Numbers are
-medians over the steps after the warm-up, then over the rounds. Use more rounds on a loaded machine.
+with mode=async mode.max_staleness=1, each with all features enabled (ledger, tokens, all roles, metrics files). Numbers
+are medians over the steps after the warm-up, then over the rounds. Use more rounds on a loaded machine.
 
 With ``--tail`` the model has random weights, 4 layers and width 256, and the learning rate is 0 (1e-12 in Relax), so
 that all sample the same lengths: an answer ends at random after 1 to 256 tokens. Rates are then answer tokens per
@@ -53,7 +53,7 @@ TAIL_OVERRIDES = {
     ASYNC: OVERRIDES[ASYNC],
     ASYNC_2: ("mode=async", "mode.max_staleness=2"),
 }
-TAIL_TOKENS = 256  # the most tokens of an answer
+TAIL_TOKENS = 256  # maximum tokens of an answer
 TAIL_MODEL = ("256", "768", "4", "8", "4", "32", "56")  # arguments of benchmarks.random_model; the last: tokens
 TAIL_RUN = (
     "model=qwen3",
@@ -107,7 +107,9 @@ def parse() -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--tail", action="store_true", help="answers of 1 to 256 tokens and 3.2M parameters")
     parser.add_argument("--steps", type=int, help=f"train steps of a run; by default 120, with --tail {TAIL_STEPS}")
-    parser.add_argument("--plain-steps", type=int, help=f"those of the plain loop; 60, with --tail {TAIL_STEPS}")
+    parser.add_argument(
+        "--plain-steps", type=int, help=f"steps of single-process loops; default 60, with --tail {TAIL_STEPS}"
+    )
     parser.add_argument("--trl-path", type=Path, default=None, help="folder with TRL, see benchmarks/trl_loop.py")
     given = parser.parse_args()
     given.steps = given.steps or (TAIL_STEPS if given.tail else 120)

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.harness import HERE, QUIET_RUN, Figures, command_line, machine, run_relax, take_turns, write_report
 
 ASYNC = ("mode=async", "mode.max_staleness=1")
-LOOK_S = 0.2  # seconds between two looks at the processes
+LOOK_S = 0.2  # seconds between two observations of the processes
 SKIPPED_STEPS = 10
 NEW, OLD = "new", "old"
 

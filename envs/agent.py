@@ -1,4 +1,4 @@
-"""Episodes that an agent plays: a program gets a task, and requests the answers of the model from Relax's endpoint."""
+"""Episodes played by an agent, a program that gets a task and requests responses of the model from Relax's endpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AgentEnvConfig(TurnsConfig):
 
 SPEC = EnvSpec(
     name="agent",
-    summary="a program of yours plays: it asks the endpoint for answers (agent.command)",
+    summary="your own program plays: it requests responses from the endpoint (agent.command)",
     config=AgentEnvConfig,
     agent=lambda config: [],
 )

@@ -1,4 +1,4 @@
-"""An env with a tool: the policy answers a product that it cannot compute itself; a calculator can."""
+"""An env with a tool: the policy answers a product that it cannot compute without the calculator."""
 
 from __future__ import annotations
 

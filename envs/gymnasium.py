@@ -14,7 +14,7 @@ from typing import Any
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, IsolatedConfig, StepResult
 
 _COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # a terminal's code before coloured text
-_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # the number 1 does not stand in -1 and 2.1
+_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # the number 1 is not found in -1 and 2.1
 _KEY_CHARACTERS = 64  # of a state's key; the digest of a longer value has as many
 _COLOUR_ENDS = re.compile("\x1b\\[0m")
 
@@ -36,7 +36,7 @@ class GymnasiumConfig(IsolatedConfig):
 
 
 class GymnasiumEnv(BaseInteractionEnv):
-    """Plays one episode: the last action that a response names is taken; without an action the observation says so.
+    """Plays one episode: a response takes the last action that it names; without an action the observation says so.
 
     An observation is the environment's text picture (its render mode "ansi") if it has one, with brackets around
     coloured text, else its whole value as JSON. The value is also the state's key, a long value as a digest.
@@ -102,7 +102,7 @@ class GymnasiumEnv(BaseInteractionEnv):
 
 
 def _value_text(value: Any) -> str:
-    """Returns the whole value as text: plain numbers, arrays as lists, JSON where JSON can hold it."""
+    """Returns the whole value as text: plain numbers, arrays as lists, JSON where possible."""
     plain = _plain(value)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, default=str)
 

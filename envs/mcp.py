@@ -45,9 +45,9 @@ class _Offered:
 class McpTools(BaseInteractionEnv):
     """Shows the row's prompt and calls the tools; a response without a call is the answer and ends the episode.
 
-    The env gives no reward: a reward plug-in scores the answer. Each episode has one session with each server. If
-    the server marks a result as an error, or refuses arguments, the model reads the error. A server that is lost
-    fails the episode, which starts again with a new session.
+    The env gives no reward: a reward plug-in scores the answer. Each episode has one session with each server. If the
+    server marks a result as an error, or refuses arguments, the model reads the error. A lost server fails the episode,
+    which starts again with a new session.
     """
 
     def __init__(self, start: EpisodeStart, config: McpConfig) -> None:

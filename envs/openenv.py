@@ -1,7 +1,7 @@
 """Environments of OpenEnv on a server: one session over a WebSocket for each episode.
 
 The protocol is that of the package openenv 0.10: JSON messages {"type": "reset" | "step" | "close", "data": …} on /ws,
-and the JSON schema of actions on /schema. The package itself is not needed on this side.
+and the JSON schema of actions on /schema. Relax itself does not need the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relax_core.contracts.host_network import opener, proxy_words
 
 _TOOL = "act"
 _CLOSE_S = 2.0
-HEARTBEAT_S = 20.0  # a connection without a sign of life from the server for this time is closed
+HEARTBEAT_S = 20.0  # interval of pings; aiohttp closes the connection if the server does not answer a ping
 _POLL_S = 0.2
 _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of the server's errors
 
@@ -55,9 +55,9 @@ class _Refused(Exception):
 class OpenEnvEpisode(BaseInteractionEnv):
     """Holds one session with the server, which also gives the rewards.
 
-    If the server cannot read an action, the model reads the error. A connection that is lost and an error of the
-    environment fail the episode, which starts again in a new session. A server without a free session is asked
-    again until ``config.step_timeout_s`` is nearly over.
+    If the server cannot read an action, the model reads the error. A lost connection or an error of the environment
+    fails the episode, which starts again in a new session. If the server has no free session, the request is repeated
+    until ``config.step_timeout_s`` is nearly over.
     """
 
     def __init__(self, start: EpisodeStart, config: OpenEnvConfig) -> None:
@@ -209,7 +209,7 @@ def check(config: OpenEnvConfig) -> None:
 
 SPEC = EnvSpec(
     name="openenv",
-    summary="environments of OpenEnv, which a server holds",
+    summary="environments of OpenEnv on a server",
     config=OpenEnvConfig,
     open=OpenEnvEpisode,
     tools=tools,

@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers 0.4, whose program requests the answers of the model from Relax's endpoint."""
+"""Tasksets of the package verifiers 0.4; its program requests responses of the model from Relax's endpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(config: VerifiersConfig) -> None:
 
 SPEC = EnvSpec(
     name="verifiers",
-    summary="tasksets of the package verifiers, in an environment of their own (agent.python)",
+    summary="tasksets of the package verifiers, in a separate Python environment (agent.python)",
     config=VerifiersConfig,
     agent=command,
     check=check,

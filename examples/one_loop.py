@@ -134,7 +134,7 @@ class Loop:
             prompts = [self.prompt(one) for one in self.bus.admit(missing)]
             async with asyncio.TaskGroup() as tasks:
                 async for prompt, episodes in player.groups(prompts, tasks):
-                    assert not isinstance(episodes, BadRow), "only an env of several turns finds out this late"
+                    assert not isinstance(episodes, BadRow), "only an env of several turns finds a bad row this late"
                     await score_episodes(episodes, rewards, row=prompt.row, where=prompt.where)
                     done = complete_group(index=prompt.index, episodes=episodes, extras=self.advantages)
                     if isinstance(done, DroppedGroup):
@@ -200,7 +200,7 @@ def figures_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> S
 
 @contextmanager
 def engine_beside(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> Iterator[EngineClient]:
-    """Starts an engine process that ends with this block or with this process, also if that is killed."""
+    """Starts an engine process that ends with this block, or with this process even if it is killed."""
     token_file = scratch / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(secrets.token_hex(32))

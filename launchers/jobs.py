@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, what in (
         ("status", "print its state"),
         ("follow", "print its output until it ends; the exit code is the run's own"),
-        ("stop", "end it after the step under way, with a checkpoint"),
+        ("stop", "end it after the current step, with a checkpoint"),
     ):
         command = commands.add_parser(name, help=what)
         command.add_argument("folder", type=Path, help="the run's folder")

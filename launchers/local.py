@@ -37,8 +37,8 @@ def run_in_folder(
 ) -> int:
     """Runs in the folder that ``make`` returns, after ``prepare`` wrote its files into it.
 
-    Returns as `launch` does. Returns 2 if another run uses the folder. With ``again`` the run resumes from the newest
-    checkpoint of the folder if there is one, whatever ``resume`` says.
+    Returns the exit code as `launch` does, and 2 if another run uses the folder. With ``again`` the run resumes from
+    the newest checkpoint of the folder, if there is one, regardless of ``resume``.
     """
     from relax_core.control.host.run_paths import run_lock
     from relax_core.control.local_run import run_local

@@ -24,9 +24,9 @@ CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launche
 def main(arguments: Sequence[str] | None = None) -> int:
     """Executes the run and returns its exit code, or 2, before anything is started, if it cannot run here."""
     parser = argparse.ArgumentParser(prog="python -m launchers.saved_run", description=__doc__)
-    parser.add_argument("file", type=Path, nargs="?", help=f"submitted.yaml; left out: what ${CONFIG_VARIABLE} holds")
-    parser.add_argument("--ray-address", help="join this Ray cluster; left out: start one on this machine")
-    parser.add_argument("--again", action="store_true", help="an earlier start may have left a checkpoint: go on there")
+    parser.add_argument("file", type=Path, nargs="?", help=f"submitted.yaml; default: content of ${CONFIG_VARIABLE}")
+    parser.add_argument("--ray-address", help="join this Ray cluster; default: start a new cluster on this machine")
+    parser.add_argument("--again", action="store_true", help="continue from the newest checkpoint in run.dir, if any")
     words = parser.parse_args(arguments)
     if words.file is None and CONFIG_VARIABLE not in os.environ:
         parser.error(f"give a file, or set {CONFIG_VARIABLE}")

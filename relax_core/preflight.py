@@ -52,7 +52,7 @@ from relax_core.train.parallel_layout import (
     trainer_faults,
 )
 
-ADDRESS_S = 5.0  # for a connection to a Ray head
+ADDRESS_S = 5.0  # time limit of a connection to a Ray head
 
 SHOWN = 3  # reported problems with a folder's weights; a wrong folder has thousands
 
@@ -293,7 +293,7 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
             "in a run (eval.every)."
         )
     if config.engine.urls:
-        yield "engine.urls: relax eval starts engines of its own, with the weights that it evaluates. Drop engine.urls."
+        yield "engine.urls: relax eval starts its own engines with the weights that it evaluates. Drop engine.urls."
     context, new_tokens = config.engine.context_length, config.rollout.max_new_tokens
     if context is not None and config.eval.samples * min(context, new_tokens + 1) > config.engine.max_total_tokens:
         yield (

@@ -29,7 +29,7 @@ def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="env",
-    summary="the sum of what the env gave for its turns",
+    summary="the sum of the env's rewards for its turns",
     config=EnvRewardConfig,
     score=score,
     scores_turns=True,

@@ -21,7 +21,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
-MOST_WORDS = 5  # of a label that is no number
+MOST_WORDS = 5  # of a label that is not a number
 _MOST_CHARACTERS = 60  # of a final answer or a label
 _READ = 4_000  # characters at the end of a response
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30}"

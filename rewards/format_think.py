@@ -35,7 +35,7 @@ def score(given: RewardInput, config: FormatThinkConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="format_think",
-    summary="1 if the response is <think>…</think> and what follows, else 0",
+    summary="1 if the response is <think>…</think> and a text after it, else 0",
     config=FormatThinkConfig,
     score=score,
 )

@@ -60,7 +60,7 @@ class _Watch:
         self._own = MonomialOps._build.__code__
         self.on = False
         self.found = ""
-        sys.addaudithook(self._audit)  # for good: a hook cannot be removed
+        sys.addaudithook(self._audit)  # permanent, because a hook cannot be removed
 
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
         if event != "compile" or not self.on or values[0] is None or not str(values[1]).startswith(_TEXTS):
@@ -75,7 +75,7 @@ class _Watch:
             self.on = True
         if not safe:
             self.found = self.found or str(program)
-            raise ValueError("the answer is a program")  # the package may catch it; `found` stays
+            raise ValueError("the answer is a program")  # the package may catch the error, but `found` stays set
 
 
 _watch = lru_cache(maxsize=1)(_Watch)

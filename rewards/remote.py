@@ -152,7 +152,7 @@ def check(config: RemoteConfig) -> None:
 SPEC = RewardSpec(
     name="remote",
     shadow="final_answer",
-    summary="the score of a server of yours, by JSON over HTTP",
+    summary="the score of your own server, by JSON over HTTP",
     config=RemoteConfig,
     score=score,
     check=check,

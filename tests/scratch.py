@@ -71,7 +71,7 @@ class Scratch:
         return dict.fromkeys(map(str, [*inside, *self._shared_memory()]))
 
     def _shared_memory(self) -> Iterator[Path]:
-        """Yields folders in shared memory that are named after this folder, or whose run has its other folder in it."""
+        """Yields folders in shared memory that are named after this folder or belong to a run with a folder in it."""
         for path in SHARED_MEMORY.iterdir():
             words = ""
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):

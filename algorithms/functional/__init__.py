@@ -3,11 +3,10 @@
 This package is public API for algorithm plug-ins: ``from algorithms import functional as F``. Start reading in
 `losses.py`.
 
-``[tokens]`` is the shape of one entry per response token of a micro-batch or of a group, and ``[samples]`` that of one
-entry per sample. ``sample_ids`` ``[tokens]`` int64 holds each token's sample, from 0 on. ``loss_mask`` ``[tokens]``
-bool is True for tokens that are trained. A token whose mask is False changes no value and no gradient, even if its
-log-probs are not finite. Log-ratios are clamped to [-20, 20] before `exp`, so that nothing overflows. Beyond the clamp
-the gradient is 0.
+Shapes: ``[tokens]`` has one entry per response token of a micro-batch or a group, ``[samples]`` one entry per sample.
+``sample_ids`` ``[tokens]`` int64 holds the index of each token's sample. ``loss_mask`` ``[tokens]`` bool is True for
+tokens that are trained. A token whose mask is False changes no value and no gradient, even if its log-probs are not
+finite. Log-ratios are clamped to [-20, 20] before `exp`, so that nothing overflows. Beyond the clamp the gradient is 0.
 """
 
 from __future__ import annotations

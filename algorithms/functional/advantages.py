@@ -47,7 +47,7 @@ def generalized_advantages(
     sample's next trained token: masked tokens are skipped, because the policy did not choose them, and have advantage
     0.
 
-    ``token_rewards`` and ``values`` are ``[tokens]`` float; a value is that of the state before its token.
+    ``token_rewards`` and ``values`` are ``[tokens]`` float; a token's value is the value of the state before it.
     ``gae_lambda`` is λ, one number or one per sample, ``[samples]``. ``gamma`` is γ.
     """
     import torch  # imported here, because settings are checked in processes that have no torch

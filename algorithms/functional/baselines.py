@@ -38,9 +38,9 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
     That is n / (n - 1) × (r - mean) of n rewards. ``deviation`` selects the divisor: "none" for 1, "group" for the
     group's unbiased std + ``std_epsilon``, "others" for the unbiased std of the other rewards + ``std_epsilon``, so
     that a reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are
-    equal up to `ROUNDING`, and it is clipped to ±`LARGEST_OF_OTHERS`, because nearly equal rewards are no scale:
-    -1 / 1e-6 would outweigh a whole step. A higher reward still never gives a lower advantage. Equal rewards give
-    exactly 0. Raises ValueError for a group of one sample.
+    equal up to `ROUNDING`, and it is clipped to ±`LARGEST_OF_OTHERS`, because the std of nearly equal rewards is no
+    usable scale: an advantage of -1 / 1e-6 would outweigh a whole step. A higher reward still never gives a lower
+    advantage. Equal rewards give exactly 0. Raises ValueError for a group of one sample.
     """
     _require_group(rewards)
     values, count = rewards.double(), rewards.numel()

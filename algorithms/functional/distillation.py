@@ -47,7 +47,7 @@ def top_k_divergence(
     """Returns a divergence of student q and teacher p over the teacher's top-k tokens and the tail, ``[tokens]`` nats.
 
     ``top_logprobs`` (student, with gradient) and ``teacher_top_logprobs`` are ``[tokens, k]`` log-probs of the
-    teacher's k most likely tokens. ``divergence`` is one of those of GKD (arXiv 2306.13649, §2 and §3), with β =
+    teacher's k most likely tokens. ``divergence`` is a divergence of GKD (arXiv 2306.13649, §2 and §3), with β =
     ``mix``: "forward" is KL(p ‖ q), "reverse" is KL(q ‖ p), "mixed" is β × forward + (1 - β) × reverse, and "jsd" is
     the generalised Jensen-Shannon divergence β KL(p ‖ m) + (1 - β) KL(q ‖ m) with m = β p + (1 - β) q. Masked tokens
     have the value 0 and no gradient. Raises ValueError for an unknown ``divergence``.

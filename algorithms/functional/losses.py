@@ -120,7 +120,7 @@ def sapo_policy_loss(
     """Returns SAPO's loss -f(r) A with the soft gate f(x) = 4/τ σ(τ (x - 1)) (arXiv 2511.20347).
 
     τ is ``tau_positive`` if A > 0, else ``tau_negative``. The gradient's weight is 4 p (1 - p) with p = σ(τ (r - 1)):
-    it is 1 at r = 1 and falls on both sides. ``cut_low`` and ``cut_high`` are True where it is below one half.
+    it is 1 at r = 1 and falls on both sides. ``cut_low`` and ``cut_high`` are True where this weight is below one half.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = log_ratio.exp()

@@ -1,6 +1,6 @@
 """Rewards, returns and advantages of turns, for credit within an episode; results are in float32.
 
-``[turns]`` is the shape of one entry per turn of a group, sample by sample and in the order in which they were played
+The shape ``[turns]`` has one entry per turn of a group, sample by sample, in the order in which the turns were played
 (`relax_core.contracts.algorithm.GroupTurns`).
 """
 
@@ -27,9 +27,9 @@ def turn_rewards_of_tokens(
     """Returns each turn's reward at its last trained token and 0 elsewhere, less ``penalties``, ``[tokens]`` float32.
 
     ``turn_rewards`` ``[turns]`` are float64, ``turn_samples`` ``[turns]`` int64 has each turn's sample, and
-    ``turn_ids`` ``[tokens]`` int64 each token's turn, ascending. If a turn has no trained token, its reward stands at
-    the last earlier trained token of its sample, as a reward that came later. Without such a token, the reward is left
-    out, because no trained token led to it.
+    ``turn_ids`` ``[tokens]`` int64 each token's turn, ascending. If a turn has no trained token, its reward is a
+    delayed reward of the last earlier trained token of its sample. Without such a token, the reward is left out,
+    because no trained token led to it.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 

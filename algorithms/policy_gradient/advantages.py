@@ -68,8 +68,8 @@ def credited_advantages(
 ) -> Tensor:
     """Returns the advantages of a group, ``[tokens]`` float32, for ``algo.credit``.
 
-    ``relative`` is the algorithm's own form of an advantage: it maps at least two rewards that are compared to as many
-    advantages. With "episode", every token has the advantage of its sample's reward, which is `penalized_rewards` plus
+    ``relative`` is the algorithm's group-relative advantage: a function from two or more rewards to as many advantages.
+    With "episode", every token has the advantage of its sample's reward, which is `penalized_rewards` plus
     ``punishments`` ``[samples]``. With "gigpo", the tokens of a turn also have ``gigpo_weight`` times the turn's
     `step_advantages`.
     """
@@ -91,11 +91,11 @@ def step_advantages(
     penalties: Tensor | None = None,
     punishments: Tensor | None = None,
 ) -> Tensor:
-    """Returns the advantages of a group's turns against turns that began in the same state, ``[turns]`` float32.
+    """Returns the advantages of a group's turns relative to turns that began in the same state, ``[turns]`` float32.
 
-    It compares the turns' returns: the sum of the rewards from a turn to the episode's end, those of later turns
-    discounted by ``gigpo_gamma``. A turn's reward is reduced by the ``penalties`` ``[tokens]`` of its own tokens. The
-    reward of an episode's last turn includes the episode's ``punishments`` ``[samples]``.
+    It compares the turns' returns: the sum of the rewards from a turn to the episode's end, with later turns discounted
+    by ``gigpo_gamma``. A turn's reward is reduced by the ``penalties`` ``[tokens]`` of its own tokens. The reward of an
+    episode's last turn includes the episode's ``punishments`` ``[samples]``.
     """
     turns = inputs.turns
     assert turns is not None, "requirements() requests the turns"
@@ -116,6 +116,6 @@ def step_advantages(
 
 
 def group_advantages(inputs: AdvantageInputs, config: GroupConfig, *, punishments: Tensor | None = None) -> Tensor:
-    """Returns `credited_advantages` with `sample_advantages` as the form, ``[tokens]`` float32."""
+    """Returns `credited_advantages` with `sample_advantages` as ``relative``, ``[tokens]`` float32."""
     relative = partial(sample_advantages, config=config)
     return credited_advantages(inputs, config, relative, punishments=punishments)

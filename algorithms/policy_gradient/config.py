@@ -32,7 +32,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class CreditConfig(PolicyGradientConfig):
-    """Holds the settings of algorithms that compare a group's episodes, and with ``credit`` "gigpo" its turns, too."""
+    """Holds the settings of algorithms that compare a group's episodes and, with ``credit`` "gigpo", also its turns."""
 
     credit: str = "episode"
     gigpo_weight: float = 1.0

@@ -1,4 +1,4 @@
-"""The normalisation of advantages over a train step, by the deviation of its rewards or its mean correction weight."""
+"""Normalises advantages over a train step, by the std of its rewards or by its mean correction weight."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _started(server: McpServer) -> _Running:
 
 
 async def _until_it_listens(name: str, running: _Running) -> None:
-    """Waits until a server takes connections; the caller that opens the session has the deadline."""
+    """Waits until a server takes connections; the deadline is that of the caller, which opens the session."""
     from urllib.parse import urlsplit
 
     where = urlsplit(running.url)

@@ -14,7 +14,7 @@ from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
 from relax_core.control.host.ray_session import ONE_THREAD
 
-EXTRA_STOP_S = 30  # added to the time of a stop: after that Ray kills a job that does not stop
+EXTRA_STOP_S = 30  # added to run.stop_timeout_s; a job that has not stopped by then is killed by Ray
 
 
 def launcher_of(config: RelaxConfig) -> RayJobLauncherConfig:

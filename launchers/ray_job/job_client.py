@@ -137,7 +137,7 @@ def _end(job: RayJob, info: Any) -> int:
         print(f"relax: the run reported no exit code: {info.message}", file=sys.stderr)
         return FAILED
     code = code if code >= 0 else 128 - code  # a signal ended the run
-    print(f"relax: the run ended with exit code {code}; all of it is in {job.run_dir}", flush=True)
+    print(f"relax: the run ended with exit code {code}; its files are in {job.run_dir}", flush=True)
     return int(code)
 
 
@@ -151,8 +151,8 @@ def _client(job: RayJob) -> JobSubmissionClient:
             answer = super()._do_request(*arguments, **{**options, "allow_redirects": False})
             if answer.is_redirect:  # the token and the job's variables are for this address
                 raise ConnectionError(
-                    f"launcher.address={job.address}: it sends the request elsewhere, with status "
-                    f"{answer.status_code}. Give the address at which the cluster answers itself."
+                    f"launcher.address={job.address}: the server redirects the request, with status "
+                    f"{answer.status_code}. Set the address that answers without a redirect."
                 )
             return answer
 

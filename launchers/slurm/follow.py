@@ -81,7 +81,7 @@ def _report_end(run: SlurmRun, state: JobState, output: Output) -> int:
         print(f"relax: the run reported no exit code: it {state.words()}; resume=auto resumes its newest checkpoint")
         return FAILED
     cause = f": {end.cause}" if end.cause else ""
-    print(f"relax: the run ended with exit code {end.code}{cause}; all of it is in {run.run_dir}", flush=True)
+    print(f"relax: the run ended with exit code {end.code}{cause}; its files are in {run.run_dir}", flush=True)
     return end.code
 
 

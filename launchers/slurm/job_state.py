@@ -95,7 +95,7 @@ def _of_controller(text: str) -> JobState:
 
 
 def slurm_call(*command: str) -> subprocess.CompletedProcess[str]:
-    """Executes one of Slurm's commands. Raises RuntimeError if it does not end within ``CALL_S`` seconds."""
+    """Executes a Slurm command. Raises RuntimeError if it does not end within ``CALL_S`` seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def slurm_call(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def slurm_answer(*command: str) -> str:
-    """Returns what one of Slurm's commands prints. Raises RuntimeError with its error text if it fails."""
+    """Returns the output of a Slurm command. Raises RuntimeError with its error text if it fails."""
     done = slurm_call(*command)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

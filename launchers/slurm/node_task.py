@@ -283,7 +283,7 @@ class _Task:
             if child is not None and child.poll() is not None:
                 raise NodeLost(f"{node}: {name} ended with {child.poll()}; see {self._attempt}")
             if time.monotonic() > deadline:
-                raise NodeLost(f"{node}: {name} was not there within {limit_s:.0f} s; see {self._attempt}")
+                raise NodeLost(f"{node}: {name} did not appear within {limit_s:.0f} s; see {self._attempt}")
             time.sleep(POLL_S)
 
 

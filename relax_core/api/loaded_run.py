@@ -67,7 +67,8 @@ class LoadedRun:
     def curves(self) -> list[dict[str, float]]:
         """Returns one dict per step: "step", and the metrics of docs/metrics.md by name, such as "actor/reward".
 
-        Records that a resume has undone are omitted. If a source has several records for a step, the last one counts.
+        Records that a resume has undone are omitted. If a source has several records for a step, the last record
+        counts.
         """
         points: dict[int, dict[str, float]] = {}
         for record in without_undone(read_metrics(self.folder)):

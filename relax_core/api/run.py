@@ -32,7 +32,7 @@ OnStep = Callable[[int, Mapping[str, float]], bool | None]
 
 
 class RunFailed(RuntimeError):
-    """A run has failed.
+    """Reports that a run has failed.
 
     The text is the first cause. ``folder`` is the run's folder with its logs, or None if the run had no folder yet.
     ``summary`` is None if the run failed before the first report.

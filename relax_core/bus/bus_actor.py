@@ -165,7 +165,7 @@ WRITERS = {  # column → the task that writes it; the rollout writes all other 
     c.TEACHER_TOP_LOGPROBS: "teacher",
 }
 ROLLOUT = "rollout"  # the task name of calls that wait for admissions
-BUS = "bus"  # the task to blame for waits for the ledger's disk
+BUS = "bus"  # the task that owes the work while the ledger waits for its disk
 
 
 def explain_ledger(task: str, journal: Journal, *, waited_s: float) -> str:

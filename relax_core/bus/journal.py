@@ -45,7 +45,7 @@ _KEEPS_CONNECTION = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_
 
 
 class LedgerUnwritable(RuntimeError):
-    """The ledger's file could not be written. The text names the file and the cause."""
+    """Reports that the ledger's file could not be written; the text names the file and the cause."""
 
 
 class _Events(NamedTuple):
@@ -195,7 +195,7 @@ class Journal:
     def close(self, *, timeout_s: float) -> None:
         """Writes the remaining events, ends the thread and closes the file.
 
-        If an outage has lasted for ``timeout_s`` seconds, the events are tried twice more.
+        If an outage has lasted for ``timeout_s`` seconds, the write is tried twice more.
         """
         if self._closed:
             return

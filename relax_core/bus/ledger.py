@@ -56,7 +56,7 @@ class Ledger:
 
     # -- events -------------------------------------------------------------------------------------------------
     def issue(self, index: int, group_uid: str, uids: Sequence[str], *, attempt: int, min_version: int) -> None:
-        """Opens a group's samples, or records that open ones are issued again (``attempt`` > 0)."""
+        """Opens a group's samples, or records that open samples are issued again (``attempt`` > 0)."""
         start = index * self._group_size
         assert start <= len(self._ends)
         if start == len(self._ends):

@@ -343,9 +343,9 @@ def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: fl
     """Opens an untrusted database to read these ``tables``, as immutable if no process has it open.
 
     All reads together may take ``seconds``, and SQLite may use `HEAP_BYTES`; None for ``seconds`` means no limits. A
-    read waits for a writer's lock for ``busy_s``. Raises FileNotFoundError for a missing file, ValueError if the file
-    or one of SQLite's files next to it is no plain file or if a name is no plain table of plain columns, and
-    sqlite3.Error for a damaged file.
+    read waits for a writer's lock for ``busy_s``. Raises FileNotFoundError for a missing file, and sqlite3.Error for a
+    damaged file. Raises ValueError if the file or one of SQLite's files next to it is no plain file, or if a name is no
+    plain table of plain columns.
     """
     check_plain(path)
     # Without a write-ahead log, no process has the file open. An immutable database needs no lock file.

@@ -22,7 +22,7 @@ class NamedMedia:
         self._items: dict[Name, dict[str, None]] = {}  # the reverse; a dict keeps the order of the items
         self._sizes: dict[str, int] = {}
         self._unnamed: dict[str, None] = {}
-        self._lost: dict[Name, set[str]] = {}  # lost worker → groups in flight until whose end its items stay
+        self._lost: dict[Name, set[str]] = {}  # lost worker → groups in flight; its items stay until these end
 
     def __len__(self) -> int:
         return len(self._names)
@@ -47,13 +47,13 @@ class NamedMedia:
         self._forget(("worker", worker), digests)
 
     def lose_worker(self, worker: int, *, until_ended: Iterable[str]) -> None:
-        """Removes all names of a lost worker, as soon as none of these groups is in flight any more."""
+        """Removes all names of a lost worker once none of these groups is in flight."""
         held: Name = ("worker", worker)
         earlier: Name = ("earlier worker", worker)
         waits_for = set(until_ended)
         if waits_for:
             self._name(earlier, {digest: self._sizes[digest] for digest in self._items.get(held, ())})
-            self._lost[earlier] = waits_for  # a group of an even earlier worker is among these, or has ended
+            self._lost[earlier] = waits_for  # these include the groups of an even earlier worker that have not ended
         else:
             self._forget_all(earlier)
         self._forget_all(held)

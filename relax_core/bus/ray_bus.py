@@ -373,7 +373,7 @@ class _TracedBus:
 
 # -- Calls for threads without an event loop: the thread blocks until the call returns ---------------------------------
 class _ThreadLoop:
-    """Holds the event loop of one thread; it closes when the thread ends, and the main thread's with the process."""
+    """Holds one thread's event loop, which closes with the thread; the main thread's loop closes with the process."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -388,7 +388,7 @@ _thread = threading.local()
 def blocking(call: Coroutine[Any, Any, T]) -> T:
     """Returns the result of ``call``, or raises its error; the thread must not be in an event loop already.
 
-    All calls of a thread share one event loop, because a new one takes longer than most calls of the bus.
+    All calls of a thread share one event loop, because a new loop takes longer than most calls of the bus.
     """
     held: _ThreadLoop | None = getattr(_thread, "loop", None)
     if held is None:

@@ -91,7 +91,7 @@ class BusCore:
                 group.modality = group.modality or modality
 
     def reclaim(self, *, worker: int = 0) -> list[Admission]:
-        """Returns the worker's admissions whose groups are not complete, in order of issue.
+        """Returns the worker's admissions of incomplete groups, in order of issue.
 
         The attempt of each is increased by 1.
         """
@@ -254,7 +254,7 @@ class BusCore:
                 self._end_lease(self.leases.held(lease_id), reason="released")
 
     def revoke(self, task: str) -> None:
-        """Ends all leases of a task whose worker was lost."""
+        """Ends all leases of a lost worker's task."""
         self._require_open()
         for lease in self.leases.of_task(task):
             self._end_lease(lease, reason="revoked")
@@ -337,7 +337,7 @@ class BusCore:
         self._forget(group.admission.group_uid)
 
     def _drop_if_surplus(self, group: OpenGroup) -> bool:
-        """Ends a group if no train step needs it any more, and returns whether it ended the group."""
+        """Ends a group that no train step needs any longer; returns whether it ended the group."""
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
         if group.complete is None:
@@ -549,7 +549,7 @@ class LeaseTable:
         return [lease for lease in self._held.values() if lease.task == task]
 
     def overdue(self) -> list[HeldLease]:
-        """Returns the leases whose time is over."""
+        """Returns the expired leases."""
         now = self._clock()
         return [lease for lease in self._held.values() if lease.expires_at <= now]
 
@@ -633,7 +633,7 @@ def check_issued(uid: str, index: int | None, *, issued: int) -> None:
 
 
 def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
-    """Refuses a group whose samples or versions contradict its admission.
+    """Refuses a group with samples or versions that contradict its admission.
 
     ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the
     next version before the trainer acknowledges its step, so ``version + 1`` is allowed.
@@ -658,7 +658,7 @@ def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
 
 
 def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str, int], *, max_row_bytes: int) -> None:
-    """Refuses a group whose payloads and media items (digest → bytes) have more than ``max_row_bytes`` bytes."""
+    """Refuses a group with more than ``max_row_bytes`` bytes of payloads and media items (digest → bytes)."""
     media_bytes = sum(media.values())
     nbytes = payload_bytes(columns) + media_bytes
     if nbytes > max_row_bytes:

@@ -17,16 +17,16 @@ MAX_ROW_BYTES = 1 << 28
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a bus. Raises ValueError for a value that is too small or not allowed.
+    """Holds the settings of a bus. Raises ValueError for a value that is too small or not allowed.
 
     ``groups_per_step`` is the number of groups that one train step consumes. ``group_size`` is the number of samples in
     a group. ``total_steps`` is the number of train steps of the whole run. ``inline_bytes``: payloads up to this size
-    are sent in the message body, larger payloads in separate blocks. ``max_row_bytes``: a group whose payloads have
-    more bytes is refused. ``spare_groups`` is the number of groups that over-sampling admits in addition to those that
-    a step needs. ``surplus`` says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the
-    number of workers that share the groups. ``media_folder`` is the folder of the media items' files, empty in a run
-    without media. If ``media_nodes`` is True, each node has its own folder next to it (`relax_core.bus.media_storage`).
-    ``mix`` maps modalities to their shares of the groups; it is empty without data.mix.
+    are sent in the message body, larger payloads in separate blocks. ``max_row_bytes``: a group with larger payloads is
+    refused. ``spare_groups`` is the number of groups that over-sampling admits in addition to those that a step needs.
+    ``surplus`` says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of
+    workers that share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without
+    media. If ``media_nodes`` is True, each node has its own folder next to it (`relax_core.bus.media_storage`). ``mix``
+    maps modalities to their shares of the groups; it is empty without data.mix.
     """
 
     groups_per_step: int

@@ -65,7 +65,7 @@ def plan_admissions(
     first, because groups that the engine holds for a later version cannot fill it.
 
     ``settings.spare_groups`` are admitted in addition: for each step if ``surplus`` is "drop", and once for the whole
-    run if it is "keep", because an unused group then counts for the next step.
+    run if it is "keep", as unused groups then count for the next step.
     """
     steps, each = window_steps(version, settings), settings.spare_groups
     spares = [each if settings.surplus == "keep" else each * (ahead + 1) for ahead in range(steps)]
@@ -82,7 +82,7 @@ def fill(
     wanted: Sequence[int], supply_versions: Iterable[int], window: Window, *, version: int, max_groups: int
 ) -> list[int]:
     """Returns the ``min_version`` of each new group, if ``wanted[k]`` groups are wanted up to step version + k."""
-    # supply[k] counts the groups whose first possible train step is version + k.
+    # supply[k] counts the groups with the first possible train step version + k.
     supply = [0] * len(wanted)
     for ready_from in supply_versions:
         if ready_from - version < len(wanted):
@@ -98,7 +98,7 @@ def fill(
 
 
 def keeps_order(settings: BusSettings) -> bool:
-    """Returns whether train steps take the groups in order of issue: exactly those of the step were admitted."""
+    """Returns whether train steps take the groups in order of issue, because only the step's groups are admitted."""
     return settings.max_staleness == 0 and not settings.spare_groups
 
 
@@ -180,7 +180,7 @@ def is_stale(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
 
 
 def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
-    """Returns whether a group that no lease holds is not needed any more at the start of step ``version``.
+    """Returns whether a group that no lease holds is no longer needed at the start of step ``version``.
 
     With surplus=drop, a group in flight is not needed after the step that it was admitted for; with surplus=keep it
     continues. A complete group is not needed once none of its tokens is inside the window; on_stale=drop ends it

@@ -216,7 +216,7 @@ class TransferQueueBusActor(BusActor):
 
     @answers
     async def put(self, body: bytes) -> None:
-        """Adds complete groups whose payloads are stored already."""
+        """Adds complete groups with payloads that are stored already."""
         given = _groups_decoder.decode(body)
         self._core.put(
             [
@@ -228,7 +228,7 @@ class TransferQueueBusActor(BusActor):
 
     @answers
     async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
-        """Adds columns whose payloads are stored already, and ends the lease."""
+        """Adds columns with payloads that are stored already, and ends the lease."""
         written = {
             uid: {**columns, **self._payloads(stored)}
             for uid, (columns, stored) in _columns_decoder.decode(body).items()
@@ -298,7 +298,7 @@ class TransferQueueBusActor(BusActor):
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Frees samples whose writers died before they reported them to the bus."""
+        """Frees samples that were never reported to the bus because their writers died."""
         for key in abandoned(await self._tidy(self._hosts[0].keys), self._known, now=time.time()):
             self._free(key)
 
@@ -313,7 +313,7 @@ class TransferQueueBusActor(BusActor):
         await asyncio.Event().wait()
 
     def _lose(self, text: str) -> None:
-        """Makes all waiting and later calls raise `BusLost`, because the stored payloads cannot be read any more."""
+        """Makes all waiting and later calls raise `BusLost`, because the stored payloads can no longer be read."""
         if self._lost is None and self._core.closed_because is None:
             self._lost = BusLost(text)
             self._waiting.fail_all(self._lost)

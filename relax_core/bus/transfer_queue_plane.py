@@ -88,8 +88,8 @@ LeaseMessage = tuple[Lease, list[list[StoredColumns]]]
 def new_key(group_uid: str, *, timeout_s: float) -> str:
     """Returns a key that no other sample has.
 
-    It contains the time after which its writer cannot report the sample any more. If the bus does not know the sample
-    by then, it is abandoned.
+    It contains the time after which its writer can no longer report the sample. If the bus does not know the sample by
+    then, it is abandoned.
     """
     return f"{group_uid}:{secrets.token_hex(4)}:{time.time() + timeout_s + GRACE_S:.0f}"
 
@@ -426,7 +426,7 @@ class DataPlane:
         self._remove_folder()
 
     def _left_after(self, timeout_s: float) -> list[int]:
-        """Waits at most ``timeout_s`` seconds for all processes to exit, and returns the ids of the remaining ones."""
+        """Waits at most ``timeout_s`` seconds for all processes to exit; returns the ids of the remaining processes."""
         deadline = time.monotonic() + timeout_s
         while left := [server.pid for server in self.address.servers if psutil.pid_exists(server.pid)]:
             if time.monotonic() > deadline:

@@ -28,7 +28,7 @@ CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
 _INSTRUCTIONS = "if-verifiable"
-_OPTIONAL = {  # package → what needs it, and the extra that installs it
+_OPTIONAL = {  # package → the features that need it, and the extra that installs it
     "pylatexenc": ("reward=deepscaler, geo3k and math with rule=boxed", "rewards"),
     _INSTRUCTIONS: ("reward=ifeval and ifbench", "rewards"),
     "reasoning-gym": ("data=reasoning_gym with its reward", "envs"),
@@ -173,9 +173,7 @@ def _gpus() -> Iterator[Finding]:
 def _media() -> Iterator[Finding]:
     missing = [name for module, name in _MEDIA_LIBRARIES.items() if find_spec(module) is None]
     if missing:
-        words = (
-            f"{' and '.join(missing)} missing. Only models that see or hear need them: pip install 'relax-core[omni]'"
-        )
+        words = f"{' and '.join(missing)} missing. Only multimodal models need them: pip install 'relax-core[omni]'"
         yield Finding(topic="media", verdict=Verdict.note, words=words)
         return
     command = module_command("relax_core.data.media.media_trial_main")

@@ -1,4 +1,4 @@
-"""Prints what a live run waits for, as the watchdog reports it: ``relax stall RUN``.
+"""Prints the waits of a live run, as the watchdog reports them: ``relax stall RUN``.
 
 The report lists the activity of each worker, which worker waits for which, and the workers at the end of the wait chain
 from the trainer, with their stacks. The report does not delay train steps. The exit code is 1 if the run has ended or

@@ -206,7 +206,7 @@ def run(
     With plan=true, ``show_plan`` is called instead of ``job``, with the problems that the checks found. ``sweep``
     receives the runs of a sweep (-m) and starts them once all are known.
 
-    The exit code is that of the job (for a sweep, the first that is not 0), or 2 for a user's mistake, which is
+    The exit code is the job's, for a sweep the first nonzero code of its jobs. It is 2 for a user's mistake, which is
     reported on stderr without a traceback.
     """
     import hydra
@@ -367,7 +367,7 @@ def _unknown_below(section: str, values: DictConfig) -> list[str]:
 
 
 def _missing_values(cfg: DictConfig) -> list[str]:
-    """Returns messages for keys whose value is still ???. Keys of plug-ins are checked when plug-ins are typed."""
+    """Returns messages for keys with the value ???. Keys of plug-ins are checked when plug-ins are typed."""
     missing = sorted(key for key in OmegaConf.missing_keys(cfg) if key.split(".", 1)[0] not in KINDS)
     return [f"{key} has no value: add {key}=..." for key in missing]
 
@@ -444,18 +444,18 @@ def _absolute_each(paths: Any, *, key: str) -> Any:
 class SweepRuns(Protocol):
     """Receives the runs of a sweep one by one.
 
-    ``overrides`` are the overrides of one run, as a user would type them. ``swept`` are those in which the runs differ.
-    ``folder`` is the folder of the sweep.
+    ``overrides`` are the overrides of one run, as a user would type them. ``swept`` are the overrides in which the runs
+    differ. ``folder`` is the folder of the sweep.
     """
 
     def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object:
         """Accepts a valid run."""
 
     def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:
-        """Records a run whose configuration is not valid."""
+        """Records a run with an invalid configuration."""
 
     def finish(self) -> int:
-        """Starts the runs after the last one was taken, and returns the exit code."""
+        """Starts the runs after the last run was taken, and returns the exit code."""
 
 
 class SweepFailed(RuntimeError):

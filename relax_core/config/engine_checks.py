@@ -236,8 +236,8 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
         if timed and kind == "video" and kind in kinds:
             yield (
                 f"data.media_keys.video={column} with model={config.model.name} and engine=sglang: the times of its "
-                "videos are rotary positions with fractions, and SGLang 0.5.23 keeps whole ones. Use engine=embedded, "
-                "or drop the key."
+                "videos are rotary positions with fractions, and SGLang 0.5.23 keeps whole positions. Use "
+                "engine=embedded, or drop the key."
             )
         if config.engine.urls and kind != "image" and kind in kinds:
             yield (

@@ -83,7 +83,7 @@ def script_path_problem(key: str, path: str) -> str | None:
 
 
 def python_problems(python: str | None) -> Iterator[str]:
-    """Yields the problems of launcher.python, whose words become part of a shell command."""
+    """Yields the problems of launcher.python, which becomes part of a shell command."""
     try:
         words = shlex.split(python or "python")
     except ValueError as error:

@@ -141,7 +141,7 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     yield from _mix_problems(config, kinds, why)
     yield from _engine_problems(config, kinds)
     if config.modality.audio_in_video and config.modality.name != TEXT and not {"video", "audio"} <= set(kinds):
-        yield f"modality.audio_in_video=true: {why}. Choose a model that sees and hears, or audio_in_video=false."
+        yield f"modality.audio_in_video=true: {why}. Choose a model with vision and audio, or audio_in_video=false."
     root = config.data.media_root
     if root is not None and kinds and config.launcher.name is not LauncherKind.ray_job and not Path(root).is_dir():
         yield f"data.media_root={root}: no such folder. Mount it, or drop the key to use the data file's folder."
@@ -217,13 +217,13 @@ def _limits(config: RelaxConfig) -> Iterator[str]:
     seconds = list(modality.audio_seconds)
     if len(seconds) != 2 or not 0.1 <= seconds[0] <= seconds[1] <= LONGEST_SOUND_S:
         yield (
-            f"modality.audio_seconds={seconds}: give the least and the most, from 0.1 to {LONGEST_SOUND_S:g}, e.g. "
-            "modality.audio_seconds=[0.1,30]."
+            f"modality.audio_seconds={seconds}: give the minimum and the maximum, from 0.1 to {LONGEST_SOUND_S:g}, "
+            "e.g. modality.audio_seconds=[0.1,30]."
         )
     for key in ("image_tokens", "video_frames"):
         value = list(getattr(modality, key))
         if len(value) != 2 or not 1 <= value[0] <= value[1]:
-            yield f"modality.{key}={value}: give the least and the most, e.g. modality.{key}=[4,64]."
+            yield f"modality.{key}={value}: give the minimum and the maximum, e.g. modality.{key}=[4,64]."
         elif key == "image_tokens" and context is not None and value[0] >= context:
             yield (  # the check of the data reports rows with too large images
                 f"modality.image_tokens={value} with engine.context_length={context}: no image fits into the context. "

@@ -58,7 +58,7 @@ COMMANDS = {
     "rerun": ("rerun RUN [--trust] [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
     "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
     "engines": ("engines RUN [add N|remove N|watch]", "the engines of a run that has a gateway (docs/elastic.md)"),
-    "stall": ("stall RUN", "what a run that goes on waits for, and the stacks of whom it waits for"),
+    "stall": ("stall RUN", "the waits of a live run, and the stacks of the workers that block it"),
     "notify": (
         "notify test URLS_FILE",
         "a message to each address of a file, as a run sends one (docs/notify.md)",
@@ -71,10 +71,10 @@ COMMANDS = {
         "dashboard [FOLDER ...]",
         "a page in the browser: curves, samples, logs of any runs (docs/dashboard.md)",
     ),
-    "trace": ("trace RUN [--steps A:B]", "what a run did over time, for ui.perfetto.dev"),
+    "trace": ("trace RUN [--steps A:B]", "a run's timeline, for ui.perfetto.dev"),
     "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
     "import-gguf": ("import-gguf FILE OUT", "a GGUF file as a Hugging Face folder"),
     "check-reward": ("check-reward [key=value ...]", "wrong answers that a run's reward accepts (docs/rewards.md)"),
     "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
-    "doctor": ("doctor [--clean]", "whether a run could work here; what killed runs left (removes it)"),
+    "doctor": ("doctor [--clean]", "whether a run could work here; remains of killed runs (removes them)"),
 }

@@ -49,7 +49,7 @@ PATHS = (
     "agent.python",
 )
 _QUOTED = (*PATHS, "resume", "agent.command", "hydra.sweep.dir")
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # suffixes of data files
 _OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # mappings with free keys
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
@@ -180,7 +180,7 @@ def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
 
 
 def _is_plugin(kind: Kind, name: str) -> bool:
-    """Returns whether the name is that of a plug-in file or an installed plug-in."""
+    """Returns whether the name belongs to a plug-in file or an installed plug-in."""
     return is_file_plugin(name.strip(SINGLE + DOUBLE)) or (name in names(kind) and not is_builtin(kind, name))
 
 

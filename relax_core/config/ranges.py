@@ -76,7 +76,7 @@ RANGES: dict[str, Range] = {
     "gateway.port": Range(0, 65535, why="0 takes any free port"),
     "data.size": _FROM_ZERO,
     "data.eval_size": _FROM_ZERO,
-    "data.max_bad_rows": Range(0, 1, below=True, why="a share of all rows; 0 ends the run with the first bad one"),
+    "data.max_bad_rows": Range(0, 1, below=True, why="a share of all rows; 0 ends the run with the first bad row"),
     "launcher.nodes": _COUNT,
     "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
     "optimizer.lr": _POSITIVE,
@@ -115,7 +115,7 @@ RANGES: dict[str, Range] = {
     "eval.temperature": Range(0, why="0 is greedy"),
 }
 
-# These keys may be null; ``why`` says what null means.
+# These keys may be null; ``why`` gives the meaning of null.
 OPTIONAL: dict[str, Range] = {
     "parallel.first_stage_layers": Range(1, why="null gives the first stage as many layers as the others have"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),

@@ -215,7 +215,7 @@ def escaped(value: Any) -> Any:
 
 
 def secret_leaves(values: Any, path: Sequence[str] = ()) -> list[str]:
-    """Returns the dotted keys below ``values`` whose value was redacted."""
+    """Returns the dotted keys of the redacted values in ``values``."""
     if isinstance(values, Mapping):
         return [key for name, one in values.items() for key in secret_leaves(one, (*path, str(name)))]
     return [".".join(path)] if REDACTED in str(values) else []

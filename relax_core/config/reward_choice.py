@@ -23,7 +23,7 @@ from relax_core.contracts.reward import (
 from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_words
 from relax_core.sandbox.worker_sandbox import worker_refusal
 
-Outcome = tuple[RewardOutput, Exception | None]  # the output and what the reward raised
+Outcome = tuple[RewardOutput, Exception | None]  # the output, and the exception that the reward raised
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class RewardChoice:
         if any(one.spec.name == shadow.spec.name and _own(one) == _own(shadow) for one in self._trained()):
             raise ValueError(
                 f"reward.shadow={part.reward}: it is the trained reward itself, so it would never differ. Name another "
-                "one, such as final_answer, or null."
+                "reward, such as final_answer, or null."
             )
         return shadow
 

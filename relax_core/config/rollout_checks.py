@@ -104,7 +104,7 @@ def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
     if not env.has_turns:
         yield f"rollout.lockstep=true with env={env.name}, whose episodes have one turn. Use false."
     if env.agent is not None:
-        yield f"rollout.lockstep=true with env={env.name}: when agents ask depends on timing. Use false."
+        yield f"rollout.lockstep=true with env={env.name}: the agents' requests depend on timing. Use false."
     for key, value, most, what in (
         ("mode.max_staleness", config.mode.max_staleness, 0, "the weights that make a turn depend"),
         ("rollout.workers", rollout.workers, 1, "the groups that a worker plays depend"),

@@ -107,7 +107,7 @@ DATA_LOCATION_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Holds a key whose value differs from the checkpoint's."""
+    """Holds a key with another value than in the checkpoint."""
 
     key: str
     was: Any

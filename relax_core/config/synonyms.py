@@ -14,7 +14,7 @@ class Meaning:
     """Holds the keys of Relax for settings of other frameworks.
 
     ``keys`` are keys of Relax, or key=value if the setting corresponds to one value. Without keys, ``note`` is a
-    sentence that describes what Relax has instead.
+    sentence about Relax's equivalent.
     """
 
     keys: tuple[str, ...]
@@ -107,9 +107,9 @@ algo.gae_lambda < lam gae_lambda algorithm.lam | of algo=ppo
 algo.value_clip < cliprange_value critic.cliprange_value | of algo=ppo
 parallel.recompute < gradient_checkpointing enable_gradient_checkpointing
 model.dtype < bf16 fp16 torch_dtype | float32, bfloat16 or auto
-model.path < model_name_or_path model_name model_path @.model.path pretrained | a Hugging Face folder, beside
+model.path < model_name_or_path model_name model_path @.model.path pretrained | a Hugging Face folder, with
   model=qwen3
-data.path < dataset dataset_name train_files data.train_files prompt_data data_path | a file of rows, beside data=file
+data.path < dataset dataset_name train_files data.train_files prompt_data data_path | a file of rows, with data=file
 data.eval_path < val_files data.val_files eval_dataset
 reward.name < reward_funcs custom_reward_function.path reward_fn | a name, or a file's path
 tracker.tensorboard < report_to logger trainer.logger | others by tracker=wandb, mlflow or clearml

@@ -49,7 +49,7 @@ _TEXTS = (
     *("rollout.stop", "data.chat_template_kwargs", "data.config", "agent.env", "agent.command", "launcher.env"),
     "tracker.sinks",
 )
-_PLUGINS = ("algo", "reward", "env")  # of their settings, only the name appears in files and tables
+_PLUGINS = ("algo", "reward", "env")  # of these plug-ins' settings, only the name appears in files and tables
 _BEGINS_LINE = ("Cc", "Zl", "Zp", "Cs")
 _TURNS_TEXT = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 

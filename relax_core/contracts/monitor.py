@@ -4,7 +4,7 @@ A row holds a check's function, its interval, and the action on a finding; the f
 supervisor's table is in `relax_core/control/supervisor.py`, the controller's in `relax_core/control/controller.py`, and
 the table for Ray's daemons in `relax_core/control/host/ray_session.py`. An engine's owner has a table for its engine,
 and a pool has one for its engines (`relax_core/engines/engine_pool.py`). A check that may block on a process that does
-not answer runs in its own thread beside the loop, or starts a task in the event loop of a pool.
+not answer runs in a separate thread, or starts a task in the event loop of a pool.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Check:
     """Holds one row of a table.
 
     ``look`` is called every ``every_s`` seconds. It returns None or a finding; an exception ends the loop. ``act`` gets
-    the finding; a row whose ``look`` never returns a finding needs no ``act``. A check ``beside`` the loop runs in its
-    own thread and stops after its first finding; ``at_end`` is called there at its end.
+    the finding; a row whose ``look`` never returns a finding needs no ``act``. A check with ``beside`` runs in a
+    separate thread and stops after its first finding; ``at_end`` is called in that thread at its end.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Check:
 
     def found(self, finding: Finding) -> None:
         """Runs the action for a finding."""
-        assert self.act is not None, f"{self.name} has no consequence, and it found: {finding}"
+        assert self.act is not None, f"{self.name} has no action for the finding: {finding}"
         self.act(finding)
 
 
@@ -71,7 +71,7 @@ class Monitor:
         self._clock = clock
         self._due = {check: 0.0 for check in checks if not check.beside}
         self._ended = threading.Event()
-        self._broken: BaseException | None = None  # the exception of a check beside the loop
+        self._broken: BaseException | None = None  # the exception of a check in a separate thread
         self._threads = [
             threading.Thread(target=self._beside, args=(check,), name=f"monitor-{check.name}", daemon=True)
             for check in checks
@@ -79,7 +79,7 @@ class Monitor:
         ]
 
     def start(self) -> Self:
-        """Starts the checks beside the loop; `end` ends them."""
+        """Starts the checks with separate threads; `end` ends them."""
         for thread in self._threads:
             thread.start()
         return self
@@ -96,7 +96,7 @@ class Monitor:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """Ends the checks beside the loop, without waiting for a check in progress."""
+        """Ends the checks with separate threads, without waiting for a check in progress."""
         self._ended.set()
 
     def tick(self, *, at_once: Collection[str] = (), only: Collection[str] | None = None) -> None:

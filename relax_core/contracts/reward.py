@@ -126,7 +126,7 @@ def with_shadow(output: RewardOutput, shadow: RewardOutput, *, mask: bool) -> Re
     if output.reward is None or shadow.reward is None:
         return output
     if mask and output.exact and not shadow.exact:
-        reason = f"reward.shadow does not find it right ({shadow.why})"
+        reason = f"reward.shadow rejects the answer ({shadow.why})"
         return RewardOutput(reward=None, reason=reason, why=output.why, cause=UNCONFIRMED)
     gap = float(output.exact) - float(shadow.exact)
     return replace(output, parts={**(output.parts or {}), SHADOW: float(shadow.exact), SHADOW_GAP: gap})

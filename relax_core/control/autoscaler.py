@@ -83,8 +83,8 @@ class SignalWindow:
 class ScaleRules:
     """Decides the number of engines, between ``least`` and ``most``.
 
-    After a change nothing changes for ``cooldown_s`` seconds. A number of engines that was too small is not chosen
-    again for `HELD` cooldowns, so a load between two numbers does not make the number oscillate.
+    After a change the number stays the same for ``cooldown_s`` seconds. A number of engines that was too small is not
+    chosen again for `HELD` cooldowns, so a load between two numbers does not make the number oscillate.
     """
 
     def __init__(self, *, least: int, most: int, cooldown_s: float) -> None:
@@ -103,7 +103,7 @@ class ScaleRules:
             return engines, f"{told}; the last change is less than cooldown_s={self._cooldown_s:g} ago"
         if signals.wait_share > OUT_WAIT:
             if not signals.waiting and signals.cache_share <= FULL_CACHE:
-                return engines, f"{told}, but no sample waits in an engine, so one more would get none"
+                return engines, f"{told}, but no sample waits in an engine, so another engine would get none"
             if engines >= self._most:
                 return engines, f"{told}; more than {self._most} engines are not allowed or would get no samples"
             full = f"{signals.waiting:.1f} samples wait in engines, whose caches are {signals.cache_share:.0%} full"

@@ -1,8 +1,8 @@
 """The controller's loop: starts the services of a run, monitors them, and restarts them when they are lost.
 
 **Start** (`run_services`): each attempt has its own Ray namespace and its own folder of weights, so a remaining process
-of an earlier attempt finds no service of the new one, and the weight versions of two attempts do not mix. `Services`
-starts the bus and the workers at the same time; they discover each other.
+of an earlier attempt finds no service of the new attempt, and the weight versions of two attempts do not mix.
+`Services` starts the bus and the workers at the same time; they discover each other.
 
 **Monitoring** (`Controller.run`): one loop over the table of `Controller.checks` (`relax_core/contracts/monitor.py`). A
 worker that died or froze restarts in place (tier 1, `worker_health.py`). If the services are lost (`ServicesLost`), all
@@ -101,8 +101,8 @@ class RunEnd:
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
     """Runs the services until the trainer is done, and restarts them from checkpoints when they are lost.
 
-    ``resume`` is the checkpoint from which the run began. Raises `RunFailed` with the first cause when the run cannot
-    recover any more. After a loss during a stop the services recover once, and the stop continues.
+    ``resume`` is the checkpoint from which the run began. Raises `RunFailed` with the first cause when the run can no
+    longer recover. After a loss during a stop the services recover once, and the stop continues.
     """
     point = resume
     lost_in_stop = False
@@ -221,7 +221,7 @@ class Controller:
         heartbeat_timeout_s = config.run.heartbeat_timeout_s
         self._context, self._services, self._parts = context, services, parts
         self._step = context.start_step
-        self._progress = 0  # of the trainer in a long operation
+        self._progress = 0  # the trainer's progress in a long operation
         self._stopping_since: float | None = None
         self._message = ""  # state of the run for the panel
         self._bus = BusHealth(services.bus, heartbeat_timeout_s=heartbeat_timeout_s)

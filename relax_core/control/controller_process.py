@@ -25,7 +25,7 @@ from relax_core.contracts.stop_signals import STOP_SIGNALS
 FAILED = 1
 POLL_S = 0.2  # maximum delay until an end, a finding or a signal is noticed
 AT_ONCE_S = 5.0  # how long a controller may take to end at once
-ANSWER_S = 10.0  # how long a controller may take to answer a stop with whether a train step is done
+ANSWER_S = 10.0  # how long a controller may take to report after a stop message whether a train step is done
 CONTROLLER = "relax-control"  # process name in `ps` and `top`, at most 15 characters
 
 

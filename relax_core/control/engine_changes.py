@@ -31,7 +31,7 @@ from relax_core.roles.role_context import ENGINE, RunContext, worker_name
 from relax_core.roles.worker import EngineReport
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest
 
-DRAIN_TIMEOUT_S = 30.0  # for the open samples of a leaving engine; then other engines continue them
+DRAIN_TIMEOUT_S = 30.0  # time limit for a leaving engine's open samples; then other engines continue them
 STOP_S = 10.0  # how long an owner may take to end its engine before both are killed
 # The owner starts; the owner starts the engine and checks its health; the engine gets its weights; the engine serves.
 JoinStage = Literal["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
@@ -92,7 +92,7 @@ class _Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ending:
-    """Holds the state of a removed engine whose owner is ending."""
+    """Holds the state of a removed engine with an ending owner."""
 
     answer: Any
     deadline: float
@@ -166,7 +166,7 @@ class EngineChanges:
         return self._leaving.keys()
 
     def leaving(self) -> Collection[int]:
-        """Returns all leaving engines, including those whose processes are ending."""
+        """Returns all leaving engines, including those with ending processes."""
         return {*self._leaving, *self._ending}
 
     def tick(self, beats: Mapping[str, Beat], *, ended: Mapping[str, str]) -> None:

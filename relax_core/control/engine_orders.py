@@ -111,7 +111,7 @@ class EngineOrders:
             if order.kind == "stop":
                 self._tick_stop(order, trained=trained, stopping=stopping)
         for place, order in enumerate(one for one in orders if one.kind != "stop"):
-            if place:  # it waits for the first one
+            if place:  # it waits for the first order
                 if order.cancel_requested:
                     self._book.move(order, "CANCELLED")
             elif order.kind == "scale_out":
@@ -158,7 +158,7 @@ class EngineOrders:
         return [(numbers | new)[url] for url in urls]
 
     def _follow(self, order: Order) -> None:
-        """Writes the state of an order whose engines join; an engine that fails or is late fails the order.
+        """Writes the state of an order with joining engines; an engine that fails or is late fails the order.
 
         With partial=keep_partial the other engines of the order continue, and the order fails only if all fail.
         """

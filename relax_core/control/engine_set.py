@@ -34,7 +34,7 @@ class EngineSet:
         self._folder: Path | None = None
 
     def begin(self, folder: Path) -> None:
-        """Writes the list for a new attempt of the services, whose weights are published in ``folder``.
+        """Writes the list for a new attempt of the services, which publishes its weights in ``folder``.
 
         Leaving engines are removed. Added engines join again, because they must get the weights of the new attempt.
         """

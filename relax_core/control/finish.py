@@ -124,7 +124,7 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Describes the end of the run. ``records`` is None if the run failed before there were any."""
+    """Describes the end of the run. ``records`` is None if the run failed before it had records."""
 
     word: Literal["finished", "stopped", "failed"]
     failure: RunFailed | None = None
@@ -150,7 +150,7 @@ def write_outcome(outcome: Outcome, config: RelaxConfig, *, started: float) -> d
     if config.gateway.name != "none":
         run_dir = Path(config.run.dir)
         meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
-    if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
+    if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # the env runs the model's code
         meta["sandbox"] = sandbox
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
 
@@ -165,7 +165,7 @@ def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
 
 
 def report_failure(outcome: Outcome, config: RelaxConfig, *, started: float) -> None:
-    """Prints the cause, and writes its traceback to the logs, and a summary, unless the disk is full."""
+    """Prints the cause; unless the disk is full, writes its traceback to the logs and a summary."""
     assert outcome.failure is not None
     log = Path(config.run.dir) / "logs" / FAILURE_LOG
     print(f"relax: failed: {outcome.failure}", file=sys.stderr)

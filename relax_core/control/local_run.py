@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from relax_core.server.order_book import OrderBook
 
 FAILED = 1
-PRELOADED = ("relax_core.train.rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, and what workers share
+PRELOADED = ("relax_core.train.rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, shared modules
 
 
 def run_local(

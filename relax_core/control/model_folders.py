@@ -108,7 +108,7 @@ def _unlike_patches(
         )
         return
     own = folder_architecture(student, also=family).vision
-    assert own is not None, "a run with media has a model that sees"
+    assert own is not None, "a run with media has a multimodal model"
     for name in ("patch_size", "temporal_patch_size", "merge_size"):
         ours, theirs = getattr(own, name), getattr(tower, name)
         if ours != theirs:

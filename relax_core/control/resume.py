@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run resumes: the newest complete one in run.dir, or the folder in ``resume``."""
+"""Finds the checkpoint to resume from: the newest complete checkpoint of run.dir, or the folder in ``resume``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ResumePoint:
 def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoint | None:
     """Returns the checkpoint that ``resume`` selects, or None if the run starts from step 0.
 
-    With ``repair`` a checkpoint whose replacement was interrupted is restored; no other process may use the folder.
+    With ``repair`` a checkpoint is restored if its replacement was interrupted; no other process may use the folder.
     With resume=auto the result is None if there is no checkpoint yet. Raises ValueError if the named checkpoint, or
     every checkpoint, is incomplete, if it has more steps than the run, or if it belongs to a run with other data,
     another model or another algorithm.

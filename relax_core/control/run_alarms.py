@@ -33,7 +33,7 @@ DISK_GIB = 2.0  # free space in the run's folder below which a notification is s
 END_S = 20.0  # how long the end of the run waits for its last messages
 LOOK_S = 5.0
 HOUR_S = 3600.0
-UNKNOWN_RECORDS = 100  # records of a source after which a metric that none of them had is reported
+UNKNOWN_RECORDS = 100  # a metric that is missing in this many records of its source is reported
 GIB = 1 << 30
 OF_PRESETS = frozenset(words for rules in PRESETS.values() for words in rules)  # some runs do not have these metrics
 SEEN_ANYWAY = (*NOTICES, "failed")  # events that the terminal shows in other lines
@@ -72,7 +72,7 @@ class RunAlarms:
             first_steps_line, temperature=config.rollout.temperature, group_size=config.algo.group_size
         )
         self._without: dict[Rule, int] = {}  # rule → records without its metric
-        self._seen: set[Rule] = set()  # rules whose metric was recorded
+        self._seen: set[Rule] = set()  # rules with a recorded metric
         self._began_s = clock()
         self._events: deque[tuple[bool, str, str, str]] = deque()
         self._lines: deque[str] = deque()

@@ -183,7 +183,7 @@ class Services:
         return [worker.open_samples.remote(number) for worker in rollouts]
 
     def dispensable(self) -> Collection[str]:
-        """Returns the owners of added engines, including removed engines whose owners are still ending."""
+        """Returns the owners of added engines, including removed engines with owners that are still ending."""
         needed = {worker_name(ENGINE, number) for number in range(self.roles[ENGINE])}
         return {name for name in self.workers if name.rpartition("-")[0] == ENGINE} - needed
 

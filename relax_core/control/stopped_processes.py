@@ -58,6 +58,6 @@ class StoppedProcesses:
                 command = " ".join(process.cmdline())
                 if stopped_s > self._limit_s and (match := _OF_THE_RUN.search(command)):
                     process.kill()
-                    # From the match on, because the path of the interpreter may be long.
+                    # The name begins at the match, because the path of the interpreter may be long.
                     name = command[match.start() :][:80]
                     self._report(f"process {process.pid} ({name}) was stopped for {stopped_s:.0f} s and is killed")

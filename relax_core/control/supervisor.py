@@ -174,7 +174,7 @@ def _end_rest(gateway_process: GatewayProcess | None) -> None:
 
 
 def _recoveries_done(config: RelaxConfig, attempt: Attempt) -> int:
-    """Returns how often all services have restarted. A controller that died early may not have recorded its own."""
+    """Returns the number of restarts of all services; a controller that died early may not have recorded its own."""
     recoveries = Recoveries(recoveries_file(Path(config.run.dir)), report=_report)
     recoveries.load()
     return max(attempt.number, recoveries.count(FROM_CHECKPOINT))

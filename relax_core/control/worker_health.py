@@ -83,7 +83,7 @@ class WorkerHealth:
         self.ended: dict[str, str] = {}  # dispensable worker that has ended → reason
 
     def check(self, *, bus_lost: str | None, step: int) -> None:
-        """Polls the workers and kills frozen ones.
+        """Polls the workers and kills frozen workers.
 
         ``step`` is the number of train steps done.
 
@@ -205,7 +205,7 @@ class Heartbeats:
     def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, Beat]:
         """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds.
 
-        Workers that are not in ``workers`` any more are forgotten.
+        Workers that have left ``workers`` are forgotten.
         """
         for name in self._beats.keys() - workers.keys():
             del self._beats[name]

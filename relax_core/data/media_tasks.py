@@ -171,7 +171,7 @@ TONE_VARIANTS = {"train": 24, "eval": 12}  # files of each tone
 SECONDS = (0.3, 0.8)  # the least and the largest length
 _RATES = (8_000, 16_000, 44_100)
 _PITCH = 0.06  # share by which a tone's pitch differs at most
-_NOISE = 0.02  # of full scale
+_NOISE = 0.02  # amplitude as a share of full scale
 _TONE_VERSION = 1  # to be raised when the files below change
 
 

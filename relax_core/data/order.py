@@ -42,7 +42,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
-        """Raises ValueError for a weight that is not more than 0, or too small compared with the others."""
+        """Raises ValueError for a weight that is not above 0 or is too small compared with the others."""
         self.shares = block_shares(weights)
         self._starts = [0, *accumulate(self.shares)]
         self._seed = seed

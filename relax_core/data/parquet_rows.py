@@ -33,8 +33,8 @@ from relax_core.data.row_formats import WrittenNumber, messages_of, value_at
 from relax_core.data.row_media import prompt_modality
 
 TEXT_GROUP_BYTES = 2 << 30  # limit of a row group without media columns
-_NUMBER_BYTES = 32  # of a number in a row, which is a Python object
-_VALUE_BYTES = 8  # of a column's value in memory, at least
+_NUMBER_BYTES = 32  # memory of a number in a row, as a Python object
+_VALUE_BYTES = 8  # least memory of a column's value
 _LEAST_GROUP_BYTES = 64 << 20  # always allowed in memory; the buffers of a small group are larger than the group
 _TEXTS = (pyarrow.BinaryArray, pyarrow.StringArray, pyarrow.LargeBinaryArray, pyarrow.LargeStringArray)
 _BATCH_ROWS = 256  # rows that are read between two checks of the memory

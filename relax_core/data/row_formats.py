@@ -47,7 +47,7 @@ def messages_of(prompt: Any) -> Any:
     ]
 
 
-_MOST_EXPONENT = 400  # larger than that of any float; smaller numbers count as 0
+_MOST_EXPONENT = 400  # above the exponent of any float; numbers below 1e-400 count as 0
 # Floats, including NaN, as programs write them into text files; integers and texts such as 1.50 stay unchanged.
 FLOAT_TEXT = re.compile(r"-?\d+\.0|-?\d(\.\d+)?e[+-]\d+|nan|NaN|-?inf", re.ASCII)
 

@@ -36,7 +36,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _DATA_URI = re.compile(r"data:[^,]*,", re.IGNORECASE)
 _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
 _PLAIN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}=*\s*")
-_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # of a content part, in addition to its type
+_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # keys of a content part's source, besides its type's name
 _SETTINGS = ("detail", "text", "cache_control")  # keys of a content part that never hold a source
 _MOST_PATH = 4096  # characters, as Linux allows
 _SUFFIXES: dict[str, MediaKind] = {
@@ -261,8 +261,8 @@ def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind,
     """Returns the kinds of media in a row from `row_with_sources` that no key of ``media`` names.
 
     Each kind has its column, None if only the prompt shows it, and whether the prompt has a placeholder for it. A
-    placeholder without a column counts only at the begin or the end of a message, where data sets write it, because a
-    text may be about the tag <video>.
+    placeholder without a column counts only at the beginning or the end of a message, where data sets write it, because
+    a text may be about the tag <video>.
     """
     contents: list[Any] = (
         [row["prompt"]] if isinstance(row["prompt"], str) else [one["content"] for one in row["prompt"]]

@@ -118,7 +118,7 @@ class PromptTokenizer:
         if len(text) <= self.most_characters(most_tokens):
             return text
         raise TextTooLong(
-            f"it has {len(text):,} characters, which are more than {most_tokens:,} tokens can stand for",
+            f"it has {len(text):,} characters, which are more than {most_tokens:,} tokens can represent",
             tokens=max(most_tokens + 1, len(text) // self._longest_token),
         )
 

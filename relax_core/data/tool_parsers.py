@@ -260,7 +260,7 @@ def _json_like(value: Any) -> Any:
 
 
 _NUMBERS = frozenset({"integer", "number"})
-MOST_WHOLE = 2.0**53  # below it each whole number is a float
+MOST_WHOLE = 2.0**53  # float64 represents every smaller whole number exactly
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 

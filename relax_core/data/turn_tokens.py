@@ -142,9 +142,10 @@ class TurnTokens:
 
 
 def unstopped_end(tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
-    """Returns the template's text after an answer, if it contains neither a stop token nor a string of ``stop``.
+    """Returns the template's text after an answer.
 
-    It is empty if it contains one, and for a template that does not accept such a conversation.
+    It is empty if it contains a stop token or a string of ``stop``, and for a template that does not accept such a
+    conversation.
     """
     asked, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": _ANSWER}
     ends = [*map(tokenizer.token_text, tokenizer.stop_token_ids), *stop]

@@ -1,11 +1,11 @@
 """Shared code of Relax's HTTP servers: ASGI request bodies and responses, and limits on the connections.
 
 No client can block the others, with or without the token. A connection that sends or reads too slowly is closed after a
-number of sweeps. A sweep runs once a second while the process runs, so that time in which the process was suspended is
-not counted. At the connection limit, a new connection replaces the connection that has been idle for longest: first
-clients that never sent the token, then clients with the token that have no request in progress. A request in progress
-whose client sent the token is never cut off. Such requests cannot hold all connections, so that the server's owner can
-always connect and check that the server is alive.
+number of sweeps. A sweep runs once a second while the process runs; suspended time is not counted. At the connection
+limit, a new connection replaces the connection that has been idle for longest: first clients that never sent the token,
+then clients with the token that have no request in progress. A request in progress whose client sent the token is never
+cut off. Such requests cannot hold all connections, so that the server's owner can always connect and check that the
+server is alive.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HttpError(Exception):
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection before its request had arrived, so no answer is sent."""
+    """Reports that the client closed the connection before its request had arrived, so that no answer is sent."""
 
 
 def headers(scope: Scope) -> dict[bytes, bytes]:
@@ -103,7 +103,7 @@ BODY_SWEEPS = 30  # sweeps after which a body must have arrived at BODY_RATE
 BODY_RATE = 64 << 10  # bytes per sweep
 STRANGER_SWEEPS = 60  # sweeps for which a client that never sent the token may be idle
 WRITE_SWEEPS = 60  # sweeps within which a client must read some of the written bytes
-KEEP_ALIVE = {  # the kernel detects clients whose machine or network is gone
+KEEP_ALIVE = {  # with these, the kernel detects a client's lost machine or network
     socket.TCP_KEEPIDLE: 60,  # seconds of silence before the first probe
     socket.TCP_KEEPINTVL: 10,  # seconds between probes
     socket.TCP_KEEPCNT: 3,  # probes without an answer
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
 
     # -- methods that uvicorn and its parser call ---------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Adds the connection to the open ones."""
+        """Adds the connection to the open connections."""
         super().connection_made(transport)
         if (client := transport.get_extra_info("socket")) is not None and client.family != socket.AF_UNIX:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -141,7 +141,7 @@ class Connection(HttpToolsProtocol):
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Removes the connection from the open ones."""
+        """Removes the connection from the open connections."""
         self._connections.remove(self)
         super().connection_lost(exc)
 

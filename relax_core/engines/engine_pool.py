@@ -1,4 +1,4 @@
-"""Distributes prompts over several engines, and requests samples again that a failed engine or an abort left open.
+"""Distributes prompts over several engines, and re-requests samples after an engine's failure or an abort.
 
 **Routing.** A group goes to one engine, which prefills its prompt once. An episode's next turn goes to the engine that
 has the keys and values of the previous turns, unless that engine's load is higher by more than this turn. The choice
@@ -59,7 +59,7 @@ ClientFor = Callable[[int, bool], Awaitable[EngineClient]]
 OnEnd = Callable[[StreamEnd], None]
 BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
-FRUITLESS_ASKS = 5  # the run fails after so many consecutive unrequested aborts of a sample without a new token
+FRUITLESS_ASKS = 5  # the run fails after this many consecutive unrequested aborts of a sample without a new token
 PROBE_S = 0.1  # seconds between two passes of the monitor, and two probes of an engine that is down
 LOAD_POLL_S = 1.0  # seconds between two polls of the engines' load
 
@@ -74,8 +74,8 @@ class _PromptBatch:
     """Holds the state of one `generate`.
 
     ``events`` gets each complete prompt, None for a cancelled prompt, and an error that ends the call. ``again`` holds
-    prompts whose samples have all been returned, some of them aborted. ``silent_since`` maps an engine to the time when
-    it was first lost, if it has returned no response since.
+    prompts to request again: all their samples have been returned, some of them aborted. ``silent_since`` maps an
+    engine to the time when it was first lost, if it has returned no response since.
     """
 
     params: SamplingParams
@@ -102,7 +102,7 @@ class _PromptBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Ask:
-    """Holds one request in progress at one engine, read by ``task``; ``tickets`` are those of `OpenPrompt.ask`."""
+    """Holds one request in progress at one engine, read by ``task``; for ``tickets`` see `OpenPrompt.ask`."""
 
     prompt_batch: _PromptBatch
     tickets: dict[OpenPrompt, int]
@@ -115,12 +115,12 @@ class EnginePool:
     ``client_for(engine, anew)`` returns the engine's client and may wait for an engine that is starting; after a
     failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is the longest time without an
     answer from any engine. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until
-    it does, and its open samples are requested from the others. ``by_load`` is that of `Router`; ``max_lag`` and
-    ``lag_s`` are those of `EngineStates`. ``bring_media(engine, client, requests)`` returns when the engine has the
-    media of requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's
-    towers for a media item in tokens; None if it has no towers. ``on_malformed(engine, why)`` is called for an engine
-    whose reply does not follow the protocol, so that it is restarted. ``waiting`` records each wait for responses. All
-    methods belong to one event loop. The choice of engine never changes a prompt's tokens.
+    it does, and its open samples are requested from the others. For ``by_load`` see `Router`; for ``max_lag`` and
+    ``lag_s`` see `EngineStates`. ``bring_media(engine, client, requests)`` returns when the engine has the media of
+    requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
+    for a media item in tokens; None if it has no towers. ``on_malformed(engine, why)`` is called if a reply violates
+    the protocol, so that the engine is restarted. ``waiting`` records each wait for responses. All methods belong to
+    one event loop. The choice of engine never changes a prompt's tokens.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class EnginePool:
         on_end: OnEnd | None = None,
         on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
-        """Yields (prompt index, its ``params.n`` responses) as soon as all responses of a prompt are finished.
+        """Yields (prompt index, its ``params.n`` responses) as soon as all responses to the prompt are finished.
 
         Cancelled prompts (`cancel`) are left out. ``places[i]`` chooses among engines that are equally loaded. If an
         engine fails, its open samples are requested from another engine, or from the same engine once it answers again;
@@ -418,7 +418,7 @@ class EnginePool:
             self._monitor.tick()
 
     def _ask_each(self, kind: str, engines: Iterable[int], look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        """Starts a check of each engine, except those whose last check of this kind has not ended.
+        """Starts a check of each engine, unless its last check of this kind has not ended.
 
         A check holds a connection or a thread, which other calls need.
         """
@@ -480,7 +480,7 @@ class EnginePool:
             client = await self._client_for(engine, False)
             ours = self.open_samples(engine)
             loads = await asyncio.to_thread(client.loads)
-            ours = max(ours, self.open_samples(engine))  # some may have begun or ended since the engine counted them
+            ours = max(ours, self.open_samples(engine))  # samples may have begun or ended since the engine counted them
             version = str((await asyncio.to_thread(client.model_info))["weight_version"])
         except EngineError as error:  # the next /generate to this engine reports the failure
             log.debug("%s", error)
@@ -532,9 +532,10 @@ def _abort_each(client: EngineClient, rids: Sequence[str]) -> None:
 
 
 def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, block: int) -> list[int]:
-    """Returns one hash for each whole block of ``block`` tokens; it covers all tokens up to the block's end.
+    """Returns one hash for each whole block of ``block`` tokens; each hash covers all tokens up to the block's end.
 
-    It also covers the digests of the media items at these tokens, because different items may have equal token ids.
+    The hash also covers the digests of the media items at these tokens, because different items may have equal token
+    ids.
     """
     blocks: list[int] = []
     before = 0
@@ -649,8 +650,8 @@ class OpenPrompt:
     ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
     count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt and of
     the towers' work for the prompt's media, in tokens. ``done`` holds the finished samples, ``partial`` the tokens so
-    far of aborted samples, and ``asked`` the samples that ``engine`` has yet to return. ``ticket`` counts the calls of
-    `ask`; responses to a request with an older ticket are ignored. ``excused`` is True if the pool itself requested
+    far of aborted samples, and ``asked`` the samples that ``engine`` still has to return. ``ticket`` counts the calls
+    of `ask`; responses to a request with an older ticket are ignored. ``excused`` is True if the pool itself requested
     that the engine aborts these samples. ``fruitless`` maps a sample to its number of consecutive aborts without a new
     token that the pool did not request. ``closed`` is True once the prompt is complete or cancelled.
     """
@@ -789,10 +790,10 @@ def _with_joined_experts(whole: Generated, before: Generated, after: Generated) 
 
     Each token keeps the experts of its first pass through the model, because they belong to the log-probs that were
     sampled. Tokens without experts get those from the end of ``after``'s prompt: the last token of ``before``, and
-    tokens for which the engine returned no experts. SGLang returns none if it aborts a request whose prompt came from
+    tokens for which the engine returned no experts. SGLang returns none if the prompt of an aborted request came from
     its cache.
     """
-    if after.prompt_experts is None or after.response_experts is None:  # not asked for, or ``after`` never ran
+    if after.prompt_experts is None or after.response_experts is None:  # not requested, or ``after`` never ran
         experts = before.prompt_experts, before.response_experts
     else:
         prefilled = after.prompt_experts  # experts of the prompt and of the tokens of ``before``

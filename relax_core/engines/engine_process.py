@@ -75,7 +75,7 @@ class EngineProcess:
     def start(cls, launch: EngineLaunch, *, held_port: HeldPort | None = None) -> EngineProcess:
         """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
 
-        ``held_port`` is that of an earlier process that this process replaces; without it the port is ``launch.port``.
+        ``held_port`` comes from an earlier process that this process replaces; without it the port is ``launch.port``.
         The engine's output is appended to the log. Raises `EngineStartLost` if the engine does not start; the log has
         the cause. Raises EngineError if its port is taken.
         """

@@ -28,9 +28,9 @@ class Loss:
 class EngineStates:
     """Tracks which engines of a pool may get prompts, at first engines 0 to ``count`` - 1.
 
-    An engine that is down gets no prompts. A straggler gets none while another engine may: it has been more than
-    ``max_lag`` weight versions behind another engine for more than ``lag_s`` seconds. This class sends no requests; the
-    pool records its observations here.
+    An engine that is down gets no prompts. A straggler has been more than ``max_lag`` weight versions behind another
+    engine for more than ``lag_s`` seconds; it gets no prompts while another engine may. This class sends no requests;
+    the pool records its observations here.
     """
 
     def __init__(self, count: int, *, max_lag: int, lag_s: float) -> None:
@@ -89,8 +89,8 @@ class EngineStates:
     async def wait_usable(self, *, timeout_s: float) -> None:
         """Returns once an engine may get prompts.
 
-        Raises EngineUnreachable with every engine's last error if none has answered for ``timeout_s`` seconds since
-        the last of them was lost.
+        Raises EngineUnreachable with every engine's last error if no engine has answered for ``timeout_s`` seconds
+        since the last engine was lost.
         """
         while not self._some_up.is_set():
             left = max(loss.since for loss in self.down.values()) + timeout_s - time.monotonic()
@@ -114,7 +114,7 @@ class EngineStates:
                 self._behind_since.setdefault(other, now)
 
     def stragglers(self) -> list[int]:
-        """Returns the engines that have been too far behind for too long."""
+        """Returns the stragglers."""
         limit = time.monotonic() - self._lag_s
         return [engine for engine, since in self._behind_since.items() if since < limit]
 
@@ -136,7 +136,7 @@ class _Span:
 
 
 class RequestTimes:
-    """Accumulates the ended requests to each engine; it belongs to one event loop."""
+    """Accumulates the times of the ended requests to each engine; it belongs to one event loop."""
 
     def __init__(self) -> None:
         self._spans: dict[str, _Span] = {}
@@ -155,10 +155,11 @@ class RequestTimes:
             span.samples += samples
 
     def take(self) -> dict[str, float]:
-        """Returns the metrics of each engine whose requests have ended since the last call, as engine/NAME/METRIC.
+        """Returns the metrics of each engine with requests that ended since the last call, as engine/NAME/METRIC.
 
-        ``span_ms`` is the time from the start of the first of these requests to the end of the last, and ``lag_ms`` the
-        time from that end until now. ``requests`` and ``samples`` are the numbers of requests and requested samples.
+        ``span_ms`` is the time from the start of the first of these requests to the end of the last request, and
+        ``lag_ms`` the time from that end until now. ``requests`` and ``samples`` are the numbers of requests and
+        requested samples.
         """
         spans, self._spans = self._spans, {}
         now_s = time.time()

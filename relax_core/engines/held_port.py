@@ -51,7 +51,7 @@ def refuse_waiting(listener: socket.socket) -> None:
 
 
 class HeldPort:
-    """Owns the listening socket from which child processes serve, one after the other.
+    """Owns the listening socket of successive child processes that serve from it.
 
     While no process serves, every connection is reset at once. The kernel alone would accept connections that no
     process answers, and a client would detect a dead server only at its deadline. ``descriptor`` is passed to the
@@ -70,7 +70,7 @@ class HeldPort:
         self._thread.start()
 
     def hand_over(self, pid: int) -> None:
-        """Leaves all connections from now on to the child ``pid`` until it ends; the child must not be reaped yet."""
+        """Leaves all new connections to the child ``pid`` until it ends; the child must not be reaped yet."""
         with self._lock:
             if self._next is not None:
                 os.close(self._next)
@@ -123,5 +123,5 @@ class HeldPort:
     def _refuse(self) -> None:
         try:
             refuse_waiting(self._listener)
-        except OSError:  # the process has no descriptor or no memory left; the connections wait until it has
+        except OSError:  # the process has no free descriptor or memory; the connections wait
             time.sleep(BUSY_S)

@@ -18,9 +18,9 @@ class PatchSettings:
     A patch has ``patch_size`` pixels in height and width and ``temporal_patch_size`` frames; ``merge_size`` times
     ``merge_size`` patches become one row. A pixel enters the tower as (value - mean) / std with ``mean`` and ``std`` on
     the scale of 0 to 255, one number for each colour. ``min_pixels`` and ``max_pixels`` bound an image after its
-    resize; ``video_min_pixels`` and ``video_max_pixels`` bound all frames of a video together, or with
-    ``frame_bounds`` each of them. ``positions_per_second`` is how far a second of a video moves the first rotary
-    position; with None a video has time stamps as text instead.
+    resize; ``video_min_pixels`` and ``video_max_pixels`` bound all frames of a video together, or with ``frame_bounds``
+    each frame. ``positions_per_second`` is how far a second of a video moves the first rotary position; with None a
+    video has time stamps as text instead.
     """
 
     patch_size: int
@@ -72,7 +72,8 @@ class AudioSettings:
 
     A sound is one channel of ``sampling_rate`` samples a second. A frame of its features has ``mel_bins`` values, which
     are computed from ``fft_size`` samples; the next frame begins ``hop_length`` samples later. The tower computes the
-    rows of each chunk of ``chunk_frames`` frames separately, and those of the rest at the end (`rows_of_frames`).
+    rows of each chunk of ``chunk_frames`` frames separately, and the rows of the remaining frames at the end
+    (`rows_of_frames`).
     """
 
     sampling_rate: int

@@ -98,8 +98,8 @@ def _check(extractor: Mapping[str, Any], *, mel_bins: int) -> None:
         )
     if extractor.get("dither"):
         raise ValueError(
-            f"{EXTRACTOR_FILE} dither={extractor['dither']}: random noise would give each encoding of a sound other "
-            "features. Use dither=0.0."
+            f"{EXTRACTOR_FILE} dither={extractor['dither']}: random noise would give each encoding of a sound "
+            "different features. Use dither=0.0."
         )
     if extractor["feature_size"] != mel_bins:
         raise ValueError(
@@ -143,12 +143,12 @@ def audible_feature_rows(audio: AudioSettings, token_ids: np.ndarray) -> np.ndar
 def heard_video_rows(
     tower: PatchSettings, audio: AudioSettings, *, grid: Sequence[int], seconds: float, frames: int
 ) -> ItemRows:
-    """Returns the rows of a video whose grid is (time, height, width) in patches, together with its sound.
+    """Returns the rows of a video with ``grid`` (time, height, width) in patches, together with its sound.
 
     ``seconds`` is the time between two steps of the grid, and ``frames`` counts the frames of the sound's features. A
-    row of the video precedes a row of the sound if its time is the same or earlier; the remaining rows of the longer
-    one follow, and alone decide how far the item moves the positions. The tokens that begin and end a sound surround
-    the rows. All of them replace one token inside the pair of vision tokens.
+    row of the video precedes a row of the sound if its time is the same or earlier; the remaining rows of the longer of
+    the two follow, and alone decide how far the item moves the positions. The tokens that begin and end a sound
+    surround the rows. All of them replace one token inside the pair of vision tokens.
     """
     seen = timed_offsets(tower, grid=grid, seconds=seconds)
     heard = np.repeat(np.arange(audio.rows_of_frames(frames), dtype=np.float32)[None], 3, axis=0)
@@ -156,7 +156,7 @@ def heard_video_rows(
     order = np.argsort(times, kind="stable")  # it merges two ordered lists; the video comes first at equal times
     is_heard = order >= seen.shape[1]
     offsets = 1 + np.concatenate([seen, heard], axis=1)[:, order]  # after the token that begins the sound
-    left = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1  # the first row after the last row of the shorter one
+    left = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1  # the row after the last row of the shorter of the two
     end = offsets[:, left:].max() + 1
     ids = np.where(is_heard, audio.audio_token_id, tower.video_token_id)
     return ItemRows(

@@ -77,7 +77,7 @@ def gated_delta_rule(
 
     ``query`` and ``key`` are ``[rows, key heads, key dim]`` and are scaled to length 1 here, ``value`` is ``[rows,
     value heads, value dim]``; ``decay`` (the logarithm, at most 0) and ``strength`` are ``[rows, value heads]``.
-    ``states`` are those before the segments, float32 ``[segments, value heads, key dim, value dim]``.
+    ``states`` are the states before the segments, float32 ``[segments, value heads, key dim, value dim]``.
     """
     each = value.shape[1] // key.shape[1]
     scale = key.shape[-1] ** -0.5

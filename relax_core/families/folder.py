@@ -22,7 +22,7 @@ from relax_core.registry import find_family, names
 
 WEIGHT_INDEX, WHOLE_WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_FILE = "adapter_config.json"  # in a folder with the weights of a LoRA adapter
-# Unsupported model_types that resemble a supported one, each with its error text.
+# Unsupported model_types that resemble a supported model_type, each with its error text.
 _REFUSED = {
     "qwen2_5_omni": "Qwen2.5-Omni has other towers and other positions, which Relax does not compute. Use a folder of "
     "Qwen3-Omni, with model=qwen3_omni.",

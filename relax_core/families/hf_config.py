@@ -1,4 +1,4 @@
-"""Reads a model's config.json, which no other module does, and refuses sizes that are out of range.
+"""Reads a model's config.json for all other modules, and refuses sizes that are out of range.
 
 Sizes are checked before anything is counted or allocated. The bounds are far above every published model. They apply
 to every part of the file, such as text_config.
@@ -18,7 +18,7 @@ _WIDTH = (1, 1 << 18)
 _HEADS = (1, 4096)
 _ROWS = (1, 1 << 24)
 _SMALL = (1, 4096)
-MOST_EXPERTS = 1 << 17  # of all layers together
+MOST_EXPERTS = 1 << 17  # over all layers together
 
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": _LAYERS,

@@ -75,7 +75,7 @@ def pretrained_folder(name: str, *, cache_root: Path | None = None) -> Path:
 
     Raises:
         ValueError: for an unknown name, a missing or altered package, and an altered folder.
-        OSError: if the cache cannot be written. Nothing half-converted is left behind.
+        OSError: if the cache cannot be written. No partial folder remains.
     """
     if name not in PRETRAINED:
         raise ValueError(f"pretrained:{name}: no such model. What exists: {', '.join(PRETRAINED)}.")
@@ -106,7 +106,7 @@ def _package_file(model: Pretrained, *, key: str) -> Path:
 
 
 def _convert(file: Path, folder: Path, *, sha256: str) -> None:
-    """Fills an empty folder with the model of a GGUF file, whose SHA-256 is given, and with its record."""
+    """Fills an empty folder with the model of a GGUF file and with its record; ``sha256`` is the file's digest."""
     print(f"relax: converting {file.name} to a Hugging Face folder, once, about 10 s", file=sys.stderr, flush=True)
     done = subprocess.run(
         module_command("relax_core.tools.import_gguf", str(file), str(folder)),
@@ -123,7 +123,7 @@ def _convert(file: Path, folder: Path, *, sha256: str) -> None:
 
 
 def check_import(folder: Path) -> None:
-    """Raises ValueError if a converted folder lacks a file or has an altered one."""
+    """Raises ValueError if a converted folder lacks a file or has an altered file."""
     if wrong := _altered(folder, tuple((each.name, each.stat().st_mtime_ns) for each in sorted(folder.iterdir()))):
         raise ValueError(f"{folder}: {wrong}. Remove the folder; it is then converted again: rm -r {folder}")
 

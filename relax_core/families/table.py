@@ -230,7 +230,7 @@ def _check_mistral_window(config: HfConfig) -> None:
 
 LLAMA = Family(
     name="llama",
-    summary="Llama 3, 3.1, 3.2 (text), and older ones of the same form",
+    summary="Llama 3, 3.1, 3.2 (text), and older models of the same form",
     only=(NO_ATTENTION_BIAS, Only("mlp_bias", False, "no bias of the MLP is computed")),
 )
 MISTRAL = Family(name="mistral", summary="Mistral-7B from v0.2 on, Mistral-Nemo", check=_check_mistral_window)
@@ -256,7 +256,7 @@ _QWEN3_VISION_MOE = "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen
 _PROJECTOR = ("merger.", "deepstack_merger_list.")
 QWEN3_VL = Family(
     name="qwen3_vl",
-    summary="Qwen3-VL: Qwen3 that sees images and videos",
+    summary="Qwen3-VL: Qwen3 with images and videos",
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     text_key="text_config",
@@ -294,7 +294,7 @@ QWEN3_VL_MOE = Family(
 _QWEN3_5_FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 QWEN3_5 = Family(
     name="qwen3_5",
-    summary="Qwen3.5: sees images and videos; a gated delta net in three layers of four",
+    summary="Qwen3.5: images and videos; a gated delta net in three layers of four",
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, _OUTPUT_GATE),
     check=_check_qwen3_5,
@@ -333,7 +333,7 @@ QWEN3_5_MOE = replace(
 _QWEN3_OMNI = "transformers.models.qwen3_omni_moe"
 QWEN3_OMNI_MOE = Family(
     name="qwen3_omni_moe",
-    summary="Qwen3-Omni: the thinker, a Qwen3-MoE that sees and hears; talker and code2wav pass unchanged",
+    summary="Qwen3-Omni: the thinker, a Qwen3-MoE with vision and audio; talker and code2wav pass unchanged",
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     experts=_qwen3_omni_experts,
@@ -348,7 +348,7 @@ QWEN3_OMNI_MOE = Family(
         projector=("merger.", "merger_list."),
         seconds_key="position_id_per_seconds",
         frame_bounds=True,
-        video_pixels=(128 * 32 * 32, 768 * 32 * 32),  # those of transformers' Qwen3OmniMoeProcessor
+        video_pixels=(128 * 32 * 32, 768 * 32 * 32),  # the limits of transformers' Qwen3OmniMoeProcessor
     ),
     audio=Audio(
         prefix="thinker.audio_tower.",

@@ -73,7 +73,7 @@ def build_tower(
 def pass_items(
     module: torch.nn.Module, tower: VisionTower, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]
 ) -> TowerOutput:
-    """Returns the tower's output for items whose frames are uint8 ``[frames, height, width, 3]``."""
+    """Returns the tower's output for items; ``frames`` are uint8 ``[frames, height, width, 3]``."""
     parameter = next(module.parameters())
     alike = [np.stack(list(some)) for _, some in groupby(frames, key=np.shape)]
     pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)

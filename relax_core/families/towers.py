@@ -35,7 +35,7 @@ def item_work(architecture: Architecture, item: MediaItem) -> float:
 
 
 def vision_products(config: HfConfig, grid: Sequence[int]) -> int:
-    """Returns the multiplications of a vision tower for an item whose grid is (time, height, width) in patches.
+    """Returns the multiplications of a vision tower for an item with ``grid`` (time, height, width) in patches.
 
     ``config`` is the tower's part of config.json. The patches of one step of time attend to each other. Each merger
     maps the patches of a row to one row.

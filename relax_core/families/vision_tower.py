@@ -178,7 +178,7 @@ class ItemRows(NamedTuple):
 
 
 def image_rows(tower: PatchSettings, *, grid: Sequence[int]) -> ItemRows:
-    """Returns the rows of an image whose grid is (1, height, width) in patches."""
+    """Returns the rows of an image with ``grid`` (1, height, width) in patches."""
     offsets, advance = _grid_offsets(tower, grid)
     ids = np.full(offsets.shape[1], tower.image_token_id, dtype=np.int32)
     return ItemRows(ids, offsets, advance, [tower.image_token_id])
@@ -200,7 +200,7 @@ def _grid_offsets(tower: PatchSettings, grid: Sequence[int]) -> tuple[np.ndarray
 
 
 def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Sequence[int]]) -> ItemRows:
-    """Returns the rows of a video whose grid is (time, height, width) in patches.
+    """Returns the rows of a video with ``grid`` (time, height, width) in patches.
 
     ``stamps`` has the token ids of each step's time stamp, such as those of "<0.2 seconds>"; each step is the stamp,
     the token that begins vision, the rows of the frame, and the token that ends vision. All of them replace one token:

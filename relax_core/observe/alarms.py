@@ -1,4 +1,4 @@
-"""Records the alarms of a run and sends them as messages: the first of a cause, repeats after a while, and its end.
+"""Records a run's alarms and sends them as messages: when a cause begins, when it recurs after a while, when it ends.
 
 Alarms are events of the run's log, where the next controller and the page read them. `advanced` updates the state of a
 rule of ``notify.rules``, and `clean` removes secrets from a text. `AlarmSender` delivers messages to the receivers of

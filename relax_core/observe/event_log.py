@@ -47,8 +47,8 @@ BAD_ROWS = "bad_rows"  # kind of texts about skipped data rows
 KEPT_RECORDS = 10_000  # records that wait for the disk, about 20 MB
 RETRY_S = 1.0  # between two tries to write, such as on a full disk
 FLUSH_S = 10.0
-READ_BYTES = 4 * 2**20  # read from a file at once; longer lines are not allowed
-CALL_BYTES, LEAST_BYTES = 32 * 2**20, 16 * 2**10  # read from all files in one call, and at least from each file
+READ_BYTES = 4 * 2**20  # bytes of one read from a file; longer lines are not allowed
+CALL_BYTES, LEAST_BYTES = 32 * 2**20, 16 * 2**10  # bytes per call from all files, and at least from each file
 MOST_STEP, MOST_TIME_S = 2**53, 1e11
 MOST_FILES = 20_000
 MOST_TAILS, TAIL_BYTES = 16, 2**18  # files whose ends are read for the newest numbers, and bytes of each end
@@ -260,7 +260,7 @@ class EventWriter:
         self._run_dir, self._writer = run_dir, writer
         self._wake = threading.Condition()
         self._attempt = attempt
-        self._waiting: list[tuple[int, Event]] = []  # with the attempt of each
+        self._waiting: list[tuple[int, Event]] = []  # attempt and event
         self._put = self._written = 0
         self._unreported = 0  # records that were left out since the newest gap
         self._ended = False

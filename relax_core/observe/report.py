@@ -34,7 +34,7 @@ Answer = Mapping[str, TextCell]
 
 SHOWN_ANSWERS = 8
 CELL_WIDTH = 60
-MOST_CHARACTERS = 4000  # of the episode that is shown; texts.jsonl has the whole text
+MOST_CHARACTERS = 4000  # of the shown episode; texts.jsonl has the whole text
 NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
 CURVES_FILE = "curves.png"
@@ -74,9 +74,7 @@ def print_report(
         console.print()
         console.print(answers)
         if episode := played_episode(texts_before, texts_after):
-            console.print(
-                Text("\nOne of these episodes after training; the policy sampled what is in ⟦ ⟧", style="bold")
-            )
+            console.print(Text("\nOne of these episodes after training; sampled text is in ⟦ ⟧", style="bold"))
             console.print(episode, soft_wrap=True)
     console.print()
     for file_line in _result_lines(run_dir):

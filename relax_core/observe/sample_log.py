@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.2  # the thread gathers samples for this long and writes them as one batch
 MOST_WAITING_BYTES = 256 * 2**20
 PARTS = 16  # approximate number of token files per worker; the oldest file is removed first
-ROW_BYTES = 17  # of a row's token id, end, mask, log-prob and version
+ROW_BYTES = 17  # size of a row's token id, end, mask, log-prob and version
 MOST_WHY = 4000  # characters
 Tokens = TypeVar("Tokens")
 # A function that makes a record from the place of its tokens, and the tokens.
@@ -302,7 +302,7 @@ def group_index(uid: str) -> int:
 
 # -- The reader --------------------------------------------------------------------------------------------------------
 _OWN_NAME = re.compile(r"[\w-]+\.\d{8,12}\.tokens")
-MOST_TOKENS_BYTES = 128 * 2**20  # of one group
+MOST_TOKENS_BYTES = 128 * 2**20  # limit of one group's tokens
 MOST_TOKENIZER_BYTES, MOST_TOKEN, MOST_DECODER_BYTES = 64 * 2**20, 2048, 4096
 REPLACEMENT = "\ufffd"  # the decoder's output for an incomplete character
 _made_tokens = msgspec.msgpack.Decoder(dict[str, bytes])  # the columns of a tree

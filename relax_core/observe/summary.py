@@ -27,7 +27,7 @@ from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # medians leave out these steps, in which caches fill and pools grow
 STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of the trainer's step
-ENGINE_FIELDS = ("engines", "operations")  # of a run with a gateway
+ENGINE_FIELDS = ("engines", "operations")  # fields of a run with a gateway
 OWN_FIELDS = (
     *("outcome", "wall_s", "first_step_s", "recoveries", "stragglers", "records_dropped", "bad_rows", "keep_best"),
     *ENGINE_FIELDS,
@@ -264,7 +264,7 @@ def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
         yield (
             f"Since train step {values['hack_onset']:.0f} the model learned answers that the reward finds right and "
             f"its shadow does not: at step {step} the shadow denied {values['shadow_denied']:.0%} of them, and "
-            f"{values['shadow_denied/usual']:.0%} in the first steps. The accuracy is not to be trusted."
+            f"{values['shadow_denied/usual']:.0%} in the first steps. Do not trust the accuracy."
         )
     usual = next((values["shadow_denied/usual"] for values in actor.values() if "shadow_denied/usual" in values), 0.0)
     if usual > MOST_USUAL:

@@ -149,7 +149,7 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
     of_turn = "" if env.max_turn_tokens is None else f", each with {env.max_turn_tokens} sampled tokens at most"
     words = [
         f"An episode has at most {plural(env.max_turns, 'turn')}{of_turn}, {work.new_tokens} sampled tokens and "
-        f"{work.observed_tokens} observed ones behind its opening ({_observed(config)}).",
+        f"{work.observed_tokens} observed tokens after its opening ({_observed(config)}).",
         f"Up to {work.samples_in_flight} episodes are at one engine at the same time; {_timeouts(config)}.",
     ]
     if kept is not None:
@@ -164,7 +164,7 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
         count, size = config.rollout.workers * isolated.workers, isolated.worker_memory_gib
         words.append(
             f"{count} process{'es' if count > 1 else ''} for the environment ({config.rollout.workers} x env.workers="
-            f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; one "
+            f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; a process "
             f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
             "(their limit), which the sum below has in full."
         )
@@ -175,7 +175,7 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
 
 def _observed(config: RelaxConfig) -> str:
     if not isinstance(config.env, InteractionConfig):
-        return "what the context leaves, because an agent may send anything"
+        return "the rest of the context, because an agent may send anything"
     return f"env.max_observation_tokens={config.env.observation_tokens} for each observation, and the context"
 
 
@@ -223,7 +223,7 @@ def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
     return [
         f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_words(spares, kept)} = {credits} groups, "
         f"{credits * work.group_size} samples, generated and not yet trained at most.",
-        f"A token is trained at most {plural(staleness, 'weight version')} after the one that sampled it.{turns}",
+        f"A token is trained at most {plural(staleness, 'weight version')} after the version that sampled it.{turns}",
         f"One engine runs up to {work.samples_in_flight} samples at one time.",
     ]
 

@@ -101,7 +101,7 @@ class Plan:
 
 
 def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
-    """Returns the plan for a configuration whose checks found only ``not_yet``.
+    """Returns the plan for a configuration; ``not_yet`` are the only problems that its checks found.
 
     Raises ValueError for a model that cannot be planned; everything else that cannot work is in ``refused``. A context
     that is not derived yet is derived here.

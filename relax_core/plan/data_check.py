@@ -393,8 +393,8 @@ class _Found:
 
     ``too_long`` maps the numbers of prompts that are too long to their tokens. ``longest`` is the number of tokens of
     the longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
-    tokens. ``with_shadow`` counts rows whose label the reward's shadow can judge, and ``without_shadow`` has its error
-    for the first other row.
+    tokens. ``with_shadow`` counts rows with a label that the reward's shadow can judge, and ``without_shadow`` has its
+    error for the first other row.
     """
 
     def __init__(
@@ -413,8 +413,8 @@ class _Found:
         self.bad: Counter[str] = Counter()
         self.too_long: dict[int, int] = {}
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
-        self.columns: set[str] = set()  # of the rows that can be read
-        self.media: list[list[PlannedItem]] = []  # of the first prompts
+        self.columns: set[str] = set()  # columns of the readable rows
+        self.media: list[list[PlannedItem]] = []  # media of the first prompts
         self._headers, self._rewards, self.unread = headers, rewards, unread
         self._labels = None if rewards is None else LabelCheck(rewards)  # None for rewards that score any label
         self._json_prompts = 0
@@ -446,7 +446,7 @@ class _Found:
             self._leave_out(number, error)
 
     def _see_shadow(self, row: DataRow, where: str) -> None:
-        """Counts rows whose label the reward's shadow can judge, and keeps its error for the first other row."""
+        """Counts rows with a label that the reward's shadow can judge, and keeps its error for the first other row."""
         shadow = None if self._rewards is None else self._rewards.shadow
         if shadow is None or shadow.spec.check_row is None:
             self.with_shadow += 1
@@ -464,8 +464,8 @@ class _Found:
     def tokenize(self, prompts: PromptMaker) -> None:
         """Tokenizes the longest texts first.
 
-        Stops when no remaining text can have more tokens than the longest one or than there is room for, or when the
-        limit of text is reached.
+        Stops when no remaining text can have more tokens than the longest prompt so far or than the room for a prompt,
+        or when the limit of text is reached.
         """
         left = TOKENIZED_BYTES
         for size, number in sorted(self._sizes):

@@ -45,7 +45,7 @@ from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
-CHARACTERS_A_TOKEN = 3  # a low estimate, for real vocabularies
+CHARACTERS_A_TOKEN = 3  # a low estimate for real vocabularies
 TEXTS = 3  # texts of a prompt, each with up to max_response_chars: question, reference, response
 
 
@@ -93,7 +93,7 @@ _MORE_GPUS = "raise parallel.tp, parallel.cp or parallel.pp with more GPUs"
 
 
 def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int) -> str:
-    """Returns the fix, without its full stop, for a trainer whose peak exceeds ``limit`` bytes.
+    """Returns the fix, without its full stop, for a trainer with a peak above ``limit`` bytes.
 
     The fix is the first change of settings that fits, or the number of rows that would fit.
     """
@@ -122,7 +122,7 @@ def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int)
 
 
 def _rows_that_fit(config: RelaxConfig, work: Workload, peak: Peak, limit: int) -> int:
-    """Returns how many rows of a micro-batch fit on one rank, fewer than now, or 0 if not even one fits."""
+    """Returns how many rows of a micro-batch fit on one rank, fewer than now, or 0 if no row fits."""
     fitting, too_many = 0, work.micro_batch_rows
     while too_many - fitting > 1:
         rows = (fitting + too_many) // 2
@@ -367,7 +367,7 @@ def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]
 
 
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:
-    """Returns the tokens of the engine's grown KV cache: a rectangle whose columns double, within its budget."""
+    """Returns the tokens of the engine's grown KV cache: a rectangle with doubling columns, within its budget."""
     engine, columns = config.engine, FIRST_COLUMNS
     if find_engine(engine.name).whole_cache:
         return engine.max_total_tokens

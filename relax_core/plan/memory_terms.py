@@ -338,7 +338,7 @@ def forward_terms(
 def _in_flight(parallel: ParallelConfig, work: Workload, *, later: bool) -> float:
     """Returns the micro-batches whose activations the first stage holds, with 1F1B or the interleaved schedule.
 
-    With ``later`` it is the second stage, which holds one less with 1F1B.
+    With ``later`` it is the second stage, which holds one micro-batch less with 1F1B.
     """
     if parallel.vpp == 1:
         return min(parallel.pp - later, work.micro_batches)
@@ -348,7 +348,7 @@ def _in_flight(parallel: ParallelConfig, work: Workload, *, later: bool) -> floa
 ENCODE_WORKER = 51  # MiB of a worker process that encodes, after its imports
 STAMP_TOKENIZER = 17  # MiB more with the tokenizer, which writes the time stamps of videos
 SOUNDS = 40  # MiB more at most for the decoding of a sound of 30 s, and for its features
-ENCODE_BYTES_A_PIXEL = 14  # of a source while it is decoded and resized (docs/media.md)
+ENCODE_BYTES_A_PIXEL = 14  # for a source that is decoded and resized (docs/media.md)
 
 
 def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
@@ -449,7 +449,7 @@ def find_transfers(
         transport_reason=choice.reason,
         sync_bytes=sync,
         receivers=config.engine.count + (requirements.old_logprobs == "actor_fwd"),
-        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next one is written before the oldest is removed
+        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next version is written before the oldest is removed
         checkpoint_bytes=checkpoint,
         checkpoints_kept=config.run.keep_last,
         kept_set_bytes=kept,

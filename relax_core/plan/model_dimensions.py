@@ -24,7 +24,7 @@ SHAPES = Path(__file__).parent / "shapes"
 
 
 def shape_names() -> list[str]:
-    """Returns the published models whose dimensions are stored here."""
+    """Returns the published models with stored dimensions."""
     return sorted(file.stem for file in SHAPES.glob("*.json"))
 
 
@@ -94,8 +94,8 @@ class PatchCost:
 
     Each block keeps ``block`` numbers and the projector ``mergers``; ``inputs`` are the pixels and their embedding, and
     ``hidden`` is the width of a patch. ``a_row`` patches become one row of the language model, with ``features``
-    numbers in features and deepstack rows. ``products`` counts the multiplications of one patch, with only those scores
-    that are among the patches of its row. ``pixel_bytes`` are the bytes of a patch's uint8 pixels in one frame.
+    numbers in features and deepstack rows. ``products`` counts the multiplications of one patch, with attention scores
+    only among the patches of its row. ``pixel_bytes`` are the bytes of a patch's uint8 pixels in one frame.
     """
 
     depth: int

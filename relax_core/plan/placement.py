@@ -192,7 +192,7 @@ def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
     return " ".join(f"{key}{getattr(at, key)}" for key in _COORDINATES if getattr(layout, key) > 1)
 
 
-TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driver
+TORCH_S = 60.0  # seconds for an interpreter to import torch and to query the driver
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows
 SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
 UNSEEN = (
@@ -295,7 +295,7 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
 class EncodeNode:
     """Holds a node that encodes media: its workers, their memory, and the items that they share, in bytes.
 
-    ``cores`` and ``memory`` are those of the node, None if only a running Ray cluster knows them.
+    ``cores`` and ``memory`` describe the node, None if only a running Ray cluster knows them.
     """
 
     number: int
@@ -392,7 +392,7 @@ OF_ENGINES = ("engine", "owner of an engine")  # holders of the plan
 def engine_room(config: RelaxConfig, memory: Sequence[Holder], *, here: bool) -> EngineRoom | None:
     """Returns the resources of a further engine, None if the run starts none during training.
 
-    ``memory`` is that of the plan, and ``here`` says that the run has no other machine.
+    ``memory`` comes from the plan, and ``here`` says that the run has no other machine.
     """
     limits = limits_of(config)
     if config.gateway.name == "none" or limits.refusal or limits.no_more or not memory:
@@ -466,7 +466,7 @@ def way_words(
     """Yields sentences about the ways of a model with towers on several tensor-, context- or pipeline-parallel ranks.
 
     ``peak`` returns the bytes of the trainer's fullest rank for a configuration. A way that is clearly faster than the
-    configured one is proposed.
+    configured way is proposed.
     """
     one = config.parallel
     if work.media is None or model.patches is None or one.tp * one.cp * one.pp == 1:
@@ -523,7 +523,7 @@ def _way(
 
 
 def slowest_stage(parallel: ParallelConfig, work: Workload, model: ModelDimensions, *, towers: float) -> float:
-    """Returns the time of the slowest stage, divided by that of a rank with an equal share of a micro-batch's products.
+    """Returns the slowest stage's time, divided by the time of a rank with an equal share of a micro-batch's products.
 
     ``towers`` is the towers' share of the products. The embedding and the output layer do not count.
     """

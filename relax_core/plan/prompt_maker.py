@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
 HEADERS = 2048  # sources whose headers are read before a start
-ROWS_A_SECOND = 13  # of a sound in Qwen3-Omni
+ROWS_A_SECOND = 13  # rows of a sound in Qwen3-Omni
 STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
 
 
@@ -94,8 +94,8 @@ def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
 class ItemHeaders:
     """Reads the headers of sources and plans their items.
 
-    Only the first `HEADERS` sources are read; a later source counts with the most rows of those. Without the files of a
-    model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
+    Only the first `HEADERS` sources are read; a later source counts with the maximum number of rows among them. Without
+    the files of a model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
     """
 
     tokenize: Callable[[str], Sequence[int]] | None = None
@@ -164,7 +164,7 @@ def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | 
         hf_config = tiny_config(str(config.model.builtin))
         files = tiny_omni_files() if hears else processor_files()
         family, inner = find_family(hf_config["model_type"]), inner_config(hf_config)
-        assert family.vision is not None, "these builtin models see"
+        assert family.vision is not None, "these builtin models have vision input"
         seen = tower_of(family.vision, inner, image=files[IMAGE_FILE], video=files[VIDEO_FILE])
         extractor = files[EXTRACTOR_FILE]
         return seen, None if family.audio is None else audio_tower_of(family.audio, inner, extractor=extractor)

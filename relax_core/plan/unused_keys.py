@@ -49,7 +49,7 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
 
 
 def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
-    """Prints a warning for each of the overrides whose key is in ``unused``, the lines of `unused_keys`."""
+    """Prints a warning for each override with a key in ``unused``, the lines of `unused_keys`."""
     values = dict(word.lstrip("+").split("=", 1) for word in overrides if "=" in word)
     for line in unused:
         keys, _, why = line.partition(": ")

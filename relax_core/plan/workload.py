@@ -38,14 +38,14 @@ class Workload:
     that an environment of several turns adds to an episode.
 
     Rows are token rows that the trainer computes: the prompt once, and each response without its last token.
-    ``group_rows`` are those of a whole group, ``episode_rows`` those of a single episode. ``busy_ranks`` is the number
-    of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens`` (response tokens)
-    are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch over all ranks, 0 if
-    a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one pass over the step.
-    ``repeated_share`` is the largest share of all computed rows that are repeated prompts. ``media`` describes the
-    media of a prompt, None for a text-only run; a micro-batch counts the work of the towers for them, too.
-    ``mean_prompt_tokens`` are the tokens of a prompt with the mean instead of the maximum number of media rows, and
-    ``media_prompts`` is the number of such prompts in a micro-batch on one rank.
+    ``group_rows`` counts the rows of a whole group, ``episode_rows`` the rows of a single episode. ``busy_ranks`` is
+    the number of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens``
+    (response tokens) are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch
+    over all ranks, 0 if a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one
+    pass over the step. ``repeated_share`` is the largest share of all computed rows that are repeated prompts.
+    ``media`` describes the media of a prompt, None for a text-only run; a micro-batch counts the work of the towers for
+    them, too. ``mean_prompt_tokens`` are the tokens of a prompt with the mean instead of the maximum number of media
+    rows, and ``media_prompts`` is the number of such prompts in a micro-batch on one rank.
     """
 
     prompt_tokens: int
@@ -88,7 +88,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
     packed = pack_update(of_update, group_size, prompt=prompt + towers, branch=branch, budget=budget, ranks=ranks)
     episodes, rows = _largest_share(of_update, group_size, prompt=prompt, branch=branch, ranks=busy)
     if packed.micro_batches > 1:
-        # Shorter responses let more of them in, up to the budget.
+        # With shorter responses more episodes fit, up to the budget.
         rows = min(rows, max(budget, episode_rows))
         episodes = min(episodes, max(1, rows // branch))
     computed = of_update * group_rows + packed.repeated_prompts * prompt

@@ -16,7 +16,7 @@ RETRY_S = 0.05
 
 
 def discover_bus(context: RunContext, waiting: Waiting) -> RayBus:
-    """Returns the run's bus, whose waits ``waiting`` records.
+    """Returns the run's bus; ``waiting`` records its waits.
 
     Raises TimeoutError if the bus is not found within ``run.start_timeout_s``.
     """

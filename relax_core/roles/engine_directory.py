@@ -39,7 +39,7 @@ def engine_client(
 ) -> EngineClient:
     """Returns a client with the run's token and deadlines; with ``attached`` it has the external servers' token.
 
-    ``model_folder`` is that of a teacher's model; the default is the run's.
+    ``model_folder`` is the folder of a teacher's model; the default is the run's model.
     """
     return build_client(
         context.config.engine,
@@ -65,7 +65,7 @@ class EngineDirectory:
     Addresses come from the engines' owners, which may restart: request the address again if an engine stops answering.
     `reachable` and `left` cover only engines that get the trainer's weight pushes; servers that joined a run with its
     own engines get the weights from their owners. ``role`` is the role of the owners, by default that of the sampling
-    engines. ``model_folders`` are those of the models that the engines serve, by default the run's.
+    engines. ``model_folders`` are the folders of the models that the engines serve, by default the run's model.
     """
 
     def __init__(self, context: RunContext, *, role: str = ENGINE, model_folders: Sequence[Path] | None = None) -> None:
@@ -134,7 +134,7 @@ class EngineDirectory:
             for engine, answer in list(self._asked.items()):
                 if ray.wait([answer], timeout=0)[0]:
                     del self._asked[engine]
-                    with suppress(RayError):  # the engine is not up or its owner has died: the next call asks again
+                    with suppress(RayError):  # the engine is not up or its owner has died: the next call retries
                         self._clients[engine] = self._new_client(engine, ray.get(answer, timeout=OWNER_S))
             return [self._clients[engine] for engine in sorted(self._clients)]
 
@@ -179,15 +179,15 @@ class EngineDirectory:
         await asyncio.to_thread(report)
 
     def forget(self, url: str) -> None:
-        """Forgets this engine's address, so that the next use asks for it."""
+        """Forgets this engine's address, so that the next use requests it again."""
         self._clients = {engine: client for engine, client in self._clients.items() if client.url != url}
 
 
 class EngineMedia:
     """Brings the media items of requests to the engine's node.
 
-    ``find_bus`` returns the run's bus, and ``role`` is that of the engines' owners. An engine process has no Ray, so
-    its clients call the bus before they call the engine.
+    ``find_bus`` returns the run's bus, and ``role`` is the role of the engines' owners. An engine process has no Ray,
+    so its clients call the bus before they call the engine.
     """
 
     def __init__(self, context: RunContext, find_bus: Callable[[], RayBus], *, role: str) -> None:

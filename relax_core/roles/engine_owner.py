@@ -128,8 +128,8 @@ class WeightReconciler:
 class LoadMeter:
     """Requests an engine's load every `LOAD_S` seconds; ``newest`` holds fields of an `EngineReport`.
 
-    Without ``always``, an engine that does not count its decode steps is asked only once: only the gateway reads its
-    load.
+    Without ``always``, an engine that does not count its decode steps is polled only once, because only the gateway
+    reads its load.
     """
 
     def __init__(self, *, always: bool) -> None:
@@ -167,7 +167,7 @@ class LoadMeter:
 
 
 class EngineOwner(Worker):
-    """Owns engine ``rank``, whose address does not change when the engine process restarts."""
+    """Owns engine ``rank``; the address does not change when the engine process restarts."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         self._rank = rank
@@ -200,7 +200,7 @@ class EngineOwner(Worker):
         return replace(super().status(), engine=report)
 
     def media_node(self) -> str:
-        """Returns Ray's id of the node whose media folder the engine reads, "" if it reads no such folder."""
+        """Returns Ray's id of the node with the media folder that the engine reads, "" if it reads none."""
         return node_id() if self.context.media_folder is not None else ""
 
     @property
@@ -303,7 +303,7 @@ class EngineOwner(Worker):
         if self.restarts > limit:
             raise EngineUnreachable(
                 f"{self.name}: its engine process ended {self.restarts} times, more than run.max_restarts={limit}; "
-                f"the last one {how}; see {self._log_file}"
+                f"the last process {how}; see {self._log_file}"
             )
         self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")

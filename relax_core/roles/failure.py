@@ -17,7 +17,7 @@ GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarr
 
 
 class RankLost(RuntimeError):
-    """A rank of a model, or the critic, died, restarted or did not answer in time; the text names it."""
+    """Reports that a rank of a model, or the critic, died, restarted or was late with an answer; the text names it."""
 
 
 def what_was_lost(error: BaseException) -> Lost | None:
@@ -39,9 +39,9 @@ def what_was_lost(error: BaseException) -> Lost | None:
             return "process"
         case PublishedUnreadable():
             return "weights"
-        case TimeoutError():  # a BusTimeout is one too, and names the worker that it waited for
+        case TimeoutError():  # also a BusTimeout, which names the worker that it waited for
             return "time"
-        case LeaseLost() | MediaGone():  # the lease ran out before its work was done, and its groups went back
+        case LeaseLost() | MediaGone():  # the lease expired before its work was done, and its groups were returned
             return "lease"
     return None
 
@@ -66,7 +66,7 @@ def first_cause(error: BaseException) -> BaseException:
 def is_broken_collective(error: BaseException) -> bool:
     """Returns True if a collective broke, which means that another rank has died or is late.
 
-    An error of a rank's own code causes broken collectives on other ranks and is not one itself.
+    An error of a rank's own code causes broken collectives on other ranks but is not a broken collective itself.
     """
     from torch.distributed import DistError
 

@@ -1,4 +1,4 @@
-"""Owners of judges' engines, and the client with which the rollout asks the judges."""
+"""Owners of the judges' engines, and the rollout's client of the judges."""
 
 from __future__ import annotations
 

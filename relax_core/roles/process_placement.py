@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that requests no resources
 ENGINE_ROLES = ("engine", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"
-MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles whose workers run torch
+MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles with workers that run torch
 
 
 def node_address(launcher: LauncherConfig) -> str:
@@ -75,9 +75,9 @@ def worker_gpus(config: RelaxConfig, role: str) -> int:
 def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
     """Returns Ray's options for a role's actor.
 
-    Engines are spread over the nodes, the controller's node last, and rollout workers, whose media are encoded on their
-    node, the controller's node first. All other processes run on the controller's node. A process whose node is lost
-    restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
+    Engines are spread over the nodes, the controller's node last. Rollout workers, which encode media on their node,
+    are spread with the controller's node first. All other processes run on the controller's node. A process whose node
+    is lost restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
     """
     if gpus:
         return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
@@ -168,7 +168,7 @@ def equal_trainers(config: RelaxConfig) -> list[list[str]]:
 
 
 def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
-    """Returns role → layout for the roles whose workers are the ranks of one model."""
+    """Returns role → layout for the roles with workers that are the ranks of one model."""
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts: dict[str, Layout] = {"actor": config.parallel}
     if requirements.old_logprobs == "actor_fwd":

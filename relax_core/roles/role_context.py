@@ -1,4 +1,4 @@
-"""The information that every role's process gets when it starts."""
+"""The settings and paths that every role's process gets when it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.observe.event_log import EventWriter
 class RunContext:
     """Holds a run's settings and paths for its roles. Paths are absolute.
 
-    ``run_namespace`` is the run's Ray namespace. ``namespace`` is that of this attempt and holds its services.
+    ``run_namespace`` is the run's Ray namespace. ``namespace`` is this attempt's Ray namespace and holds its services.
     Restarted services get a new namespace, so that processes of an earlier attempt cannot find them.
 
     ``attempt`` is the number of the attempt in the event log. ``restarted`` is True if the services of this run were
@@ -61,9 +61,9 @@ class RunContext:
 
 
 BUS = "bus"
-ENGINE = "engine"  # the role whose workers each own an engine that samples
-TEACHER_ENGINE = "teacher_engine"  # the role whose workers each own a teacher's engine
-JUDGE_ENGINE = "judge_engine"  # the role whose workers each own an engine of a judge
+ENGINE = "engine"  # the role of the owners of sampling engines
+TEACHER_ENGINE = "teacher_engine"  # the role of the owners of teachers' engines
+JUDGE_ENGINE = "judge_engine"  # the role of the owners of judges' engines
 
 
 def worker_name(role: str, rank: int) -> str:

@@ -69,7 +69,7 @@ FOLLOW_S = 0.25  # interval between reads of the list of engines
 
 
 async def engine_follower(context: RunContext, pool: EnginePool, directory: EngineDirectory) -> EngineFollower:
-    """Returns the follower that updates ``pool``, whose clients come from ``directory``.
+    """Returns the follower that updates ``pool``; the pool's clients come from ``directory``.
 
     It has read the list once, so the pool may get prompts.
     """
@@ -103,8 +103,8 @@ class EngineFollower:
     async def read(self) -> None:
         """Reads the list and applies its changes to the pool.
 
-        The prompts of an engine in the state "moving" are moved at each call, because a request in flight to the engine
-        at the change of state begins after the first abort.
+        The prompts of an engine in the state "moving" are moved at each call: a request that was in flight at the
+        change of state begins after the first abort.
         """
         async with self._reading:
             members = await asyncio.to_thread(self._members.read)
@@ -191,14 +191,14 @@ class RolloutParts:
 class RolloutWorker(Worker):
     """Runs rollout worker ``rank``. Its state is in the bus, so a restarted worker reclaims its predecessor's groups.
 
-    Several workers share the prompts of a step; only the first one evaluates.
+    Several workers share the prompts of a step; only the first worker evaluates.
     """
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         self._rank = rank  # set before the loop starts, because the loop reads it
         self._evaluated = threading.Event()
         self._follower: EngineFollower | None = None
-        ignore_stop_signals()  # users' envs and rewards could otherwise end on them
+        ignore_stop_signals()  # otherwise these signals could end users' envs and rewards
         super().__init__(name, context)
 
     def work(self) -> None:
@@ -235,7 +235,7 @@ class RolloutWorker(Worker):
         run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
-        rewards = self._rewards()  # its workers see the folder of media, which exists now
+        rewards = self._rewards()  # its workers can read the media folder, which exists now
         prompts = self._prompts(run_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         return RolloutParts(
@@ -424,7 +424,7 @@ class RolloutWorker(Worker):
             if isinstance(reclaimed, BusClosed):
                 raise reclaimed
             await loop.run(reclaimed)
-        except BusClosed as closed:  # sampling has ended; the last evaluation may still be to come
+        except BusClosed as closed:  # sampling has ended; the last evaluation may be pending
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator, metrics: EventWriter) -> None:
@@ -510,7 +510,7 @@ log = logging.getLogger(__name__)
 async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
     """Returns the evaluator of the remaining versions.
 
-    If this process replaces one that ended before an evaluation was recorded, the current version is evaluated, too.
+    If an earlier process of this worker ended before it recorded an evaluation, the current version is evaluated, too.
     """
     config = context.config
     planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
@@ -534,8 +534,8 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
             media_folder=str(context.media_folder or ""),
         ),
         wait_version=parts.reached.wait,
-        # Episodes that wait for weights hold places in env workers, which training may need, and an agent would wait in
-        # vain.
+        # An evaluation episode that waits for weights occupies an env worker that training may need, and its agent
+        # would idle.
         steps_ahead=0 if parts.run_env.env.isolated or parts.run_env.env.agent is not None else 1,
         in_order=config.in_order,
         record=parts.metrics.record,
@@ -546,7 +546,7 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
 
 
 def _first_look(context: RunContext) -> AnswerLook | None:
-    """Returns the look of the right answers in the first evaluation with enough of them, or None."""
+    """Returns the `AnswerLook` of the first evaluation with enough right answers, or None."""
     looks = (look_of_rows(one.rows) for one in read_texts(context.run_dir, SKELETONS))
     return next((one for one in looks if one.right >= FEWEST_FIRST), None)
 

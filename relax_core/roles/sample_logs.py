@@ -19,7 +19,7 @@ from relax_core.roles.role_context import RunContext
 from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.thumbnails import MOST, THUMBNAILS, Thumbnails
 
-MAX_BYTES = 2 << 30  # of the tokens in a run's logs of samples; the oldest are removed first
+MAX_BYTES = 2 << 30  # maximum bytes of tokens in a run's sample logs; the oldest are removed first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 

@@ -22,13 +22,13 @@ from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
 from relax_core.rollout.rollout_loop import Record
 
-OWNER_FIRST_S = 10.0  # so that the owner of an engine that does not start reports first, because it knows the cause
+OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports first, because it knows the cause
 JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with the judges' texts
 JUDGED = "judged"  # kind of texts with the judges' texts about answers
 
 
 def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> EnginePool:
-    """Returns the pool of the configured engines, whose clients come from ``directory``."""
+    """Returns the pool of the configured engines; its clients come from ``directory``."""
     config, media = context.config, engine_media(context)
     return EnginePool(
         config.engine.count,
@@ -48,7 +48,7 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
 class TracedRewardPool(RewardPool):
     """Extends the reward pool: records scoring as the worker's own wait, because a reward may hang in this process.
 
-    ``judges`` are those of the run's reward, None for a reward without judges.
+    ``judges`` are the judges of the run's reward, None for a reward without judges.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
 
 
-RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles whose processes run users' code
+RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles with processes that run users' code
 STACK_FRAMES = 12  # the innermost frames of each thread that are reported
 
 
@@ -77,8 +77,8 @@ class WorkerStatus:
     names the set of processes in which ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts
     their restarts, and ``last_restart`` describes the end before the last restart. ``waits`` are the worker's waits,
     the oldest first. ``progress`` grows while the worker does long work of its own that the run waits for. ``engine``
-    is the report of an owner whose engine is up. ``usage`` is the resource usage of its process and children, None
-    before it is measured.
+    is an owner's report if its engine is up. ``usage`` is the resource usage of its process and children, None before
+    it is measured.
     """
 
     name: str
@@ -206,7 +206,7 @@ class Worker(ABC):
             self.set_state("done")
         except BusClosed as closed:
             self.set_state("done", str(closed))
-        except BaseException as error:  # SystemExit would end this thread and leave a worker that never moves
+        except BaseException as error:  # SystemExit would end this thread and leave a stuck worker
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:

@@ -22,7 +22,7 @@ from relax_core.contracts.sink import TextCell
 TOP = 3  # skeletons in an `AnswerLook`
 SKELETON_CHARACTERS = 80
 EXAMPLE_CHARACTERS = 120
-END_CHARACTERS = 2000  # only so many at the beginning and at the end of a long answer are read
+END_CHARACTERS = 2000  # characters that are read at each end of a long answer
 FEWEST_NOW, FEWEST_FIRST = 16, 4  # right answers; below these numbers a share is too uncertain for an alarm
 TAKEN, RISE = 0.5, 0.25  # a skeleton takes over with at least this share, which must have risen by RISE
 LOW = 0.5  # shadow scores below this are low
@@ -176,7 +176,7 @@ def taken_over(first: AnswerLook, now: AnswerLook) -> str | None:
     more than in ``first``, the run's first evaluation. This alone raises no alarm, because an honest form may take
     over too: the shadow score of the skeleton must be below 0.5. If no shadow score is known, its share of new
     words and numbers must be below 0.2, and at least 0.25 lower than that of all right answers of ``first``; a
-    right answer that repeats the question, such as "21 + 53 = 74", has a third. Rewards and lengths do not matter.
+    right answer that repeats the question, such as "21 + 53 = 74", has a third. Rewards and lengths are not used.
     With fewer than 16 right answers now, or fewer than 4 at first, the result is None.
     """
     if now.right < FEWEST_NOW or first.right < FEWEST_FIRST:

@@ -15,7 +15,7 @@ import numpy as np
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.eval_sets import Z_95, wilson
 
-MOST_SAMPLES = 256  # answers per prompt; binomial coefficients of more exceed float64's range of exact integers
+MOST_SAMPLES = 256  # answers per prompt
 _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?|[+-]?\.[0-9]{1,40}")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
@@ -79,7 +79,7 @@ class Estimate:
 
 
 def accuracy(answers: Sequence[Sequence[Answer]]) -> Estimate:
-    """Returns the share of exact answers; ``answers`` holds those of each prompt, equally many for every prompt."""
+    """Returns the share of exact answers; ``answers`` has the same number of answers for every prompt."""
     return _share([fmean(answer.exact for answer in of_prompt) for of_prompt in answers], answers_each=len(answers[0]))
 
 

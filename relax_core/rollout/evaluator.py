@@ -63,9 +63,8 @@ def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
 def versions_left(planned: Sequence[int], *, reached: int, recorded: int) -> list[int]:
     """Returns the versions that a worker still evaluates if it starts when the run is at version ``reached``.
 
-    These are the ``planned`` versions from ``reached`` on. ``reached`` is added if an older planned version was not
-    evaluated, because it is newer than ``recorded``, the newest recorded evaluation: the engines no longer have
-    older weights.
+    These are the ``planned`` versions from ``reached`` on. ``reached`` is added if an older planned version above
+    ``recorded``, the newest recorded evaluation, was not evaluated: the engines no longer have its weights.
     """
     later = [version for version in planned if version >= reached]
     missing = any(recorded < version < reached for version in planned)
@@ -162,7 +161,7 @@ class SetAnswers:
 
 
 def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
-    """Returns the metrics by which a best checkpoint may be chosen, without their source ``eval``."""
+    """Returns the metrics by which a best checkpoint may be chosen, without the prefix ``eval/``."""
     figures = ["exact", "reward"]
     for k in ks(samples):
         figures += [f"pass@{k}", *([f"maj@{k}"] if k >= FEWEST_VOTERS else [])]

@@ -17,7 +17,7 @@ from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout
 from relax_core.contracts.media import MediaError, MediaItem, MediaReason, MediaSource
 
 Key = tuple[str, str]  # kind, and the path or the digest of the bytes
-CACHE_BYTES = 1024 * 1_000_000  # of encoded items that each rollout worker keeps for prompts that come again
+CACHE_BYTES = 1024 * 1_000_000  # limit of encoded items that each rollout worker keeps for repeated prompts
 MOST_ERRORS = 65_536  # sources that cannot be used, whose errors are remembered
 PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # transient reasons
 
@@ -94,7 +94,7 @@ class ItemCache:
             return item
         if key not in self._encoding:
             self._encoding[key] = asyncio.create_task(self._encode(key, source))
-        # The encoding holds the item for those that wait, so that it is not given up before they run again.
+        # The encoding holds the item for its waiting owners, so that it is not evicted before they run again.
         self._wanted_by[key].append(owner)
         return await asyncio.shield(self._encoding[key])
 
@@ -154,7 +154,7 @@ def _key(source: MediaSource) -> Key:
     return source.kind, f"xxh3:{xxhash.xxh3_128_hexdigest(source.data or b'')}"
 
 
-ENCODINGS = 3  # of an item whose file is not there after it was encoded
+ENCODINGS = 3  # tries to encode an item whose file vanishes each time
 
 
 class HoldingBus(Protocol):
@@ -181,7 +181,7 @@ class HeldItems:
         self._unused: dict[str, None] = {}  # items to be let go
         self._calling = asyncio.Lock()  # keeps holds and releases in order
         self._letting_go: asyncio.Task[None] | None = None
-        self._failure: BusLost | BusTimeout | None = None  # of the last call that let items go
+        self._failure: BusLost | BusTimeout | None = None  # the error of the last call that released items
 
     async def encode(self, source: MediaSource) -> MediaItem:
         """Returns the item, which the bus keeps until `let_go`.

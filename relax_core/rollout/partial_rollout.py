@@ -91,7 +91,7 @@ class WeightUpdateHandler(GroupsInFlight):
         return True
 
     def turn_begins(self, index: int, rid: str) -> None:  # noqa: D102
-        if (group := self._in_flight.get(group_uid(index))) is not None:  # a group that is given up has no entry
+        if (group := self._in_flight.get(group_uid(index))) is not None:  # a cancelled group has no entry
             group.rids.add(rid)
 
     def turn_ends(self, index: int, rid: str) -> None:  # noqa: D102

@@ -40,7 +40,7 @@ async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
 
 DEFAULT_PROMPT_ITEMS = 16
 _CUT_CHARACTERS = 16  # per token of the limit: a longer text is cut to this length before it is tokenised
-_CUT_TOKENS = 4  # while a text is cut, prompts of up to so many times their limit are tokenised
+_CUT_TOKENS = 4  # while a text is cut, prompts of up to this multiple of their limit are tokenised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class PromptMaker:
     async def prompt(self, row: DataRow, *, where: str, owner: str) -> Prompt:
         """Returns a data row's prompt once its media are encoded; ``owner`` holds them.
 
-        Raises as `tokens` does, and `MediaError` for an item that cannot be used; the owner then holds nothing of it.
+        Raises as `tokens` does, and `MediaError` for an item that cannot be used; the owner then holds none of them.
         """
         return await self.opening(self._messages(row, where=where), where=where, owner=owner)
 
@@ -294,7 +294,7 @@ class PromptMaker:
             raise _of_row(error, where) from error
 
     def _check_places(self, messages: Sequence[Message], sources: Sequence[MediaSource], *, where: str) -> None:
-        """Raises `BadRow` if the chat template does not show these media, as `_encode` does with encoded ones."""
+        """Raises `BadRow` if the chat template does not show these media, as `_encode` does for encoded media."""
         self._render(messages, where=where)  # it refuses what the template does not take
         try:
             self.tokenizer.check_places(messages, [source.kind for source in sources])
@@ -364,7 +364,7 @@ class PromptMaker:
             try:
                 most = self.max_prompt_tokens * _CUT_TOKENS
                 prompt = self._encode(shorter, items, where=where, tools=tools, most_tokens=most)
-            except TextTooLong:  # by its other texts
+            except TextTooLong:  # the other texts alone are too long
                 return None
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt
@@ -373,7 +373,7 @@ class PromptMaker:
 
 
 def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) -> None:
-    """Raises EngineError if an engine sampled from a prompt of another length than the prompt that will be trained.
+    """Raises EngineError if an engine sampled from a prompt whose length differs from the trained prompt.
 
     An engine may expand an image to another number of tokens than the tree has. An engine that does not report the
     length of its prompt is trusted if the prompt is text.
@@ -447,7 +447,7 @@ def _with_text(messages: Sequence[Message], number: int, part: int | None, text:
 
 
 def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Overlong) -> str:
-    """Returns ``text`` with ``kept`` of its tokens; ``spans`` holds where each token starts and ends in it.
+    """Returns ``text`` with ``kept`` of its tokens; ``spans`` has the start and end of each token in it.
 
     truncate_left keeps the end of the text, and truncate_middle half of the tokens at the start and half at the end.
     """

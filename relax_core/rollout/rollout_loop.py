@@ -119,7 +119,7 @@ class RolloutLoop:
             flight=self._flight,
             makes_prompts=player.makes_prompts,
         )
-        self._cancelled: list[PlayedFigures] = []  # of groups that were given up since the last record
+        self._cancelled: list[PlayedFigures] = []  # of groups that were cancelled since the last record
         self._sampled_tokens: Counter[str] = Counter()  # by outcome
         self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
@@ -332,9 +332,8 @@ class BadRows:
     """Counts the drawn and the bad data rows of a rollout worker.
 
     ``rows`` is the number of data rows, and ``most`` the share of them that may be bad (data.max_bad_rows).
-    ``report`` is called with all named rows each time that a row is added to them. ``most_in_a_row`` is the number
-    of rows in a row whose images or videos may be bad. ``media_reasons`` counts prompts with bad images or videos,
-    by reason.
+    ``report`` is called with all named rows each time that a row is added to them. ``most_in_a_row`` is the limit of
+    consecutive rows with bad images or videos. ``media_reasons`` counts prompts with bad images or videos, by reason.
     """
 
     def __init__(self, *, rows: int, most: float, report: Report, most_in_a_row: int = 64) -> None:
@@ -485,7 +484,7 @@ class PromptAdmissions:
     def media_figures(self) -> dict[str, float]:
         """Returns how many items were encoded and how many prompts had bad items since the run began, by reason.
 
-        The times by modality are those since the last call.
+        The times by modality cover the time since the last call.
         """
         if self._prompts.items is None:
             return {}

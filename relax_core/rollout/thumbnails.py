@@ -15,8 +15,8 @@ from relax_core.data.media.played_files import KeptRate
 
 log = logging.getLogger(__name__)
 THUMBNAILS = "thumbnails"  # their folder in the run's folder
-MOST, SIDE = 16, 160  # files, and the longest side of one in pixels
-FRAMES = 4  # of a video, side by side
+MOST, SIDE = 16, 160  # number of files, and their longest side in pixels
+FRAMES = 4  # frames of a video, shown side by side
 PICTURE_SIDE, QUALITY, PICTURE_SUFFIX = 320, 80, ".jpg"  # of the pictures of samples
 
 

@@ -34,7 +34,7 @@ def bwrap_command(
     system: list[str] = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64", "/sbin"):
         system += ["--symlink", f"usr{name}", name] if Path(name).is_symlink() else ["--ro-bind-try", name, name]
-    for name in ("/etc/ld.so.cache", "/etc/alternatives"):  # libraries are found by both
+    for name in ("/etc/ld.so.cache", "/etc/alternatives"):  # the loader needs both to find libraries
         system += ["--ro-bind-try", name, name]
     for device in (f"/dev/{name}" for name in _DEVICES):
         system += ["--dev-bind", device, device]

@@ -125,7 +125,7 @@ def _unused_uid() -> int:
 
 @cache
 def _interpreter(uid: int | None) -> Path:
-    """Returns a Python that the sandbox's user may run: that of this process, or else the system's."""
+    """Returns a Python interpreter that the sandbox's user may run: this process's, or else the system's."""
     own = Path(sys.executable).resolve()
     for python in (own, Path("/usr/bin/python3")):
         if python.exists() and (uid is None or _open_to_others(python)):

@@ -129,7 +129,7 @@ IOCTL = (16, 29)
 # the sandbox's own files, so a lock call succeeds without an effect, and programs such as sqlite run.
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _REFUSED_FCNTL = (1024, 1026, 1031)  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
-# The modes of devices belong to their owner, and a worker of root is that owner; its devices cannot be read-only.
+# A device's mode may be changed by its owner, which is the worker if it runs as root; devices cannot be read-only.
 MODES = {"chmod": (90, _NONE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)}
 _REFUSED_IOCTL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type on a terminal
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from relax_core.sandbox.bwrap_command import SandboxRefused, bwrap_command, filter_descriptor, refusal
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("relax_core", "rewards")  # of Relax's checkout, which may hold runs; an installed Relax is a normal package
+# The visible folders of a checkout, which may also hold runs; an installed Relax is a normal package.
+_CODE = ("relax_core", "rewards")
 _PACKAGES = ("site-packages", "dist-packages")
-_VARIABLES = ("LANG", "LC_ALL", "TZ", "PYTHONHASHSEED", "NLTK_DATA")  # of this process's environment; no secrets
+_VARIABLES = ("LANG", "LC_ALL", "TZ", "PYTHONHASHSEED", "NLTK_DATA")  # inherited variables; no secrets
 _UID = "1000"  # not 65534, the owner of other users' files inside
 _DISK_MIB = 64
 _START_S = 60.0

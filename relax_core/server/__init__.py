@@ -1,4 +1,4 @@
-"""HTTP servers: the gateway of a run, which takes orders, and the page about runs, which changes nothing in a run.
+"""HTTP servers: a run's gateway, which scales engines and stops the run, and the dashboard, which only reads runs.
 
 It imports neither Ray nor torch. Start reading in `page_routes.py` and `order_routes.py`; the page is in ``static/``.
 """

@@ -42,7 +42,7 @@ _HEADERS = {
 
 
 class Session:
-    """Holds the token of the next link, which works once, and the session's ``key``, by default a random one."""
+    """Holds the token of the next link, which works once, and the session's ``key``, random by default."""
 
     def __init__(self, key: str | None = None) -> None:
         self._key = key or secrets.token_urlsafe(32)
@@ -92,7 +92,7 @@ class Guard:
     ) -> None:
         self._app, self._session, self._port, self._token = app, session, port, token
         self._names = {*LOOPBACK_NAMES, *(name.lower() for name in names)}
-        self._second, self._requests = 0, {False: 0, True: 0}  # by whether they showed the token
+        self._second, self._requests = 0, {False: 0, True: 0}  # by whether a request has the token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -155,7 +155,7 @@ class Guard:
         if self._token is None or not (path.startswith(_OF_PAGE[0]) or path == _OF_PAGE[1]):
             raise Refusal("unknown-route", f"the page of a run reaches {_OF_PAGE[0]}… and {_OF_PAGE[1]} alone")
         if scope["method"] != "GET" and origin is None:
-            raise Refusal("no-origin", "an order from the page needs an Origin", key="Origin")
+            raise Refusal("no-origin", "an order from the page needs the header Origin", key="Origin")
         return {**scope, "path": path, "raw_path": path.encode()}
 
     def _check_program(self, path: str, authorization: str) -> None:

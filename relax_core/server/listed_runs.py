@@ -1,4 +1,4 @@
-"""Builds the list of runs at little cost: state, newest metrics, and the reason why a file cannot be read."""
+"""Builds the dashboard's list of runs cheaply: state, newest metrics, and the reason why a file cannot be read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Holds the orders, engines and autoscaler decisions of a run in the memory of its controller.
+"""Holds a run's orders (to scale engines or stop the run), engines and autoscaler decisions in its controller.
 
 Each change is written to the run's event log before it takes effect, so the successor of a killed controller knows all
-of them, and no order is lost or executed twice. Loads of engines change in memory alone.
+of them, and no order is lost or executed twice. The loads of engines are only in memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from relax_core.server.orders import (
 
 MOST_QUEUED = 64  # open orders for engines that a new order may wait for
 MOST_ORDERS, MOST_DECISIONS = 1000, 1000  # the newest are kept, and all open orders
-RETRY_S = "5"  # Retry-After in seconds, such as after an order that is under way
-_STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")  # of an engine: these are logged
+RETRY_S = "5"  # Retry-After in seconds, such as while an order is in progress
+_STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")  # fields of an engine that are logged
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
@@ -67,7 +67,7 @@ class OrderBook:
         self.autoscaler = False
         self.run: RunRow | None = None
         for event in EventReader(folder, kinds=("order",), writer=ORDERS).each():
-            assert isinstance(event, OrderChange), "it reads no others"
+            assert isinstance(event, OrderChange), "the reader returns only order changes"
             with suppress(ValueError):  # Relax did not write it
                 self._remember(_decoder.decode(bytes(event.change)))
 
@@ -249,7 +249,7 @@ def order_history(run_dir: Path, *, sampled: Mapping[str, tuple[int, int]], repe
 
     ``sampled`` maps engine id → (samples, tokens); a missing engine has sampled nothing. A repeatable run is no longer
     repeatable once an added engine has served, because the answers depend on the engines that share the prompts.
-    ``repeatable_steps`` is then the number of train steps before.
+    ``repeatable_steps`` is then the number of train steps before that.
     """
     book = OrderBook(run_dir)
     rows = book.engines()

@@ -1,4 +1,4 @@
-"""Declares the routes of a run's gateway: engines, orders for them, the autoscaler, and the run.
+"""Declares the HTTP routes of a run's gateway: engines, orders to scale them, the autoscaler, and the run.
 
 Each route checks the request and forwards it to the run's controller, where `relax_core.server.order_desk` answers it.
 Bodies are typed strictly: 0 is not false, and "1" is not 1. Each address is checked before anything is sent to it.
@@ -405,7 +405,7 @@ def _add_scaling(app: FastAPI, controller: Controller, limits: Limits) -> None:
 
     @app.post("/rollout/scale_out", responses=there, **taken)
     async def scale_out(body: Annotated[ScaleOut, Body()], key: Key = None) -> Response:
-        """Orders a total number of engines, or servers to join. If they are already there: 200 and NOOP."""
+        """Orders a total number of engines, or servers to join. Returns 200 and NOOP if they are already present."""
         return await order("scale_out", body, key)
 
     @app.post("/rollout/scale_in", responses=there | _refusals(404), **taken)
@@ -504,7 +504,7 @@ def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
         body = post["requestBody"]["content"]["application/json"]["schema"]
         kinds = body.pop("anyOf", None) or body.pop("oneOf")
         if limits.no_urls:
-            kinds = kinds[:-1]  # by address
+            kinds = kinds[:-1]  # without the targets by address
         elif kind == "scale_out" and limits.no_more:
             kinds = kinds[1:]
         body["oneOf"] = kinds

@@ -220,29 +220,29 @@ PROBLEM = "application/problem+json"
 TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
 STATUS_OF = {
     "malformed": 400,
-    "unfit-address": 400,  # one of engine_urls
+    "unfit-address": 400,  # an address in engine_urls cannot be used
     "not-in-this-run": 400,  # the run's configuration accepts no such order
     "too-few-engines": 400,
     "too-many-engines": 400,
     "no-token": 401,
-    "no-origin": 403,  # of an order from a page
+    "no-origin": 403,  # an order from a page lacks the Origin header
     "unknown-host": 403,
-    "unknown-origin": 403,  # of another site's page
+    "unknown-origin": 403,  # the page of another site sent the request
     "unknown-id": 404,
     "unknown-route": 404,
     "unknown-method": 405,
     "order-under-way": 409,
-    "other-body": 409,  # of an Idempotency-Key
+    "other-body": 409,  # the Idempotency-Key came with another body
     "order-ended": 409,
-    "no-autoscaler": 409,  # in a run that starts no engines
-    "no-room": 409,  # for so many further servers
-    "engine-of-the-start": 409,  # it stays
+    "no-autoscaler": 409,  # a run that starts no engines has no autoscaler
+    "no-room": 409,  # the run accepts fewer further servers
+    "engine-of-the-start": 409,  # an engine that the run started with cannot be removed
     "too-large": 413,
     "no-json": 415,
-    "unreadable": 422,  # a file of a run, which the page cannot show
+    "unreadable": 422,  # a file of the run cannot be read
     "too-many-requests": 429,
-    "busy": 503,  # with other requests of the page
-    "no-report": 503,  # a stall report
+    "busy": 503,  # other requests of the page are still being answered
+    "no-report": 503,  # no stall report is available
     "run-starts": 503,
     "run-ends": 503,
     "order-unwritten": 503,

@@ -1,4 +1,4 @@
-"""HTTP routes of the dashboard page."""
+"""HTTP routes of the dashboard: runs, metrics, samples, evaluations, logs and the ledger."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Page:
                 ):
                     return await self._thread(lambda: _json(page(run, request.query_params)))
             except TimeoutError as error:
-                raise Refusal("busy", "Other questions about this run are still being answered.") from error
+                raise Refusal("busy", "Other requests about this run are still being answered.") from error
             except (FileNotFoundError, NotInside) as error:
                 raise Refusal("unknown-id", shown(f"{error}")) from error
             except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""Holds the metrics of a run's event log, as curves of at most 2,000 points, and the places of its evaluations."""
+"""Holds the metrics of a run's event log, as curves of up to 2,000 points, and the log positions of its evaluations."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from relax_core.observe.event_log import (
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 
 MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
-MOST_FORMS = 3  # of right answers, for each evaluation
+MOST_FORMS = 3  # forms of right answers per evaluation
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
 MOST_HISTORY = 64  # newest evaluations in which a prompt is looked up
 MOST_POINTS = 2000
-MOST_BYTES = 512 * 2**20  # of the numbers in memory
+MOST_BYTES = 512 * 2**20  # limit of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
 MOST_TAGS, MOST_TAG = 20_000, 300  # metrics, and characters of a name
 MOST_RESUMES = 1000
-MEMORY = ("memory_mb", "children_memory_mb")  # of a process
+MEMORY = ("memory_mb", "children_memory_mb")  # memory metrics of a process
 _COUNTS = ("samples", "tokens", "worker")
 _OF_ENGINES = "engine/"  # prefix of the rollout's metrics about requests to one engine
 _KEPT: dict[str, Callable[[str], bool]] = {  # source → whether `Timed` has a metric
@@ -236,7 +236,7 @@ def thinned(
 ) -> Curve:
     """Returns at most ``most`` points: the smallest and the largest value of each piece of a longer curve, in order.
 
-    A value that is not finite is neither, and becomes None.
+    A value that is not finite counts as neither and becomes None.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     finite = np.isfinite(y)
@@ -339,7 +339,7 @@ class RunTexts:
     def _read(self, one: Evaluation) -> list[dict[str, Any]]:
         text = read_event(self._run_dir, one.place)
         if not isinstance(text, TextRecord):
-            raise ValueError(f"{one.place.name}: the event at byte {one.place.offset} is another one by now")
+            raise ValueError(f"{one.place.name}: the event at byte {one.place.offset} has changed")
         return text.rows
 
 

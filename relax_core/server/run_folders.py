@@ -26,10 +26,10 @@ from relax_core.contracts.foreign_files import decode_json, open_plain, read_who
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
 MOST_DEPTH, MOST_RUNS = 3, 200
 MOST_ENTRIES, MOST_BELOW = 20_000, 5_000  # entries that are read of a folder that the user named, or of a folder below
-SEARCH_S = 2.0  # for all folders together
+SEARCH_S = 2.0  # time limit of the search in all folders together
 SILENT_S = 120.0  # a run of another host that has written nothing for this time counts as ended
 LOCK, SUMMARY, METRICS = ".lock", "summary.json", "metrics.jsonl"
-MOST_SUMMARY, MOST_LOCK = 4 * 2**20, 200  # bytes that are read of them
+MOST_SUMMARY, MOST_LOCK = 4 * 2**20, 200  # bytes that are read of these files
 MOST_WORDS, MOST_NAME = 300, 200  # characters of a reason, and of a name of a run
 UNREADABLE = "unreadable"
 # Errors from reading an untrusted file. SQLite out of memory raises MemoryError; a link to itself and a text that is
@@ -202,7 +202,7 @@ def _process_lives(run_dir: Path) -> bool:
 LOGS = "logs"
 CHUNK = 64 * 2**10
 SEARCHED_BYTES, MOST_FOUND, MOST_LINE = 64 * 2**20, 500, 2000
-MOST_READ_LINE = 2**20  # bytes of a line that are looked at as one
+MOST_READ_LINE = 2**20  # bytes of a line that are searched together
 MOST_FILES = 5000
 
 

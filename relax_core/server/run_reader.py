@@ -55,9 +55,9 @@ REST = 100  # a slow answer is recomputed after 100 times its computation time
 NEWEST_S = 1.0  # longest wait of a call for the newest samples
 END_S = 10.0
 MOST_ALARMS = 50
-MOST_TEXT_BYTES = 2**20  # of a file that is shown unchanged
+MOST_TEXT_BYTES = 2**20  # largest part of a file that is shown unchanged
 MOST_CONFIG = 2**18  # bytes of config.yaml
-MOST_NODES, MOST_YAML_DEPTH, MOST_SCALAR = 20_000, 50, 20_000  # of a YAML text
+MOST_NODES, MOST_YAML_DEPTH, MOST_SCALAR = 20_000, 50, 20_000  # limits of a YAML text
 READ_S = 5.0  # time limit for reading the event log in one call
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
@@ -192,7 +192,7 @@ class RunReader:
                 self.samples_share, self._index_problem = 1.0, ""
                 self._drops()
             except BROKEN as error:  # a file holds something else, the folder has gone, or the cache's disk is full
-                self._index_problem = f"The samples cannot be read on: {reason('', error)}."
+                self._index_problem = f"No further samples can be read: {reason('', error)}."
             self._read_all.set()
 
     def overview(self) -> dict[str, Any]:

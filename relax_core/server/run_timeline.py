@@ -53,7 +53,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def span_of(lane: str, name: str, one: TimedRecord, took_ms: float) -> Span:
-    """Returns the span of a record that ended with it, with its metrics except those of parts and single engines."""
+    """Returns a span that ended with its record, with the record's metrics except those of parts and single engines."""
     values = {key: value for key, value in one.ms.items() if not key.startswith((TRAIN, _ENGINE))}
     return Span(lane=lane, name=name, start_s=one.end_s - took_ms / 1e3, end_s=one.end_s, step=one.step, values=values)
 
@@ -110,7 +110,7 @@ RESTARTS_LANE, RECOVERIES_LANE, ORDERS_LANE = "restarts", "recoveries", "orders"
 FILE = ("logs", "recoveries.json")
 IN_PLACE = 1  # the tier of a recovery that is a restart of one process
 MOST_ORDERS = 1000  # the newest orders
-MOST_STATES = 100  # of an order
+MOST_STATES = 100  # states of an order
 MOST_FILE = 4 * 2**20  # bytes of a JSON file
 MOST_NAMED = 4  # engines that the name of an order's span lists
 
@@ -321,7 +321,7 @@ def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
         elif one.source == RANK:
             spans += rank_spans(one)
         elif one.source == EVAL:
-            spans.append(span_of("evaluation", f"evaluation of weights {one.step} is there", one, 0.0))
+            spans.append(span_of("evaluation", f"evaluation of weights {one.step} is complete", one, 0.0))
     for before, after in pairwise(actors):
         if push := after.ms.get("push"):
             spans.append(

@@ -31,7 +31,7 @@ from relax_core.server.run_folders import inside, reason
 SEARCH_S = 20.0  # time limit of a search
 SEARCHED = 2000  # samples that one search reads: the newest that match the other filters
 PREVIEW = 160  # characters of an answer in a list
-MOST_TOKENS = 20_000  # of one sample on the page; of a longer sample the first and the last half as many
+MOST_TOKENS = 20_000  # of one sample on the page; a longer sample is cut in its middle
 MOST_GROUP, MOST_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
 DIGEST = re.compile(r"[0-9a-f]{32}")
 KEPT_ROWS = 1_000_000  # of the most recently read trees, about 20 bytes each
@@ -60,8 +60,8 @@ class SampleViews:
     ) -> dict[str, Any]:
         """Returns the newest samples with ``words`` in their prompt or answer, in any case.
 
-        ``before`` is the last id of an earlier search, and ``next`` in the result that of this search, None if there is
-        no older sample.
+        ``before`` is the last id of an earlier search. ``next`` in the result is the last id of this search, None if
+        there is no older sample.
         """
         wanted, found, searched, last = words.casefold(), [], 0, None
         until = time.monotonic() + SEARCH_S

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 if the folder cannot be loaded, with the problems on stderr."""
     parser = argparse.ArgumentParser(prog="relax check-model", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
-    parser.add_argument("--family", help="a model family, by name or file, beside those that are known by name")
+    parser.add_argument("--family", help="a model family, by name or file, in addition to the built-in families")
     words = parser.parse_args(arguments)
     folder = words.folder
     problems = list(file_problems(folder, key="model.path"))

@@ -1,7 +1,7 @@
 """`relax import-gguf FILE OUT` converts a GGUF file to a Hugging Face folder that a run loads.
 
-The package gguf reads the file and dequantises the tensors, so the weights are those of the quantised model, not the
-original ones. Everything else of the folder comes from the file's metadata: config.json, the tokenizer, the chat
+The package gguf reads the file and dequantises the tensors, so the weights are those of the quantised model, not of the
+original model. Everything else of the folder comes from the file's metadata: config.json, the tokenizer, the chat
 template and the tokens that end a response. The documentation of ggml describes the format.
 """
 
@@ -144,13 +144,13 @@ def _reader(path: Path) -> GGUFReader:
 def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None, dtype: str = DTYPES[0]) -> list[str]:
     """Writes a GGUF file as a Hugging Face folder, which appears complete or not at all.
 
-    ``tokenizer`` is a folder with the original tokenizer, which replaces the tokenizer of the file. ``dtype`` is that
-    of the weights: float32 holds dequantised weights exactly, bfloat16 takes half the space. Returns the quantised
-    types whose weights were dequantised, such as ``Q4_1``; the list is empty for a file of plain weights.
+    ``tokenizer`` is a folder with the original tokenizer, which replaces the tokenizer of the file. ``dtype`` is the
+    dtype of the weights: float32 holds dequantised weights exactly, bfloat16 takes half the space. Returns the types of
+    the dequantised weights, such as ``Q4_1``; the list is empty for a file of plain weights.
 
     Raises:
         ValueError: for a file that is no GGUF file, is truncated, lacks a tensor, or needs code that Relax lacks.
-        OSError: if ``target`` cannot be written; it names the free bytes. Nothing is left behind.
+        OSError: if ``target`` cannot be written; it names the free bytes. No partial folder remains.
     """
     from relax_core.train.hf.hf_export import export_hf_folder
     from relax_core.train.hf.stored_weights import stored_weights

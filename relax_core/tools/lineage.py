@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
     """Parses ``["step=4", "reason=stale"]`` into ``{"step": 4, "reason": "stale"}``.
 
-    Raises ValueError, which lists the filters, for an unknown or wrong one.
+    Raises ValueError, which lists the filters, for an unknown or wrong filter.
     """
     filters: dict[str, str | int] = {}
     for word in words:

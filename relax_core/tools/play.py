@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
         spec, config = env_with(name, values)
         row = json.loads(given.row) if given.row else {**ROW, "seed": given.seed}
         if spec.agent is not None:
-            raise ValueError(f"env={name}: agents play it, and nobody answers them here. Start a run of one step.")
+            raise ValueError(f"env={name}: agents play it, and this command serves no agents. Start a run of one step.")
         if spec.messages is not None:
             _show(spec.messages(row, config))
             print("[an environment of one turn: your response ends the episode]")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
 def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> int:
     """Prints greedy episodes of a checkpoint on the first held-out rows, as an evaluation plays them.
 
-    ``keys`` change the run's settings. Returns the exit code of the evaluation, whose output is printed if it failed.
+    ``keys`` change the run's settings. Returns the exit code of the evaluation; its output is printed if it failed.
     """
     with tempfile.TemporaryDirectory(prefix="rlx-play-") as folder:
         own = [f"eval.rows={episodes}", "eval.samples=1", f"run.dir={folder}/played"]

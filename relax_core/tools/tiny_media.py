@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_CHUNK_ROWS = 16  # of the gated delta rule; at the size of the builtin models, 64 take twice the time
+_CHUNK_ROWS = 16  # chunks of the gated delta rule; at the builtin models' size, 64 rows take twice the time
 
 
 def write_vision_model(folder: Path, *, name: str, task: str) -> None:
@@ -185,7 +185,7 @@ class SeenExamples:
     def weighted_batches(self, recipe: SeeWarmStart, step: int, *, task: str) -> list[tuple[float, SeenBatch]]:
         """Returns the batches of answers that a step of the warm start learns, by part of the task, with their weights.
 
-        The parts are separate because a video has more rows than all other items, to which those would be padded.
+        The parts are separate because other items would be padded to the rows of a video, which has the most.
         """
         found: list[tuple[float, SeenBatch]] = []
         for number, part in enumerate(self._answers):

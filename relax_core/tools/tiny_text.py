@@ -6,8 +6,8 @@ models with audio have three more for sounds. The model that calls tools has the
 call, and a template that shows tools.
 
 After the warm start GRPO finds rewards and can still improve. For an environment the demonstrations are games of a
-scripted player, who makes the mistakes that GRPO should remove. The environment itself writes the openings and the
-observations, and `TurnTokens` joins them to the answers, so the model sees the tokens of a run.
+scripted player with the mistakes that GRPO should remove. The environment itself writes the openings and the
+observations, and `TurnTokens` joins them to the answers, so the model gets the tokens of a run.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ TrainedIds = tuple[list[int], list[bool]]  # the token ids of a game, and whethe
 
 
 def guess(rng: random.Random, texts: Sequence[str]) -> str:
-    """Returns a number from 1 to 7: in half of the cases one that the answers so far leave, else any."""
+    """Returns a number from 1 to 7: in half of the cases a number that fits the answers so far, else any number."""
     lowest, highest = 1, 7
     if rng.random() < CONSISTENT:
         for said, answer in zip(texts[1::2], texts[2::2], strict=True):
@@ -193,7 +193,7 @@ def guess(rng: random.Random, texts: Sequence[str]) -> str:
                 lowest = max(lowest, int(said) + 1)
             else:
                 highest = min(highest, int(said) - 1)
-        if lowest > highest:  # an earlier guess that was not consistent has left nothing
+        if lowest > highest:  # after an earlier inconsistent guess, no number may fit
             lowest, highest = 1, 7
     return str(rng.randint(lowest, highest))
 
@@ -214,7 +214,7 @@ PLAYERS: Mapping[str, Player] = {NUMBER_GUESS: guess, CALCULATOR: calculate}
 def played_games(task: str, *, tokenizer: PromptTokenizer, seeds: Sequence[int], seed: int) -> list[TrainedIds]:
     """Returns the games of the env with the name ``task``, one for each number of ``seeds``.
 
-    ``seed`` and the number determine what the player draws.
+    ``seed`` and the number determine the player's random choices.
     """
     env = find_env(task)
     config = env.config(name=task)

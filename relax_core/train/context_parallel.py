@@ -1,8 +1,8 @@
 """Shards the rows of a packed stream over context-parallel ranks and gathers their results.
 
 Context parallelism splits the stream into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (zig-zag).
-Early rows see few rows and late rows see many, so this balances the work. The stream is padded so that the chunks are
-equal and sequence parallelism can split each rank's rows again.
+Early rows attend to few rows and late rows to many, so this balances the work. The stream is padded so that the chunks
+are equal and sequence parallelism can split each rank's rows again.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def summed_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSharding:
-    """Holds the response tokens whose predicting rows are on this context-parallel rank.
+    """Holds the response tokens with predicting rows on this context-parallel rank.
 
     ``mine`` int64 ``[local tokens]`` are their indexes among all tokens. ``gathered`` int64 ``[tokens]`` has each
     token's index when the tokens of all ranks, padded to ``longest``, are concatenated.

@@ -1,10 +1,10 @@
 """Lets unmodified megatron.core run on a CPU if there is no CUDA.
 
 `install` puts a finder on ``sys.meta_path``. If ``megatron.core`` is imported on a machine without CUDA, each of its
-modules is compiled from its own source after an AST pass (`compile_for_cpu`), which replaces CUDA calls and device
-names by those of the CPU. The module's ``torch.cuda`` is then `cpu_namespace`: one device, and streams that do nothing.
-Its matrix products are `matmul`, which is fast in bfloat16 on every CPU. Workarounds for megatron-core 0.16.1 without
-CUDA are applied when a module is imported. torch itself is unchanged. With CUDA the finder does nothing.
+modules is compiled from its own source after an AST pass (`compile_for_cpu`). The pass replaces CUDA calls and device
+names by CPU calls and names. The module's ``torch.cuda`` is then `cpu_namespace`: one device, and streams that do
+nothing. Its matrix products are `matmul`, which is fast in bfloat16 on every CPU. Workarounds for megatron-core 0.16.1
+without CUDA are applied when a module is imported. torch itself is unchanged. With CUDA the finder does nothing.
 
 The pass also removes TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and ranks report
 to the event log. Compiled code is cached in the user's cache folder under a digest of the source, because the pass

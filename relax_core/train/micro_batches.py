@@ -1,7 +1,7 @@
 """Plans the updates of a train step: mini-batches and epochs of leased groups, micro-batches, and packed streams.
 
-**Updates.** The mini-batches of a step come in order of arrival, then in shuffled epochs. The times and the metrics of
-a step's updates are added up here.
+**Updates.** The mini-batches of a step come in order of arrival, then in shuffled epochs. This module also adds up the
+times and the metrics of a step's updates.
 
 **Micro-batches.** Leased groups are decoded and divided into micro-batches under a budget of rows, in order of issue,
 for all ranks. Trees arrive lease by lease, and a micro-batch closes as soon as the next tree does not fit. Its content
@@ -47,8 +47,8 @@ def decode_train_tree(group: Group, *, step: int, oldest_version: int) -> tuple[
 
     Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never leases such a group).
     An episode that arrives without a trained token was truncated (rollout.mask_truncated). The extra ``on_policy`` is
-    True for tokens whose whole episode was sampled with the weights that the step starts with. Rollout and trainer
-    agree to rounding there. Other tokens attend to cache entries that older weights left in the engine.
+    True for tokens of episodes that were wholly sampled with the step's initial weights. Rollout and trainer agree to
+    rounding there. Other tokens attend to cache entries that older weights left in the engine.
     """
     tree = decode_tree(group)
     masked = dict.fromkeys(_untrained(tree), TRUNCATED)
@@ -158,7 +158,7 @@ class MicroBatcher:
         return full
 
     def flush(self) -> list[TokenTree]:
-        """Returns the open micro-batch, which may be empty, and starts a new one."""
+        """Returns the open micro-batch, which may be empty, and starts a new micro-batch."""
         batch, self._open, self._open_work = self._open, [], []
         return batch
 
@@ -368,7 +368,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers:
     """Lays out one or more trees as one stream.
 
     If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled rows.
-    ``towers`` are those of the model. Raises ValueError if a tree has media and there is no tower.
+    ``towers`` are the model's towers. Raises ValueError if a tree has media and there is no tower.
     """
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
@@ -420,7 +420,7 @@ def tree_starts(end: np.ndarray) -> np.ndarray:
 
 
 class RankClock:
-    """Adds up the parts of one update; its processor time is that of the thread that calls it."""
+    """Adds up the parts of one update; its processor time is the calling thread's."""
 
     def __init__(self) -> None:
         self._began_s = time.time()
@@ -573,7 +573,7 @@ class StepUpdates:
         self._groups: list[TokenTree] = []
         self._left = plan.mini_batches * plan.epochs
         self._done: list[UpdateMetrics] = []
-        self._skipped_groups = self._skipped_rows = 0  # of the first epoch
+        self._skipped_groups = self._skipped_rows = 0  # in the first epoch
         self._begin()
 
     @property
@@ -658,7 +658,7 @@ def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMet
 
     Each metric of the algorithm is weighted by its own counts, so groups that are not computed have no weight. Loads of
     experts are weighted by computed rows. The loss and the gradient norm of each update count equally. Tokens and
-    samples count once, over the ``first_epoch`` updates of the first epoch. The gap to the engine is that of the first
+    samples count once, over the ``first_epoch`` updates of the first epoch. The gap to the engine comes from the first
     update, because later updates no longer have the weights with which the engine sampled.
     """
     first = metrics[0]

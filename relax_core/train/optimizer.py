@@ -89,7 +89,7 @@ def build_optimizer(
 ) -> Any:
     """Returns AdamW with decoupled weight decay (none on norms) and gradient clipping by global norm.
 
-    Parameters that need no gradient have no state. The learning rate of a group of parameters is that of the step times
+    Parameters that need no gradient have no state. The learning rate of a group of parameters is the step's rate times
     ``lr_mult``, which differs from 1 only for the vision tower with ``config.tower_lr``.
     """
     settings = MegatronOptimizerConfig(

@@ -1,7 +1,7 @@
 """Computes ranks and coordinates of parallel layouts, and checks whether a layout can hold a model.
 
-The rules and the order of ranks are those of Megatron-core 0.16. The module has no heavy imports, because config
-validation calls it.
+The rules and the order of ranks follow Megatron-core 0.16. The module has no heavy imports, because config validation
+calls it.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "paral
 
 
 def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Iterator[str]:
-    """Yields one sentence if the first chunk, which alone has the tower, lacks a layer that adds its outputs."""
+    """Yields one sentence if the first chunk, the only chunk with the tower, lacks a layer that adds its outputs."""
     needed, layers = shape.deepstack_layers, shape.layers
     if layers % (pp * vpp) or _holds_deepstack(shape, pp * vpp):
         return
@@ -309,7 +309,7 @@ def _indivisible(
 
 
 def _sizes(count: int, *, asked: int, most: int | None, fits: Callable[[int], bool] = lambda size: True) -> str:
-    """Returns the divisors of ``count`` that fit, as text, up to the first one above ``asked`` that is within ``most``.
+    """Returns the fitting divisors of ``count`` as text, up to the first divisor above ``asked`` within ``most``.
 
     One process always fits.
     """

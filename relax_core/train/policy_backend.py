@@ -50,9 +50,9 @@ class MegatronBackend(MegatronRank):
     """Adds the policy's log-probs and loss to a rank, and exports its weights.
 
     ``temperature`` is the sampling temperature at which log-probs are computed. If ``trainable`` is False the back end
-    serves actor_fwd, reference and teacher roles. Log-probs and entropies are those of the distribution that was
-    sampled from: only over the groups' kept sets if they have them, and without the banned tokens. ``samples`` gets
-    each micro-batch on the one rank of a replica that counts it.
+    serves actor_fwd, reference and teacher roles. Log-probs and entropies are computed over the sampled distribution:
+    over the groups' kept sets if they have them, and without the banned tokens. ``samples`` gets each micro-batch on
+    the one rank of a replica that counts it.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class MegatronBackend(MegatronRank):
         """
         weight = self.model.output_weight()
         if self._overlap and weight.requires_grad:
-            # Megatron waits for parameters when a module uses them, but no module uses this one.
+            # Megatron waits for parameters when a module uses them, but no module uses this parameter.
             self.model_chunks[-1].param_to_bucket_group[weight].finish_param_sync()
         return hidden[batch.predicting_rows], weight, batch.targets
 

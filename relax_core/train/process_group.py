@@ -4,11 +4,11 @@ All gloo groups of a process share one device, and with it one thread that waits
 each group its own device, whose thread wakes up a hundred times a second. Megatron makes some twenty groups, also for a
 single rank; their threads took 2% of a core while nothing happened, and 8% of a busy trainer's time.
 
-A device listens on a TCP port without authentication. A connection that names the number of a pair of ranks, which is
-small, takes the place of a rank, and torch unpickles data from ranks. So the device drops all connection requests
-except while a group forms, its clients must belong to this user, and each pair of ranks proves to the other that it
-knows the run's token, before the group carries data. Some kernels let only root drop connection requests (6.18 in a
-virtual machine); there the other two checks remain.
+A device listens on a TCP port without authentication. A connection takes the place of a rank if it names the number of
+a pair of ranks, which is small, and torch unpickles data from ranks. The device therefore drops all connection
+requests, except while the ranks of a group connect. Each group then checks the users of its connections on this host.
+Before the group carries data, each rank proves to every other rank that it knows the run's token. Some kernels let only
+root drop connection requests (seen on 6.18 in a virtual machine); there the checks of user and token remain.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from relax_core.train.parallel_layout import check_layout
 from relax_core.weights.weight_group import keep_gloo_on_loopback, open_rank_store
 
 log = logging.getLogger(__name__)
-_READS = 5  # of the kernel's table, before a client counts as foreign
-_NUMBER_BYTES = 32  # as many as a proof has
+_READS = 5  # reads of the kernel's table before a client counts as foreign
+_NUMBER_BYTES = 32  # the size of a proof
 
 
 class ForeignRank(RuntimeError):
-    """A process of another user, or a process without the run's token, has connected in the place of a rank."""
+    """Reports that a process of another user, or without the run's token, has connected in the place of a rank."""
 
 
 class OneDeviceGloo(ProcessGroupGloo):
@@ -76,7 +76,7 @@ class OneDeviceGloo(ProcessGroupGloo):
             # Once for a process: the kernel takes up to 30 ms to list its sockets.
             self._listeners.update((port, one) for port, one in listeners().items() if port not in others)
             _admit(self._admits > 0)
-        torch_class: Any = ProcessGroupGloo  # whose type annotations lack these options
+        torch_class: Any = ProcessGroupGloo  # torch's type annotations lack these options
         options = torch_class._Options()
         options._devices, options._timeout = self._devices, timeout
         if size == 1:
@@ -194,9 +194,9 @@ def join(
 ) -> None:
     """Waits up to ``timeout_s`` seconds for all ranks, builds Megatron's groups and seeds its random streams.
 
-    ``store_address`` and ``token`` are those of `open_rank_store`; a single rank uses neither. If the process has
-    joined already, a second back end must have the same rank, world size and layout, unless all ranks `leave` first.
-    Raises TimeoutError if some ranks do not arrive, and `ForeignRank` if another user connects in the place of a rank.
+    For ``store_address`` and ``token`` see `open_rank_store`; a single rank uses neither. If the process has joined
+    already, a second back end must have the same rank, world size and layout, unless all ranks `leave` first. Raises
+    TimeoutError if some ranks do not arrive, and `ForeignRank` if another user connects in the place of a rank.
     """
     global _store, _layouts, _gloo_world
     check_layout(parallel, world_size)

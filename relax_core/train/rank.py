@@ -144,7 +144,7 @@ def counted_sums(trees: Sequence[TokenTree]) -> StepSums:
 
 
 def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSums:
-    """Returns the sums that a micro-batch adds to those of the update, except for the log-prob gap to the engine."""
+    """Returns the sums that a micro-batch adds to the update's sums, except for the log-prob gap to the engine."""
     sums = counted_sums(trees)
     sums.rows = sum(tree.computed_rows for tree in trees)
     sums.loss = float(outputs.loss_sum.detach())
@@ -224,11 +224,10 @@ def _first_words(found: Sequence[NotFinite]) -> str:
 class RankSetup:
     """Holds the settings of one rank.
 
-    ``store_address`` and ``token`` are those of `open_rank_store`. ``timeout_s`` bounds every wait for other
-    ranks, in seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts.
-    ``banned_token_ids`` are tokens that are never sampled, so they have no probability. ``frozen`` are the parts
-    of the model that do not train (`relax_core.config.choices.MODEL_PARTS`). ``threads`` are those of a rank on CPU
-    cores.
+    For ``store_address`` and ``token`` see `open_rank_store`. ``timeout_s`` bounds every wait for other ranks, in
+    seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts. ``banned_token_ids`` are
+    tokens that are never sampled, so they have no probability. ``frozen`` are the parts of the model that do not train
+    (`relax_core.config.choices.MODEL_PARTS`). ``threads`` is the number of threads of a rank on CPU cores.
     """
 
     model_folder: Path
@@ -552,8 +551,8 @@ class MegatronRank:
     def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Returns the summed loss of the whole micro-batch, which is the same on each rank of the last stage.
 
-        It also adds the micro-batch's sums to those of the update. If there are no groups it returns 0 times the
-        head's output, so that the backward pass still runs.
+        It also adds the micro-batch's sums to the update's sums. If there are no groups it returns 0 times the head's
+        output, so that the backward pass still runs.
         """
         raise NotImplementedError
 
@@ -741,7 +740,7 @@ class Schedule:
         forward_only: bool = False,
         reduces: bool = False,
     ) -> list[Any]:
-        """Runs Megatron's schedule once and returns, on the last stage, what ``last_stage`` returns with the loss."""
+        """Runs Megatron's schedule once; returns, on the last stage, the results of ``last_stage``'s loss functions."""
         interleaved = len(self._chunks) > 1
         if interleaved:  # It requires a multiple of the stages, and equal lengths because its messages carry no shapes.
             window = [*window, *[()] * (-len(window) % self._stages)]

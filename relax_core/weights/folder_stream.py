@@ -37,7 +37,7 @@ def open_safetensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
 def read_safetensors(
     folder: Path, *, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors of a folder's weights whose names are ``wanted``, in the order in which they are stored.
+    """Yields the tensors of a folder's weights with ``wanted`` names, in the order in which they are stored.
 
     One tensor is in memory at a time. Raises ValueError if the folder has no weights.
     """

@@ -1,4 +1,4 @@
-"""Writes each weight version, pushes it to every engine, and keeps the newest one for engines that start later."""
+"""Writes each weight version, pushes it to every engine, and keeps the newest version for engines that start later."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def write_safetensors(
             assert (str(tensor.dtype), list(tensor.shape)) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)}"
             data = tensor.detach().cpu().contiguous()
             file.write(data.view(-1).view(torch.uint8).numpy().data)
-            del tensor, data  # This frees the tensor before the next one is made.
+            del tensor, data  # This frees the tensor before the next tensor is made.
     assert not missing, f"missing tensors: {list(missing)}"
 
 

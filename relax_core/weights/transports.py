@@ -91,10 +91,10 @@ class WeightTransport(Protocol):
         """Returns the engine's answer when it serves the version; raises EngineError if it does not."""
 
     def forget(self, url: str) -> None:
-        """Releases what the transport holds for an engine that has left; no push to it is in progress."""
+        """Releases the transport's resources for an engine that has left; no push to it is in progress."""
 
     def close(self) -> None:
-        """Releases what the transport holds."""
+        """Releases the transport's resources."""
 
 
 T = TypeVar("T")

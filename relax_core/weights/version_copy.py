@@ -1,4 +1,4 @@
-"""Copies published versions into a folder that other machines see, for servers that cannot read the run's memory.
+"""Copies published versions into a folder that other machines can read, for servers without access to the run's memory.
 
 A version is copied only when such a server requests it.
 """
@@ -25,7 +25,7 @@ LOCK = "copy.lock"
 def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) -> Iterator[WeightManifest]:
     """Yields a copy in ``target`` of the newest version in ``source``, and keeps its file until the block ends.
 
-    The copy is made if there is none. ``reader`` is that of `reading`. Several processes of one machine may do this at
+    The copy is made if there is none. For ``reader`` see `reading`. Several processes of one machine may do this at
     once: one of them copies, and the others wait, at most ``deadline_s`` seconds. Raises OSError if the copy cannot be
     written, and TimeoutError (an OSError) after the deadline.
     """

@@ -66,8 +66,8 @@ def write_weights(
 class WeightFile:
     """Writes tensors to ``path`` one at a time; the file appears complete or not at all.
 
-    ``header_room`` is the number of bytes left before the tensors for the header, whose size is known only after the
-    last tensor. If they are too few, the tensors are copied once more.
+    ``header_room`` is the number of bytes left for the header before the tensors; its size is known only after the last
+    tensor. If they are too few, the tensors are copied once more.
     """
 
     def __init__(self, path: Path, *, header_room: int = HEADER_ROOM) -> None:
@@ -97,7 +97,7 @@ class WeightFile:
     def finish(
         self, *, version: int, bucket_bytes: int = BUCKET_BYTES, frozen: WeightManifest | None = None
     ) -> WeightManifest:
-        """Returns the manifest of the complete file; ``frozen`` is that of the version's tensors in another file."""
+        """Returns the manifest of the complete file; ``frozen`` is the manifest of the version's frozen tensors."""
         header = header_bytes(self._specs, room=self._header_room)
         if len(header) > self._header_room:
             _make_room(self._file, before=self._header_room, after=len(header))
@@ -140,8 +140,8 @@ def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
 def view_bytes(manifest: WeightManifest) -> torch.Tensor:
     """Returns the published tensors' bytes, uint8 ``[total_bytes]``, as an unchecked view of the file.
 
-    Copy what you keep. Raises FileNotFoundError if a newer version has already replaced this one, `DigestMismatch` if
-    the file has another length, and ValueError if it is not a regular file.
+    Copy tensors that you keep. Raises FileNotFoundError if a newer version has already replaced this version,
+    `DigestMismatch` if the file has another length, and ValueError if it is not a regular file.
     """
     published = manifest.data_offset + manifest.total_bytes
     with open(manifest.path, "rb", opener=_open_at_once) as file:
@@ -193,11 +193,11 @@ def _tensor_bytes(spec: TensorSpec, version: int) -> int:
 
 
 def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) after every digest agrees; the tensors are views of the file, so copy what you keep.
+    """Yields (name, tensor) after every digest agrees; the tensors are views of the file, so copy those that you keep.
 
     The frozen tensors come first, or are left out. Before the first tensor it raises `DigestMismatch` if a bucket or
-    the manifest does not agree, FileNotFoundError if a newer version has already replaced this one, and ValueError if
-    the manifest is impossible.
+    the manifest does not agree, FileNotFoundError if a newer version has already replaced this version, and ValueError
+    if the manifest is impossible.
     """
     frozen = manifest.frozen if with_frozen else None
     if frozen is not None and frozen.frozen is not None:
@@ -226,7 +226,7 @@ def cut_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields views of ``data`` uint8 ``[bytes]``, which holds ``tensors`` (name, dtype, shape) one after the other.
 
-    A tensor whose offset is not a multiple of its dtype's size is a copy.
+    A tensor is a copy if its offset is not a multiple of its dtype's size.
     """
     start = 0
     for name, dtype, shape in tensors:

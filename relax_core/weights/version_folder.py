@@ -71,7 +71,7 @@ def read_latest(folder: Path) -> WeightManifest | None:
 def read_pushed(folder: Path) -> int:
     """Returns the newest version whose push has ended, successfully or not, or -1 before the first.
 
-    An engine that has not answered an older version's push did not get this one. Raises as `read_latest` does.
+    An engine that has not answered an older version's push did not get this version. Raises as `read_latest` does.
     """
     pushed = read_digested(folder / PUSHED, type=int)
     return -1 if pushed is None else pushed

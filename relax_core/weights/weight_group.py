@@ -1,7 +1,7 @@
 """Sends weights in a collective group of the trainer (rank 0) and one engine, apart from torch's default group.
 
-The names in the stores are those of ``init_custom_process_group`` in SGLang and its trainers, so that either side can
-be SGLang or such a trainer. torch's TCPStore has no authentication: any client can join as a rank, and read and change
+The names in the stores follow ``init_custom_process_group`` in SGLang and its trainers, so that either side can be
+SGLang or such a trainer. torch's TCPStore has no authentication: any client can join as a rank, and read and change
 every key. The ranks of the trainer therefore find each other through a file in a private folder if they are on one
 host, and through a `SignedStore` if they are on several.
 """
@@ -70,7 +70,7 @@ class WeightGroup:
             torch.cuda.synchronize()  # NCCL's wait() only orders the stream.
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Fills ``tensors`` with those of rank 0, in order."""
+        """Fills ``tensors`` with rank 0's tensors, in order."""
         self._broadcast(tensors)
 
     def abort(self) -> None:

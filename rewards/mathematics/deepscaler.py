@@ -70,7 +70,7 @@ def check(config: DeepScaleRConfig) -> None:
 SPEC = RewardSpec(
     name="deepscaler",
     shadow="final_answer",
-    summary="DeepScaleR's rule: the last box behind </think>, by sympy in a killable worker",
+    summary="DeepScaleR's rule: the last box after </think>, by sympy in a killable worker",
     config=DeepScaleRConfig,
     score=score,
     isolated=True,

@@ -24,7 +24,7 @@ _EMPTY = "answer='' is empty. Give the answer."
 
 @dataclass(frozen=True)
 class Geo3kConfig(RewardConfig):
-    """Holds the settings of the reward; ``format_score`` is the weight of the form, the rest that of the answer."""
+    """Holds the settings of the reward; ``format_score`` is the weight of the form; the answer has the rest."""
 
     name: str = "geo3k"
     format_score: float = 0.1

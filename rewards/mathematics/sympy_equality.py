@@ -1,4 +1,4 @@
-r"""Equality of two mathematical answers: by their normal forms, or because sympy simplifies their difference to 0.
+r"""Compares two mathematical answers: by their normal forms, else by simplifying their difference to 0 with sympy.
 
 The comparison is that of prm800k's grader, which DeepScaleR, slime and MathRuler also use. It is strict on purpose: a
 fraction that is not reduced, or a decimal number for an integer, is wrong. sympy may compute without end, so a reward

@@ -158,7 +158,7 @@ def _references(row: Mapping[str, Any], label: str, config: F1Config) -> Sequenc
     """Returns the right answers; raises ValueError if none has a word besides articles."""
     given: Any = [label] if config.references is None else row.get(config.references)
     if not isinstance(given, list | tuple):
-        raise ValueError(f"{config.references}={given!r} is no list of answers, which reward.references names.")
+        raise ValueError(f"{config.references}={given!r} is not a list of answers, as reward.references requires.")
     if not (texts := [str(one) for one in given if squad_form(str(one))]):
         raise ValueError(f"answer={label[:60]!r} has no word besides articles. Give an answer with words.")
     return texts

@@ -51,7 +51,7 @@ class BusMachine(RuleBasedStateMachine):
             rollout_workers=rollout_workers,
         )
 
-    # All actions are one rule: Hypothesis omits some rules in each history, which would be useless without rollouts.
+    # All actions are one rule, because Hypothesis omits some rules in each history, and a history needs rollouts.
     @rule(action=st.sampled_from(WORK + TROUBLE), data=st.data())
     def act(self, action: str, data: st.DataObject) -> None:
         assert self.model is not None

@@ -1,7 +1,8 @@
-"""Advantages in plain Python floats (float64), written from the papers and not from our code. No torch.
+"""Advantages in plain Python floats (float64) without torch, from the papers and independent of our code.
 
-Samples and settings are those of `reference`; a group has ``rewards``, one a sample, and ``samples``. With turns it
-also has ``turns``, a list a sample, each with its number of ``tokens``, its ``reward`` and its ``state``.
+Samples and settings have the format of `reference`. A group has ``samples`` and ``rewards``, one reward per sample.
+With turns it also has ``turns``, one list per sample; a turn has its number of ``tokens``, its ``reward`` and its
+``state``.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def _whitened(
 
 
 def returns(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """What PPO's critic learns, of every token of a group: its advantage before whitening with the returns' λ, plus the
-    value."""
+    """Returns the critic's target for every token of a group: the advantage before whitening, with the λ of the
+    returns, plus the value."""
     return [
         [
             a + v
@@ -71,10 +72,10 @@ def returns(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
 
 
 def _earned(group: Mapping[str, Any]) -> list[dict[int, float]]:
-    """Returns for each sample what it earned, by the token that the reward stands at.
+    """Returns the rewards of each sample by the index of the token that gets them.
 
-    The reward of a turn stands at the turn's last trained token, and that of a turn without one at the last trained
-    token before it. Without turns the sample's reward stands at its last trained token.
+    The last trained token of a turn gets the turn's reward; for a turn without a trained token, the last trained token
+    before it. Without turns the sample's last trained token gets its reward.
     """
     found = []
     for place, sample in enumerate(group["samples"]):
@@ -91,10 +92,10 @@ def _earned(group: Mapping[str, Any]) -> list[dict[int, float]]:
 
 
 def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns GiGPO's advantages: those of the episodes, and the weight times those of steps in equal states.
+    """Returns GiGPO's advantages: those of the episodes plus the weighted advantages of turns in equal states.
 
-    Each turn is told apart by its sample and its number. Its return is R_t = Σ_k γ^(k-t) r_k over the turns from it on.
-    The turns of one state are then treated as if they were the samples of a group with their returns as rewards.
+    A turn's key is its sample and its number. Its return is R_t = Σ_k γ^(k-t) r_k over this turn and later turns. Turns
+    in equal states are then compared like the samples of a group, with their returns as rewards.
     """
     of_episodes = _of_episodes(algorithm, config, group)
     own_returns: dict[tuple[int, int], float] = {}
@@ -124,7 +125,7 @@ def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> lis
 
 
 def group_advantages(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns the advantages of every token of every sample of a group, before what needs the whole step."""
+    """Returns the advantages of every token of every sample of a group, before normalisation over the step."""
     form = _with_gigpo if config.get("credit") == "gigpo" else _of_episodes
     return form(algorithm, config, group)
 
@@ -144,7 +145,7 @@ def _of_episodes(algorithm: str, config: Config, group: Mapping[str, Any]) -> li
 
 
 def _compared(algorithm: str, config: Config, rewards: Sequence[float]) -> list[float]:
-    """Returns the advantages of things that are compared with each other, in the algorithm's own form."""
+    """Returns the algorithm's advantages for compared ``rewards``: the rewards of episodes, or the returns of turns."""
     if algorithm == "rloo":
         return _against_the_others(config, rewards)
     if config.get("pass_k", 1) > 1:
@@ -175,8 +176,8 @@ def _punishment(config: Config, sample: Sample) -> float:
 
 
 def _discounted(config: Config, reward: float, sample: Sample) -> list[float]:
-    """REINFORCE++: at each token what is still to come, the reward at the last trained token and the KL of each trained
-    one, where a trained token later counts γ times as much."""
+    """Returns REINFORCE++'s discounted sums for each token: the reward at the last trained token, less the KL of each
+    trained token; γ applies per trained token."""
     charged, gamma, out = charges(config, sample), config["gamma"], []
     for t in range(len(sample["mask"])):
         later = [u for u in range(t, len(sample["mask"])) if sample["mask"][u]]
@@ -215,7 +216,7 @@ def _pass_at_k(config: Config, rewards: Sequence[float]) -> list[float]:
 
 
 def charges(config: Config, sample: Sample) -> list[float]:
-    """Returns what each token's KL subtracts from the reward."""
+    """Returns each token's KL penalty, which is subtracted from the reward."""
     if config["kl_coef"] == 0 or config["kl_placement"] != "reward":
         return [0.0] * len(sample["mask"])
     old = sample["rollout_logprobs"] if config["old_logprobs"] != "actor_fwd" else sample["old_logprobs"]
@@ -237,7 +238,7 @@ def _generalized_advantages(
     values = [sample["values"][t] for t in trained] + [0.0]
     deltas = [rewards[i] + config["gamma"] * values[i + 1] - values[i] for i in range(len(trained))]
     lam = config["gae_lambda"]
-    if config["gae_alpha"] > 0 and not of_returns:  # VAPO: Σ_t λ^t = 1 / (1 - λ) is to be α times the length
+    if config["gae_alpha"] > 0 and not of_returns:  # VAPO: Σ_t λ^t = 1 / (1 - λ) must equal α times the length
         lam = max(0.0, 1 - 1 / (config["gae_alpha"] * len(trained))) if trained else 0.0
     decay = config["gamma"] * lam
     out = [0.0] * len(sample["mask"])

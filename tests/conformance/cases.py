@@ -22,11 +22,11 @@ from relax_core.contracts.algorithm import (
 from relax_core.registry import find_algorithm
 
 VECTORS = Path(__file__).parent / "vectors"
-TOPS = ("top_logprobs", "teacher_top_logprobs")  # of distillation: one list a token
+TOPS = ("top_logprobs", "teacher_top_logprobs")  # of distillation: one list per token
 
 
 def read(algorithm: str) -> dict[str, Any]:
-    """Returns the cases of an algorithm; an advantage case of distillation has one group, of others it has several."""
+    """Returns the cases of an algorithm; advantage cases have several groups, but those of distillation one."""
     loaded: dict[str, Any] = json.loads((VECTORS / f"{algorithm}.json").read_text(encoding="utf-8"))
     for case in loaded["advantages"] if algorithm == "distill" else []:
         group = {name: case.pop(name) for name in ("rewards", "samples", "turns") if name in case}
@@ -35,7 +35,7 @@ def read(algorithm: str) -> dict[str, Any]:
 
 
 def config_of(algorithm: str, case: Mapping[str, Any]) -> AlgorithmConfig:
-    """Returns the settings of a case, whose file also has the values of those that are fixed now."""
+    """Returns the settings of a case; its file also has values for settings that are constants now."""
     config = find_algorithm(algorithm).config
     known = {field.name for field in dataclasses.fields(config)}
     assert case["config"].get("std_epsilon") == getattr(config, "std_epsilon", None)

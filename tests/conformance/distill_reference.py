@@ -1,9 +1,9 @@
-"""Distillation in plain Python floats (float64), from full vocabularies, and the golden vectors made of it.
+"""Distillation in plain Python floats (float64) over full vocabularies; writes its golden vectors.
 
 python -m tests.conformance.distill_reference
 
-A sample is as in `reference`, with ``teacher_logprobs`` of the sampled tokens and, one list a token, ``top_logprobs``
-and ``teacher_top_logprobs`` at the teacher's top-k tokens.
+A sample has the format of `reference`, plus ``teacher_logprobs`` of the sampled tokens, and ``top_logprobs`` and
+``teacher_top_logprobs`` at the teacher's top-k tokens, one list per token.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def divergence(student_top: Sequence[float], teacher_top: Sequence[float], form:
 def losses(
     config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]], live_top: Sequence[Any]
 ) -> list[list[float]]:
-    """Returns the loss of every token before aggregation; the gradient is by ``live`` and ``live_top``."""
+    """Returns the loss of every token before aggregation; gradients are with respect to ``live`` and ``live_top``."""
     policy = reference.losses("grpo", config, samples, live)  # PPO's clip and the KL to the reference
     if not config["form"].startswith("topk_"):
         return policy
@@ -101,7 +101,7 @@ def _step_loss(config: Config, samples: Sequence[Sample], live: Any, top: Any) -
 
 
 def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> dict[str, Any]:
-    """Returns the step's gradient by each sampled and each top log-prob of the student, by central differences."""
+    """Returns the loss's gradients for the student's sampled and top log-probs, by central differences."""
 
     def at(i: int, t: int, k: int | None, by: float) -> float:
         live = [list(sample["logprobs"]) for sample in samples]
@@ -126,7 +126,7 @@ def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) 
 
 
 def advantages(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns MiniLLM's reward of one step, -λ (log π_S - log π_T), if the form has one, plus the group's advantage."""
+    """Returns -λ (log π_S - log π_T) plus the group's advantage, or less the KL penalty; 0 for ``topk_…``."""
     samples: Sequence[Sample] = group["samples"]
     if config["form"].startswith("topk_"):
         return [[0.0] * len(sample["mask"]) for sample in samples]

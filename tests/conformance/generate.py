@@ -75,9 +75,9 @@ REJECTION_CASES: list[dict[str, Any]] = [
         {**ACTOR_FWD, "rejection": {f"{scope}_difference": [-0.05, 0.06]}}
         for scope in ("token", "seq_sum", "seq_mean", "seq_any")
     ),
-    # Token weights that nothing truncates, of samples whose geometric mean lies in a narrow range.
+    # Token weights without truncation; a sample is kept if its geometric mean is in a narrow range.
     {**ACTOR_FWD, "correction_low": 0.0, "correction_high": 1e9, "rejection": {"seq_mean_ratio": [0.9, 1.15]}},
-    # Truncated token weights, and a veto: one token whose ratio is too low takes its sample along.
+    # Truncated token weights, and a veto: a token with a too low ratio rejects its whole sample.
     {**ACTOR_FWD, "correction_low": 0.0, "rejection": {"seq_any_ratio": [0.65, 1e9]}},
     {**ACTOR_FWD, "correction": "none", "rejection": {"token_ratio": [0.5, 1.2], "seq_mean_k3": [0, 0.05]}},
     {**ACTOR_FWD, "correction": "tis_normalized", "rejection": {"token_k3": [0, 0.05]}},
@@ -91,7 +91,7 @@ TRUST_REGION_CASES: list[dict[str, Any]] = [
     {"trust_region": "probability", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
     {**ACTOR_FWD, "trust_region": "probability", "clip_low": 0.05, "clip_high": 0.05},
 ]
-LATER: dict[str, list[dict[str, Any]]] = {  # behind all others, so that those keep the seeds that they were made with
+LATER: dict[str, list[dict[str, Any]]] = {  # after all other cases, so that the seeds of those do not change
     "grpo": KL_CASES + REJECTION_CASES + TRUST_REGION_CASES,
     "ppo": TRUST_REGION_CASES[:1],
     "cispo": [
@@ -145,7 +145,7 @@ LATER_ADVANTAGES: dict[str, list[dict[str, Any]]] = {
 GIGPO = {"credit": "gigpo", TURNS: True}
 FIXED = ("skip_without_advantage", "std_epsilon")  # settings that are constants now
 HALF = {"gigpo_weight": 0.5, "gigpo_gamma": 0.8}
-BY_TURN: dict[str, list[dict[str, Any]]] = {  # behind all others, too
+BY_TURN: dict[str, list[dict[str, Any]]] = {  # also after all other cases
     "grpo": [
         GIGPO,
         {**GIGPO, **HALF, "normalize_std": "none"},
@@ -167,14 +167,14 @@ BY_TURN: dict[str, list[dict[str, Any]]] = {  # behind all others, too
         {TURNS: True, "gae_alpha": 0.4, "gae_lambda": 1.0},
     ],
 }
-LENGTHS_OF_RUN = {"dr_grpo": {"norm_length": 8.0}, "rloo": {"norm_length": 1.0}}  # conf/algo takes them from the run
+LENGTHS_OF_RUN = {"dr_grpo": {"norm_length": 8.0}, "rloo": {"norm_length": 1.0}}  # conf/algo reads them from the run
 VALUE: list[dict[str, Any]] = [
     {},
     {"value_clip": 0.0},
     {"aggregation": "seq_mean_token_mean"},
     {"aggregation": "seq_mean_token_sum_norm", "norm_length": 6.0},
 ]
-ONE_UPDATE = {"mini_batches": 1, "epochs": 1}  # how often a batch is trained on has no say in the maths
+ONE_UPDATE = {"mini_batches": 1, "epochs": 1}  # the number of updates per batch does not change the maths
 
 
 def rounded(values: Any) -> Any:
@@ -185,7 +185,7 @@ def rounded(values: Any) -> Any:
 def make_samples(
     source: random.Random, lengths: tuple[int, ...], *, spread: float, advantages: bool
 ) -> list[dict[str, Any]]:
-    """Returns samples with some masked tokens, one sample masked as a whole; ``spread`` is that of the log-probs."""
+    """Returns samples with some masked tokens, one of them wholly masked; ``spread`` is the range of the log-probs."""
     samples = []
     for place, length in enumerate(lengths):
         base = [source.uniform(-3.0, -0.5) for _ in range(length)]
@@ -261,7 +261,7 @@ def numbers(source: random.Random, count: int, low: float, high: float) -> list[
 
 
 def make_turns(source: random.Random, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the group with one to three turns a sample, in few states, whose rewards add up to the sample's."""
+    """Returns the group with one to three turns per sample, in few states; the turns' rewards sum to the sample's."""
     turns = []
     for sample in group["samples"]:
         left, own = len(sample["mask"]), []
@@ -272,7 +272,7 @@ def make_turns(source: random.Random, group: dict[str, Any]) -> dict[str, Any]:
         turns.append(own)
     turns[0][0]["state"] = "seen once"
     for own in turns[1:]:
-        own[-1]["state"] = source.choice([own[-1]["state"], None])  # the env sees no response that was cut
+        own[-1]["state"] = source.choice([own[-1]["state"], None])  # a truncated response has no state from the env
     return group | {"turns": turns, "rewards": [sum(turn["reward"] for turn in own) for own in turns]}
 
 

@@ -1,4 +1,4 @@
-"""What must hold of the KL placements, corrections, rejection rules, trust regions and advantages for any input."""
+"""Properties of the KL placements, corrections, rejection rules, trust regions and advantages for any input."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_probability_that_moved_too_far_is_not_moved_on(new: float, old: float
 @given(right=st.integers(1, 7), wrong=st.integers(1, 7), k=st.integers(1, 6))
 @patient
 def test_pass_at_k_is_the_papers_closed_form_for_right_and_wrong_answers(right: int, wrong: int, k: int) -> None:
-    """Arxiv 2508.10751: the mean and the deviation of the subsets' rewards, and the advantage of either kind."""
+    """Arxiv 2508.10751: the mean and the std of the subsets' rewards, and the advantages of right and wrong answers."""
     count = right + wrong
     assume(k < count)
     mean = 1 - math.comb(wrong, k) / math.comb(count, k)

@@ -1,4 +1,4 @@
-"""What must hold of distillation's divergences for any two distributions; test_vectors.py has its golden vectors."""
+"""Properties of distillation's divergences for any two distributions; test_vectors.py tests the golden vectors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_with_the_whole_vocabulary_it_is_the_full_kl_and_else_less(
     for name, left, right in (("forward", p, q), ("reverse", q, p)):
         full = float((left.exp() * (left - right)).sum())
         assert divergence(whole, name) == pytest.approx(full, rel=1e-4, abs=5e-5)
-        # float32 log-probs know a tail of 1e-6 to a tenth: its log-ratio is off by that times the tail's weight
+        # float32 gives a tail of 1e-6 to within a tenth; this error times the tail's weight is the divergence's error
         slack = 0.2 if float(1 - part[1].exp().sum()) < 1e-4 else 1e-3
         assert divergence(part, name) <= full * (1 + 1e-3) + slack
 
@@ -89,7 +89,7 @@ def test_an_empty_tail_gives_finite_values_and_gradients(name: str) -> None:
 
 
 def test_the_gradient_by_the_students_logits_is_that_of_the_full_kl() -> None:
-    """For the forward KL over the whole vocabulary the gradient is q - p."""
+    """The gradient of the forward KL over the whole vocabulary is q - p."""
     torch.manual_seed(0)
     student, teacher = torch.randn(6, VOCABULARY, requires_grad=True), torch.randn(6, VOCABULARY)
     top = teacher.log_softmax(-1).topk(VOCABULARY)

@@ -1,4 +1,4 @@
-"""What must hold of the algorithms for any input, beside the golden vectors."""
+"""Properties of the algorithms for any input; test_vectors.py tests the golden vectors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _of_group(algorithm: str, rewards: Tensor) -> Tensor:
     return spec.advantages(_group(rewards), spec.config())  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # whose baseline is the critic
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # its baseline is the critic
 @given(eighths=EIGHTHS, shift=st.integers(-64, 64))
 @patient
 def test_a_constant_added_to_all_rewards_changes_nothing(algorithm: str, eighths: list[int], shift: int) -> None:

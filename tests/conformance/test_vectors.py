@@ -1,4 +1,4 @@
-"""Our algorithms against the golden vectors, and the vectors against the reference that they came from."""
+"""Compares our algorithms with the golden vectors, and the vectors with the reference that they come from."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_advantages(algorithm: str, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", reference.ALGORITHMS)
 def test_the_files_are_what_the_generator_writes(algorithm: str) -> None:
-    """Numbers are compared to nine digits, because another libm may round the last ones differently."""
+    """Numbers are compared to nine digits, because another libm may round the last digits differently."""
     assert_alike(cases.read(algorithm), json.loads(generate.render(algorithm)))
 
 

@@ -44,7 +44,7 @@ def served(*, sessions: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with one session, so that an episode that does not release it is detected."""
+    """Runs a server with one session, so that an episode that does not release it is detected."""
     with served(sessions=1) as address:
         yield address
 

@@ -29,7 +29,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> AudioTower:
 
 @pytest.fixture(scope="module")
 def module(tower: AudioTower) -> torch.nn.Module:
-    """A tower whose norms and biases are not at their initial values."""
+    """Makes a tower; its norms and biases are not at their initial values."""
     torch.manual_seed(0)
     built = build_tower(tower, dtype=torch.float32)
     with torch.no_grad():

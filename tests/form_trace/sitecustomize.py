@@ -1,8 +1,8 @@
-"""Records in every process of a run which forms a sample takes and which files meet them.
+"""Records in every process of a run which classes hold samples (forms), and which files use them.
 
 Python imports this module at the start of each process whose PYTHONPATH names this folder. A form is a class of Relax
 whose instances hold a sample's tokens: their ids, the loss mask over them, or the columns of bytes that carry them. A
-file meets a form if one of its functions takes or returns one, alone, in a list, or as a field of another object.
+file uses a form if one of its functions takes or returns an instance: alone, in a list, or as a field of an object.
 Each process appends lines `CLASS FILE` to its own file in the folder RELAX_FORM_TRACE.
 """
 
@@ -24,7 +24,7 @@ MET: set[tuple[str, str]] = set()
 
 
 def look(value: Any, file: str, *, depth: int = 0) -> None:
-    """Records the forms that ``value`` is or holds."""
+    """Records the form of ``value``, or the forms in its elements or fields."""
     if isinstance(value, list | tuple) and value and depth < DEEPEST:
         look(value[0], file, depth=depth + 1)
     kind = type(value)
@@ -42,7 +42,7 @@ def look(value: Any, file: str, *, depth: int = 0) -> None:
 
 
 def meet(frame: FrameType, event: str, argument: Any) -> None:
-    """Is the profile function of every thread."""
+    """Handles a profile event of any thread: records the forms in a function's arguments or in its result."""
     code = frame.f_code
     file = code.co_filename.removeprefix(ROOT)
     if event not in ("call", "return") or file.split("/")[0] not in OURS:

@@ -85,7 +85,7 @@ BAD: dict[int, tuple[str, Any]] = {  # row → reason and value of its column
 
 
 def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
-    """Writes 60 rows: pictures by path and inline, videos, text, and bad ones.
+    """Writes 60 rows: pictures by path and inline, videos, text, and bad media.
 
     Also returns the lost samples by reason. Rows are drawn in order until every step has its prompts.
     """

@@ -153,7 +153,7 @@ def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
 
 
 def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of an earlier attempt are undone and those of the later are not, however little is read at once."""
+    """Records of an earlier attempt are undone, and those of the later attempt are not, for any size of the pieces."""
     for start in (0, 4):
         attempt = resume(tmp_path, start)
         rollout, actor = (open_log(tmp_path, worker, attempt=attempt) for worker in ("rollout-0", "actor-0"))

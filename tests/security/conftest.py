@@ -65,7 +65,7 @@ def second_user() -> SecondUser:
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder that every user of this machine can enter, like a home directory; pytest's folders are private."""
+    """Makes a folder that every user of this machine can enter, like a home directory; pytest's folders are private."""
     folder = Path(tempfile.mkdtemp(prefix="relax-shared-", dir="/tmp"))
     folder.chmod(0o755)
     yield folder

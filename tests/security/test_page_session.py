@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """A server of another user on another port of this machine, with the headers of each request that it received."""
+    """Runs another user's server on another port; yields the port and the headers of each request that it received."""
     heard: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):

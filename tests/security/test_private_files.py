@@ -89,7 +89,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def open_tmp() -> Iterator[Path]:
-    """A folder like /tmp, with a path short enough for sockets: every user may create files in it."""
+    """Makes a folder like /tmp, with a path short enough for sockets: every user may create files in it."""
     folder = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder

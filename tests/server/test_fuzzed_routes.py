@@ -118,8 +118,8 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**9)
     from schemathesis.specs.openapi.checks import ignored_auth, negative_data_rejection
 
-    # The first check triples the requests; test_who_may_come_in covers every route. The second one treats queries as
-    # invalid whose invalid part is not sent: an empty value is omitted, and every request has the token.
+    # The first check triples the requests; test_who_may_come_in covers every route. The second check counts queries as
+    # invalid although their invalid part is not sent: an empty value is omitted, and every request has the token.
     excluded, no_body = [ignored_auth], [negative_data_rejection]
 
     monkeypatch.setattr(gateway_routes, "POLL_S", 0.005)

@@ -90,7 +90,7 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
 
 
 async def _look_at_the_list(page: Page, runs: Path) -> None:
-    """The list has a row with the outcome of each run and a link to its view; only the failed run has an alarm."""
+    """Checks the list: each run has a row with its outcome and a link to its view; only the failed run has an alarm."""
     await page.until("document.querySelectorAll('main tbody tr').length == 3")
     assert "Runs" in await page.run("document.title") and await page.run("state.textContent") == ""
     cells = "[...document.querySelectorAll('main tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
@@ -143,7 +143,7 @@ async def _look_at_a_sample(page: Page, run: str) -> None:
 
 
 async def _see_a_new_step(page: Page, run: str, run_dir: Path) -> None:
-    """A step that the run writes while the page is open is shown without a reload."""
+    """Checks that a step that the run writes while the page is open is shown without a reload."""
     await page.run(f"location.hash = '#/{run}/run'")
     await page.until(f"document.body.innerText.includes('4 of 6') && {VIEWS['run']}")
     await asyncio.sleep(2.0)  # the stream has sent the first state

@@ -58,7 +58,7 @@ class Reader:
 
 
 def assert_orders(reader: Reader, *, origin: str) -> None:
-    """The page may read and order engines only with its session and with its own Origin."""
+    """Asserts that the page may read and order engines only with its session and with its own Origin."""
     order = json.dumps({"num_replicas": 1, "dry_run": True}).encode()
     given = {"data": order, "Content-Type": "application/json"}
     route, asked = "/api/gateway/rollout/scale_out", given | {"Origin": origin}

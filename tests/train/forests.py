@@ -24,7 +24,7 @@ class Forest:
 
     @property
     def end(self) -> np.ndarray:
-        """The row after each row's subtree, int64 ``[rows]``."""
+        """Returns the row after each row's subtree, int64 ``[rows]``."""
         end = np.arange(len(self.parents)) + 1
         for row in reversed(range(len(self.parents))):
             if self.parents[row] >= 0:
@@ -33,7 +33,7 @@ class Forest:
 
     @property
     def sees(self) -> np.ndarray:
-        """The visibility, bool ``[rows, rows]``: a row attends to itself and to the rows that its parent attends to."""
+        """Returns bool ``[rows, rows]``: each row attends to itself and to the rows that its parent attends to."""
         sees = np.eye(len(self.parents), dtype=bool)
         for row, parent in enumerate(self.parents):
             if parent >= 0:

@@ -70,7 +70,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
-    """Makes two updates that are refused and change nothing, then log-probs, then three updates."""
+    """Makes two refused updates, which change nothing, then computes log-probs, then makes three updates."""
 
     def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]

@@ -66,7 +66,7 @@ def values_of(critic: Any, groups: list[TokenTree]) -> np.ndarray:
     return np.concatenate([of_tokens(group, own) for group, own in zip(groups, critic.values(groups), strict=True)])
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # one tied model and two untied ones
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # one tied model and two untied models
 def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) -> None:
     model = make_family_model(tmp_path, variant)
     critic = make_critic(tmp_path, family=VARIANTS[variant][0], optimizer={"clip_grad": 0.0})

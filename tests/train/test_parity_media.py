@@ -3,8 +3,8 @@
 `make test` compares each family with Hugging Face in the case that combines images of many sizes, videos, audio,
 branches and text; `make test-soak` also compares each of these alone, and long chunks of gated delta nets.
 
-Each case takes three steps, and text comes last in turns: without a pass of the tower at weight zero, overlapped
-reduction of gradients fails in the second step.
+Each case takes three steps, and text is the last group of the second: without a pass of the tower at weight zero,
+overlapped reduction of gradients fails in this step.
 """
 
 from __future__ import annotations

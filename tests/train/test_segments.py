@@ -1,5 +1,4 @@
-"""Episodes with several segments count once: an episode that is cut into segments of equal contexts trains as it did
-whole.
+"""Tests that an episode that is cut into segments with equal contexts trains like the whole episode.
 
 `test_layout_ranks.py` trains trees whose episodes have several segments in layouts of several ranks.
 """
@@ -92,7 +91,7 @@ class _Rows:
         self.ends: list[int]
 
     def add(self, parts: Sequence[tuple[list[int], bool]]) -> list[tuple[int, int]]:
-        """Adds a chain of these parts, sampled or not, and returns the rows of the sampled ones."""
+        """Adds a chain of these parts, sampled or not, and returns the rows of the sampled parts."""
         turns = []
         for ids, sampled in parts:
             first = len(self.token_ids)

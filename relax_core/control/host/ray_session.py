@@ -36,7 +36,7 @@ QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",  # no list of finished calls, which would grow the GCS's memory
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the monitor reports it in fewer words
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the monitor reports it more briefly
     "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is lower
     # After this time the raylet starts another process for a worker that was lost before its registration. Ray's 60 s
     # are for imports from a slow disk; here this process has just imported the same files.
@@ -84,7 +84,7 @@ class ForkServer:
         self._child = self._start()
 
     def check(self) -> Check:
-        """Returns the check that restarts it after a signal, but not after an error, which it would hit again."""
+        """Returns the check that restarts it after a signal, but not after an error, which would occur again."""
         return Check(name="fork server", every_s=FORK_SERVER_S, look=self._look, act=self._start_again)
 
     def end(self) -> None:
@@ -114,8 +114,8 @@ class RaySession:
     run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` has the number of GPUs
     per node; None means no GPU. ``token_file`` holds the run's bearer token. ``preloaded`` are modules that the fork
     server imports once for all workers (`ForkServer`), if `own_node_fits`. Give none for a run on GPUs: a process that
-    used a GPU cannot be forked. ``lost`` is called in another thread, with the cause, if the GCS or the raylet of the
-    run's own Ray dies or is stopped for ``frozen_after_s`` seconds, also during the start. ``started`` says whether Ray
+    used a GPU cannot be forked. If the GCS or the raylet of the run's own Ray dies or is stopped for ``frozen_after_s``
+    seconds, also during the start, ``lost`` is called in another thread with the cause. ``started`` says whether Ray
     has started; ``daemons`` then maps the names of its daemons to process ids.
     """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _GREY = 128  # libjpeg's fill level, also for each of four inks, which may be inverted
 _END = 4  # pixels at the end of a JPEG's last row: if any pixels are missing, these are
 _BLOCK = 1 << 14  # packed bytes per step; they unpack to at most 1,032 times as many
-_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of each PNG colour type
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # PNG colour type → channels
 # The first column and row of each pass of an interlaced PNG, and its steps (W3C PNG, third edition, 8.2).
 _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 

@@ -33,7 +33,7 @@ class KeptRate:
 
 
 log = logging.getLogger(__name__)
-MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # of one file, and of all files of one process
+MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # limits of one file, and of all files of one process
 HEAD_BYTES = 32  # first bytes of a file, which show its format
 TYPES = {
     "WAV": "audio/wav",

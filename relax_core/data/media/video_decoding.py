@@ -126,7 +126,7 @@ def _mean_rate(said: float, frames: int, seconds: float) -> float:
     if seconds > 0 and (said <= 0 or abs(seconds - frames / said) > 1 / said + _CLOCK_S):
         return frames / seconds
     if said <= 0:
-        raise MediaError("video", "no_frames", "neither its header nor its frames say a frame rate.")
+        raise MediaError("video", "no_frames", "neither its header nor its frames give a frame rate.")
     return said
 
 

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_core.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--family", help="a model family, by name or file, beside those that are known by name")
+    parser.add_argument("--family", help="a model family, by name or file, in addition to the built-in families")
     parser.add_argument("--media-folder", type=Path, help="folder of the images and videos that requests name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--beyond-loopback", action="store_true", help="allow a --host that other machines can reach")
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         listener = _listener(
             arguments.host, arguments.port, inherited=arguments.listener, beyond_loopback=arguments.beyond_loopback
         )
-        gc.disable()  # during the imports: a fifth of their time would be collections, which find nothing worth freeing
+        gc.disable()  # during the imports: collections would take a fifth of their time and free almost nothing
         from relax_core.engines.embedded.assembly import build_app, read_token, serve
 
         gc.freeze()

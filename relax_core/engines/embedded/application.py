@@ -94,7 +94,7 @@ class VersionBody(msgspec.Struct):
 
 
 def decode(body: bytes, kind: type[S]) -> S:
-    """Decodes a JSON body; an empty one counts as {}. Raises HttpError 400 if it does not fit ``kind``."""
+    """Decodes a JSON body; an empty body counts as {}. Raises HttpError 400 if it does not fit ``kind``."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -185,7 +185,7 @@ class HealthGenerate:
     async def _problem(self) -> str | None:
         scheduler = self._scheduler
         if scheduler.version == NOTHING_ATTESTED:
-            return "no weights are in yet"
+            return "no weights are loaded yet"
         if scheduler.stands_still:
             return "the engine is paused, or its memory is released"
         try:
@@ -385,4 +385,4 @@ class EngineApp:
         if not self._has_token(scope):
             raise HttpError(401, f"{scope['path']}: wants the run's bearer token in the Authorization header")
         if not scope["connection"].showed_token():
-            raise HttpError(503, f"{scope['path']}: too many requests are under way; ask again when some have ended")
+            raise HttpError(503, f"{scope['path']}: too many requests are in progress; retry when some have ended")

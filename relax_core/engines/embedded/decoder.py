@@ -131,15 +131,15 @@ class Prefix:
 
     @property
     def columns(self) -> int:
-        """Returns the most KV columns that each of its samples may need."""
+        """Returns the maximum number of KV columns that one of its samples may need."""
         return len(self.token_ids) + self.settings.max_new_tokens - len(self.done)
 
 
 class SlotTable:
     """Holds the running samples in slots 0 to ``count`` - 1.
 
-    `look_ahead` prepares several steps together: random numbers for all of them, and at most as many steps as the
-    first sample needs to reach its token limit, so that the steps before only compare with stop tokens.
+    `look_ahead` prepares several steps together and draws their random numbers at one time. No sample reaches its token
+    limit before the last prepared step, so that the other steps only compare with stop tokens.
     """
 
     def __init__(self, capacity: int, *, vocab_size: int) -> None:
@@ -150,8 +150,8 @@ class SlotTable:
         self._settings: list[SamplingSettings] = []
         self._plan: SamplingPlan | None = None
         self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, not yet in the cache
-        self.rotary_shift = np.zeros(capacity)  # what to add to a new token's column for its rotary position
-        self.columns = np.zeros(capacity, dtype=np.int64)  # the most KV columns that the sample may need
+        self.rotary_shift = np.zeros(capacity)  # offset from a new token's column to its rotary position
+        self.columns = np.zeros(capacity, dtype=np.int64)  # the maximum number of KV columns that the sample may need
         self.fresh = np.zeros(capacity, dtype=bool)  # whether the weights in force computed all of the slot's cache
         self._token = np.zeros(capacity, dtype=np.int64)  # the newest token
         self._key = np.zeros(capacity, dtype=np.uint64)
@@ -161,7 +161,7 @@ class SlotTable:
         self._ids = np.zeros((capacity, FIRST_TOKENS), dtype=np.int64)
         self._logprobs = np.zeros((capacity, FIRST_TOKENS), dtype=np.float32)
         self._draws: list[torch.Tensor] = []  # random numbers of the prepared steps; the next step's are last
-        self._unsettled = 0  # steps whose tokens are only in the next two arrays, not yet in those above
+        self._unsettled = 0  # steps with tokens in the next two arrays, not yet in the arrays above
         self._step_ids = np.zeros((STEPS_AHEAD, capacity), dtype=np.int64)
         self._step_logprobs = np.zeros((STEPS_AHEAD, capacity), dtype=np.float32)
 
@@ -315,9 +315,9 @@ class SlotTable:
 class Decoder:
     """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns.
 
-    ``dtype`` is that of the model's weights. In addition to the running samples it keeps up to ``prefix_cache_tokens``
-    tokens of ended samples. ``cached`` has for each prefix of the newest admission the number of its tokens that were
-    not computed for it: tokens of a kept prefix, or all tokens if an equal prefix was computed.
+    ``dtype`` is the dtype of the model's weights. In addition to the running samples it keeps up to
+    ``prefix_cache_tokens`` tokens of ended samples. ``cached`` has, for each prefix of the newest admission, the number
+    of tokens that needed no computation: tokens of a kept prefix, or all tokens if an equal prefix was computed.
     """
 
     def __init__(
@@ -468,7 +468,7 @@ class Decoder:
         token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
         known = [0 if one is None else one.tokens for one in found] if any(found) else []
-        columns = width + 1 if known else width  # the last one takes padding
+        columns = width + 1 if known else width  # the last column takes padding
         routes: np.ndarray | None = None
         if self.routes is not None and any(prefix.routes is not None for prefix, _, _ in owners):
             self._recording_routes = True
@@ -490,7 +490,7 @@ class Decoder:
         return kv[:, :, :, :, :width], states, output
 
     def _record_prefix_routes(self, owners: Sequence[tuple[Prefix, int, int]], routes: np.ndarray) -> None:
-        """Records the experts of a prefill; ``owners`` is that of `_prefill`.
+        """Records the experts of a prefill; for ``owners`` see `_prefill`.
 
         A prompt keeps the experts of its first prefill, and a generated token those of its first pass through the
         model. Of a retracted sample's tokens only the last has not passed through the model before this prefill.
@@ -568,7 +568,7 @@ class Decoder:
     def _reserve(self, columns: int, *, used_slots: int) -> None:
         """Makes room for ``columns`` columns of all slots; the first ``used_slots`` slots keep their contents.
 
-        Admission counts with the most columns that samples may need; memory is taken only as they need it.
+        Admission counts the maximum number of columns that samples may need; memory is allocated only as they grow.
         """
         if self.states is not None:
             self.states.reserve(self.slots.count)
@@ -581,7 +581,7 @@ class Decoder:
 
     # -- kept prefixes --------------------------------------------------------------------------------------------
     def keep(self, slot: int, token_ids: Sequence[int], items: Sequence[Media], routes: PromptRoutes | None) -> None:
-        """Keeps the prefix of a sample that ends for later prompts, unless older weights have computed a part of it.
+        """Keeps an ended sample's prefix for later prompts, unless older weights have computed a part of it.
 
         ``token_ids`` are its prompt and its response; the newest token is not computed. ``items`` places its images and
         videos, and ``routes`` has the experts of its prompt, if they were requested.
@@ -609,8 +609,8 @@ class Decoder:
     def forget(self) -> None:
         """Drops everything that outlives a sample: kept prefixes, and features of media items.
 
-        The prefixes of the running samples are not kept later either, because they may come from other weights than
-        those that are in force when the samples end.
+        The prefixes of the running samples are not kept later either, because other weights may be in force when the
+        samples end.
         """
         self.prefixes.forget()
         self.slots.fresh[:] = False
@@ -673,7 +673,7 @@ _CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time, which bounds them an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
-    """Holds a sequence whose tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
+    """Holds a sequence; its tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
 
     The ``top_k`` most likely tokens at each of these positions are returned with the score. The softmax leaves out
     ``banned`` tokens, and the tokens outside of the scored token's set in ``kept``. ``media`` places the sequence's
@@ -768,7 +768,7 @@ def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
 def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
     """Sets to -inf the logits of the tokens outside of ``kept``, which has one set for each position.
 
-    The vocabulary of the sets may be padded to another size than that of the logits.
+    The vocabulary of the sets may be padded to another size than the vocabulary of the logits.
     """
     mask = torch.from_numpy(kept.mask()[:, : logits.shape[1]])
     logits[:, : mask.shape[1]].masked_fill_(~mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""Computes any architecture of relax_core/families over a flat list of tokens; the caller supplies the attention."""
+"""Runs the forward pass of any architecture of relax_core/families over flat tokens; the caller gives the attention."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LanguageModel:
         places = {
             layer: place for kind in (config.attention_layers, config.delta_layers) for place, layer in enumerate(kind)
         }
-        self._places = [places[layer] for layer in range(config.num_layers)]  # of each layer among those of its kind
+        self._places = [places[layer] for layer in range(config.num_layers)]  # index among the layers of its kind
         self._narrow = self._dtype != torch.float32  # in float32 no cast is made, because even a null cast costs time
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -130,10 +130,10 @@ class LanguageModel:
     ) -> Tensor:
         """Returns the last layer's output before the final norm, ``[tokens, hidden]``.
 
-        ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary ones: int64 below the context's length, or
+        ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary positions: int64 below the context's length, or
         float64. ``recur`` is given for a model with a gated delta net. ``media`` are the images and videos of the
         tokens. The experts of each layer, int64 ``[tokens, per_token]``, are appended to ``routes`` if it is given.
-        ``wanted``, if given, holds int64 indices of the tokens whose output is requested; after its attention the last
+        ``wanted``, if given, holds int64 indices of the tokens with a requested output; after its attention the last
         layer is computed for these tokens only.
         """
         config = self.config

@@ -1,6 +1,6 @@
-"""Holds the model's weights, fused for few and large products, with the Hugging Face tensors as views into them.
+"""Holds the embedded engine's weights, fused into few large matrices; the Hugging Face tensors are views into them.
 
-The products of tokens with these weights, and mixture-of-experts layers made of them, are here too.
+It also computes products of tokens with these weights, and mixture-of-experts layers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AttentionWeights(NamedTuple):
     """Holds the weights of one layer's attention.
 
     Query and key heads, their biases and norms are stored with the two halves of each head's rotated part interleaved,
-    so that rotary embedding is one complex product. Dot products and norms do not depend on the order. A model whose
-    attention has an output gate has the gates' heads before those of the queries.
+    so that rotary embedding is one complex product. Dot products and norms do not depend on the order. If the attention
+    has an output gate, the gates' heads come before those of the queries.
     """
 
     qkv_t: Matrix  # [hidden, (gates + heads + 2 * kv_heads) * head_dim]
@@ -330,7 +330,7 @@ def _onednn(tokens: Tensor, weight_t: Tensor) -> Tensor:
 
 
 class DenseWeights(NamedTuple):
-    """Holds the weights of a gated feed-forward network; a name that ends in ``_t`` is that of a transposed view."""
+    """Holds the weights of a gated feed-forward network; fields with names in ``_t`` are transposed views."""
 
     gate_up_t: Matrix  # [hidden, 2 * intermediate]
     down_t: Matrix  # [intermediate, hidden]
@@ -348,7 +348,7 @@ class ExpertWeights(NamedTuple):
 def choose_experts(tokens: Tensor, router_t: Matrix, experts: Experts) -> tuple[Tensor, Tensor]:
     """Returns the router's weights and chosen experts by Qwen3-MoE's rule, both ``[tokens, per_token]``.
 
-    The rule takes the softmax over all experts in float32 and the ``per_token`` most likely ones, most likely first.
+    The rule takes the softmax over all experts in float32 and the ``per_token`` most likely experts, most likely first.
     ``tokens`` is ``[tokens, hidden]``; the weights have its dtype, the experts are int64.
     """
     scores = product(tokens, router_t).softmax(-1, dtype=torch.float32)
@@ -363,9 +363,9 @@ def mix_experts(
 ) -> Tensor:
     """Returns the weighted sum of the chosen experts' outputs, plus the shared expert's, ``[tokens, hidden]``.
 
-    Tokens are sorted by expert, so that each chosen expert computes one product. Compared with one product over all
-    experts and with products padded to the busiest expert, this measured fastest from a hundred tokens on at every
-    size, and it is the only affordable way for a large model.
+    Tokens are sorted by expert, so that each chosen expert computes one product. In measurements this was faster than
+    one product over all experts and than products padded to the busiest expert, at every model size from a hundred
+    tokens on. For a large model it is the only affordable way.
     """
     per_token = chosen.shape[1]
     flat = chosen.view(-1)

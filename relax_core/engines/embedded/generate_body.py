@@ -94,7 +94,7 @@ def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
 
 
 def check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
-    """Raises HttpError 400 for a prompt whose ``n`` samples of up to ``new`` new tokens have no room."""
+    """Raises HttpError 400 if ``n`` samples of the prompt with up to ``new`` new tokens each do not fit."""
     total = prompt + new
     if total > limits.context_length:
         raise HttpError(
@@ -216,8 +216,8 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
 def _moves_on(item: MediaItem, towers: Towers) -> bool:
     """Returns whether an item's rotary offsets fit its rows, and its advance of the positions is within the limit.
 
-    A video without time stamps advances them by its seconds, up to the end of its offsets; others by at most their
-    number of rows.
+    The limit is the largest offset plus 1 for a video whose positions count seconds, and the number of rows for other
+    items.
     """
     if not item.rows or len(item.offsets) != 3 * len(item.token_ids):
         return False
@@ -629,7 +629,7 @@ def _check_score(body: RequestBody) -> None:
 
 
 def _check_vocabularies(kept: Sequence[KeptTokens | None], model: ModelConfig) -> None:
-    """Raises HttpError 400 if the kept sets have vocabularies of different sizes, or one far from the model's.
+    """Raises HttpError 400 if the vocabularies of the kept sets differ in size, or are far from the model's size.
 
     The sizes may differ from the model's own, because two models of one tokenizer may pad it differently.
     """

@@ -50,7 +50,7 @@ def finished(news: Progress, sent: set[int]) -> Finished:
     """Returns the compact frame of a finished sample.
 
     The experts of a prompt's tokens are sent with its first sample that has any. ``sent`` holds the indices of the
-    prompts whose experts have been sent; the function adds this prompt's.
+    prompts with experts that have been sent; the function adds this prompt's.
     """
     assert news.finish is not None
     sample = news.sample
@@ -100,8 +100,8 @@ def stream_end(call: Call) -> StreamEnd:
 def sglang_reply(news: Progress, *, version: int) -> dict[str, Any]:
     """Returns one response in SGLang's shape.
 
-    ``index`` in the reply is the sample's index among all samples of the call, prompt by prompt. In a stream, tokens
-    and log-probs are those since the sample's last event; counts and version spans are those of the whole response.
+    ``index`` in the reply is the sample's index among all samples of the call, prompt by prompt. In a stream, an event
+    has the tokens and log-probs since the sample's last event; counts and version spans cover the whole response.
     """
     sample = news.sample
     prompt = sample.prompt
@@ -311,7 +311,7 @@ class GenerateRoute:
         """Sends one frame for each report; the samples that one decode step finishes share one write."""
         await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
         left, more = call.samples, True
-        sent: set[int] = set()  # indices of the prompts whose experts have been sent
+        sent: set[int] = set()  # indices of the prompts with experts that have been sent
         while more:
             news = await inbox.get()
             if news is None:

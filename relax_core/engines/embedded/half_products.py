@@ -1,6 +1,6 @@
-"""Multiplies float32 tokens with weights of 16 bits, for processors on which products in bfloat16 are slow.
+"""Multiplies float32 activations by 16-bit weights, for processors with slow bfloat16 products.
 
-Without AVX-512, torch multiplies bfloat16 numbers five times slower than float32 ones. There the engine computes a
+Without AVX-512, torch multiplies bfloat16 numbers five times slower than float32 numbers. There the engine computes a
 bfloat16 model in float32, with its matrices packed as float16 for FBGEMM, which needs half of float32's memory traffic.
 """
 
@@ -26,13 +26,13 @@ class HalfMatrix:
     """Holds a bfloat16 matrix and a packed copy of it in float16, which `pack` makes after each change.
 
     The copy has the same numbers, but those below 2**-17 are rounded to a multiple of 2**-24. A matrix with numbers
-    that float16 cannot hold, or that are not finite, is multiplied as it is, so that none of them is hidden.
+    that are not finite or exceed float16 is multiplied in float32 without the copy, so that these numbers stay visible.
     """
 
     __slots__ = ("_packed", "_stored")
 
     def __init__(self, stored: Tensor) -> None:
-        """Takes the matrix ``[out, in]``, whose numbers the caller may change."""
+        """Takes the matrix ``[out, in]``; the caller may change its numbers."""
         self._stored = stored
         self._packed: Any = None
 

@@ -100,12 +100,12 @@ class KVCache:
         self.data = self._allocate(0, 0)
 
 
-MOST_ALONE = 16  # slots whose attention is computed alone, at most
+MOST_ALONE = 16  # maximum number of slots with separately computed attention
 ALONE_COLUMNS = 1500  # the extra cost of computing a slot alone, in columns
 
 
 def slots_alone(lengths: np.ndarray) -> np.ndarray:
-    """Returns the longest slots whose attention is better computed alone, int64; ``lengths`` ``[slots]`` in columns.
+    """Returns the longest slots, for which separate attention is faster, int64; ``lengths`` ``[slots]`` in columns.
 
     All other slots are computed together, with as many columns as the longest of them has.
     """
@@ -144,11 +144,11 @@ class DecodeAttention:
     """Computes the attention of up to ``steps`` steps of the same samples; `advance` moves to the next step.
 
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
-    pads the query. The attention of a few slots that are much longer than the others is computed alone, so that the
-    others do not read columns that they do not have (`slots_alone`). ``positions`` ``[slots]`` holds the columns of the
-    tokens that the first step computes. ``rotary_shift`` ``[slots]``, if given, is added to them for the rotary
-    positions. ``rotary`` ``[slots]`` has the rotary positions of the current step: int64, or float64 if a position has
-    a fraction or is greater than its column, because the rotary table covers the columns only.
+    pads the query. The attention of a few much longer slots is computed separately, so that the other slots do not read
+    columns past their ends (`slots_alone`). ``positions`` ``[slots]`` holds the columns of the tokens that the first
+    step computes. ``rotary_shift`` ``[slots]``, if given, is added to them for the rotary positions. ``rotary``
+    ``[slots]`` has the rotary positions of the current step: int64, or float64 if a position has a fraction or is
+    greater than its column, because the rotary table covers the columns only.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class DecodeAttention:
         apart = [slot for slot, _ in self._alone]
         self._width = int(np.delete(positions, apart).max()) + 1  # columns of the slots that are computed together
         self._kv_heads = views.kv_heads
-        self._left = steps - 1  # steps after this one
+        self._left = steps - 1  # steps after this step
         columns = torch.from_numpy(positions)[:, None]
         # The rotary positions, then the places of keys and values.
         moving = torch.cat((columns.view(-1), (views.first_vectors[:count] + columns).view(-1)))
@@ -241,8 +241,8 @@ class KeptPrefix:
     """Holds the keys, values and states of one sequence under the weights in force.
 
     ``token_ids`` is int64 ``[tokens]``, and ``media`` places the sequence's images, videos and sounds. ``kv`` is
-    ``[layers, 2, kv_heads, tokens, head_dim]``. ``states`` are those after the last token, for a model with a gated
-    delta net. ``experts`` ``[tokens, layers, per_token]`` is given if the experts of all tokens are known.
+    ``[layers, 2, kv_heads, tokens, head_dim]``. ``states`` are the states after the last token, for a model with a
+    gated delta net. ``experts`` ``[tokens, layers, per_token]`` is given if the experts of all tokens are known.
     """
 
     token_ids: np.ndarray
@@ -268,7 +268,7 @@ class KeptPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPrefix:
-    """Holds a kept prefix whose first ``tokens`` tokens are those of a prompt."""
+    """Holds a kept prefix that shares its first ``tokens`` tokens with a prompt."""
 
     kept: KeptPrefix
     tokens: int
@@ -292,7 +292,7 @@ class PrefixStore:
         self._most = tokens
         self._state_tokens = state_tokens
         self._used = 0
-        self._blocks: dict[KeptPrefix, list[int]] = {}  # of each prefix, the least recently used first
+        self._blocks: dict[KeptPrefix, list[int]] = {}  # blocks of each prefix, the least recently used first
         self._by_block: dict[int, dict[KeptPrefix, None]] = {}
 
     @property

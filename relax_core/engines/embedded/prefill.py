@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_core.engines.embedded.decoder_model import Attend, LanguageModel, MediaRows
 from relax_core.engines.embedded.recurrent_states import PrefillStates
 
-PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
+PREFILL_TOKENS = 512  # tokens of one pass, with padding; products of this size stay in the processor's cache
 PASS_COLUMNS = (
     8192  # columns of keys and values of the sequences of one pass, which are copied to their slots afterwards
 )
@@ -53,7 +53,7 @@ def empty_states(model: LanguageModel, *, count: int, dtype: torch.dtype) -> Pre
 
 
 class Wanted(NamedTuple):
-    """Holds the sequences and positions of the tokens whose output is requested, int64 ``[wanted]`` each."""
+    """Holds the sequences and positions of the tokens with a requested output, int64 ``[wanted]`` each."""
 
     sequences: Tensor
     positions: Tensor
@@ -88,11 +88,11 @@ def prefill_passes(
     """Fills ``kv`` piece by piece; yields for each piece which wanted tokens it has, and their outputs.
 
     The yielded pair is (indices into ``wanted``, the last layer's output before its norm ``[indices, hidden]``).
-    Shorter sequences are padded on the right. ``states`` are those before the first tokens, for a model with a gated
-    delta net; they become those after each sequence's last token. ``routes`` ``[sequences, width, layers, per_token]``,
-    if given, is filled with the experts of every token. ``media``, if given, has an entry for each sequence.
-    ``known``, if given, is the number of first tokens of each sequence whose results ``kv`` and ``states`` already
-    hold; ``kv`` and ``routes`` then have one column more than the longest sequence, for the results of padding.
+    Shorter sequences are padded on the right. ``states`` are the states before the first tokens, for a model with a
+    gated delta net; they become the states after each sequence's last token. ``routes`` ``[sequences, width, layers,
+    per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for each
+    sequence. ``known``, if given, is the number of first tokens of each sequence whose results ``kv`` and ``states``
+    already hold; ``kv`` and ``routes`` then have one column more than the longest sequence, for the results of padding.
     """
     seen = [(index, one) for index, one in enumerate(media) if one is not None]
     count, width = len(token_ids), max(len(ids) for ids in token_ids)

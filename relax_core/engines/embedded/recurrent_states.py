@@ -1,4 +1,4 @@
-"""Holds the states of gated delta nets: those of the running samples, and those of the sequences of a prefill.
+"""Holds the states of gated delta nets, for the running samples and for the sequences of a prefill.
 
 A state summarizes all tokens of one sample in one layer: the convolution's last inputs, and a matrix for each head. Its
 size does not depend on the number of tokens.
@@ -22,7 +22,8 @@ class StateTable:
     """Holds the states of some samples, one slot each, which are zeros at first.
 
     ``history`` is ``[layers, slots, kernel - 1, channels]`` in the model's dtype, the newest input last; ``matrices``
-    is float32 ``[layers, slots, value_heads, key_dim, value_dim]``. ``layers`` are those with a gated delta net.
+    is float32 ``[layers, slots, value_heads, key_dim, value_dim]``. ``layers`` counts the layers with a gated delta
+    net.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, slots: int = 0) -> None:
@@ -86,9 +87,9 @@ class StateTable:
 
 
 class PrefillStates(StateTable):
-    """Holds the states of sequences whose tokens are computed in pieces; each sequence has a slot.
+    """Holds the states of sequences that are computed in pieces; each sequence has a slot.
 
-    Padding never changes a state: a sequence's state is that after its own last token.
+    Padding never changes a state: a sequence's state is the state after its own last token.
     """
 
     def piece(self, lengths: Sequence[int], width: int) -> Recur:

@@ -28,7 +28,7 @@ from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.engines.protocol.generate_messages import VersionSpan
 from relax_core.engines.protocol.stop_strings import StopStrings
 
-EXACT_SIZES = 16  # decode steps with more samples are counted together with those of nearly as many
+EXACT_SIZES = 16  # decode steps with more samples are counted together with steps of nearly as many samples
 COARSE = 8
 GAP_S = 2e-4  # after a longer gap, such as a prefill, the wait for a core is read again before a decode step
 DecodeTimes = tuple[tuple[int, int, float, float], ...]
@@ -43,8 +43,8 @@ class Load:
     tokens that prefills have computed since the start, ``cached_tokens`` those that they took from the prefix cache;
     ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that this cache takes. ``token_usage`` is the share of
     engine.max_total_tokens that running samples may need. ``tower_passes`` counts the media items that have passed the
-    towers since the start. ``decode_times`` has for each number of samples, coarse from `EXACT_SIZES` on, the number of
-    decode steps since the start, their seconds, and the seconds of these in which the decode thread waited for a core.
+    towers since the start. ``decode_times`` has an entry for each number of samples, coarse from `EXACT_SIZES` on: the
+    number of decode steps since the start, their seconds, and the seconds in which the decode thread waited for a core.
     ``decode_columns`` has for the same numbers of samples the columns of the KV cache that these steps have read in a
     layer (`DecodeAttention.columns`).
     """
@@ -292,7 +292,7 @@ class Scheduler(threading.Thread):
                 self._finish(self._with_stopped(finished))
 
     def _receive(self) -> None:
-        """Runs all actions that have arrived; if there is nothing to decode, waits for the next one.
+        """Runs all actions that have arrived; if there is nothing to decode, waits for the next action.
 
         No wait is needed to batch requests, because all requests that arrive during the prefill of the first are
         prefilled together next.
@@ -372,7 +372,7 @@ class Scheduler(threading.Thread):
         self._free(finished)
 
     def _with_stopped(self, finished: np.ndarray) -> np.ndarray:
-        """Returns the finished slots together with the slots whose newest token completes a stop string."""
+        """Returns the finished slots, and the slots in which the newest token completes a stop string."""
         if not self._stopping:
             return finished
         tokens = self._decoder.slots.newest_tokens()
@@ -502,10 +502,10 @@ Fail = Callable[[str], None]
 class Prompt:
     """Holds one checked prompt of a call; ``index`` is its index in the call.
 
-    ``routes`` is given if the prompt's experts are requested. ``samples`` and ``generated`` are those of
-    `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
-    images and videos. ``prefill_s`` is the time of the prefills that it was part of, in seconds. ``cached_tokens`` is
-    the number of its tokens that the newest prefill did not compute. ``queue_s`` is the time before its first prefill.
+    ``routes`` is given if the prompt's experts are requested. For ``samples`` and ``generated`` see `PromptRequest`.
+    ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's images and videos.
+    ``prefill_s`` is the time of the prefills that it was part of, in seconds. ``cached_tokens`` is the number of its
+    tokens that the newest prefill did not compute. ``queue_s`` is the time before its first prefill.
     """
 
     call: Call
@@ -550,7 +550,7 @@ class Sample:
 
     @property
     def reported(self) -> int:
-        """Returns the number of its tokens that its last report leaves out, because earlier reports had them."""
+        """Returns the number of tokens that earlier reports had, so that the last report leaves them out."""
         return 0 if self.prompt.call.whole_at_end else self.streamed
 
     def mark(self, start: int, version: int) -> None:
@@ -580,7 +580,7 @@ class Sample:
 class Waiting:
     """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone.
 
-    ``goes_on`` is True if it is taken before new prompts: it continues a kept prefix or was retracted (`WaitingQueue`).
+    ``goes_on`` is True if it runs before new prompts, because it continues a kept prefix or was retracted.
     """
 
     prompt: Prompt
@@ -614,12 +614,12 @@ class Call:
     """Holds one checked /generate call for ``n`` samples of each prompt, and its state.
 
     ``single`` is True if one prompt was given outside a list; with n = 1 the reply is then an object and not a list.
-    ``asked_interval`` is the request's stream_interval. `submit` sets what the scheduler reads: ``stream_interval`` is
-    the number of tokens between two reports of a sample; with 0 only finished samples are reported. With
-    ``whole_at_end`` the last report of a sample has all of its tokens. ``sink`` gets the reports, ``fail`` the message
-    of a failure that ends the call; both are called in the scheduler's thread. ``submitted``, ``first_prefill``,
-    ``first_token`` and ``finished`` are times of ``time.perf_counter``; 0 stands for a time that has not come.
-    ``tower_passes`` and ``media_feature_bytes`` are those of `MediaFeatures` after the call's last prefill.
+    ``asked_interval`` is the request's stream_interval. `submit` sets the fields that the scheduler reads:
+    ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
+    reported. With ``whole_at_end`` the last report of a sample has all of its tokens. ``sink`` gets the reports,
+    ``fail`` the message of a failure that ends the call; both are called in the scheduler's thread. ``submitted``,
+    ``first_prefill``, ``first_token`` and ``finished`` are times of ``time.perf_counter``; 0 means not yet.
+    ``tower_passes`` and ``media_feature_bytes`` are the counts of `MediaFeatures` after the call's last prefill.
     """
 
     n: int
@@ -628,7 +628,7 @@ class Call:
     stream: bool = False
     asked_interval: int | None = None
     prompts: list[Prompt] = field(default_factory=list)  # until it is submitted
-    samples: int = 0  # of all prompts
+    samples: int = 0  # number over all prompts
     sink: Sink = field(init=False)
     fail: Fail = field(init=False)
     stream_interval: int = 0

@@ -23,7 +23,7 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _UNIT = 2.0**-48  # 48 bits keep u below 1 even after it was multiplied by a rounded total
 WIDE_FROM = 1 << 20  # number of logits from which parts that fit the processor's cache are faster, without a sort
 _WIDE_ELEMENTS = 1 << 18  # logits of such a part
-_BLOCK = 128  # tokens of a block, whose probabilities are summed first
+_BLOCK = 128  # tokens of a block; the probabilities of each block are summed first
 _BELOW_ONE = 1.0 - 2.0**-50  # two sums of the same block may differ in their last bits
 _CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds the float64 temporary to 64 MiB
 
@@ -40,8 +40,8 @@ class NonFiniteLogits(RuntimeError):
 class SamplingSettings:
     """Holds the sampling settings of one sample.
 
-    ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept`` is True if the set
-    that each token was sampled from is requested.
+    ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept`` is True if the
+    request wants the kept sets of its tokens.
     """
 
     max_new_tokens: int
@@ -74,7 +74,7 @@ class SamplingPlan:
     top_p: Tensor | None = None  # [batch, 1] float64, 2 is off
     min_p: Tensor | None = None  # [batch, 1] float64, 0 is off
     banned: tuple[Tensor, Tensor] | None = None  # indices of samples and token ids
-    kept: Tensor | None = None  # int64, ascending indices of the samples whose kept sets are requested
+    kept: Tensor | None = None  # int64, ascending indices of the samples with requested kept sets
 
     def part(self, first: int, last: int) -> SamplingPlan:
         """Returns the plan of samples [first, last) of the batch."""
@@ -148,8 +148,8 @@ def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
 def keys_behind(keys: np.ndarray, tokens: int) -> np.ndarray:
     """Returns the keys of samples that continue after the first ``tokens`` tokens of their response.
 
-    `uniforms` of these keys at position 0 are those of ``keys`` at position ``tokens``, so that no random number is
-    drawn twice.
+    `uniforms` of these keys at position 0 equal `uniforms` of ``keys`` at position ``tokens``, so that no random number
+    is drawn twice.
     """
     return keys + np.array([tokens], dtype=np.uint64) * _GOLDEN
 
@@ -197,7 +197,8 @@ def _sample_part(
         return _sample_min_p(logits, plan, plan.min_p, random, kept)
     logprobs = logits.log_softmax(-1)
     if plan.kept is not None and kept is not None:
-        # The mask is made from log-probs, because a sample whose logits are not finite has NaN there and no empty set.
+        # The mask is made from log-probs: a sample with logits that are not finite has NaN there, so its set is not
+        # empty.
         kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
     ids = _draw(logprobs, plan, random)
     return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)

@@ -82,7 +82,7 @@ class MediaFeatures:
         return [self._of_sequence(length, media, found) if media else None for length, media in sequences]
 
     def of_items(self, items: Sequence[MediaItem]) -> Mapping[str, ItemFeatures | MediaGone]:
-        """Returns the features of different items under the weights in force, by digest; an error if one is gone."""
+        """Returns the features of different items under the weights in force by digest; an error for a lost item."""
         found: dict[str, ItemFeatures | MediaGone] = {}
         tensors: dict[str, Mapping[str, np.ndarray]] = {}
         for item in items:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class WeightUpdates:
-    """Brings new weights into force, one update at a time.
+    """Loads new weights and puts them in force, one update at a time.
 
     Each method is the body of one route. A method that raises HttpError 400 or 409 has changed nothing.
     """
@@ -123,7 +123,7 @@ class WeightUpdates:
         """Gives the weights in force another version number."""
         async with self._lock:
             if self._scheduler.version == NOTHING_ATTESTED:
-                raise HttpError(400, f"new_version={version}: no weights are in yet; send weights first")
+                raise HttpError(400, f"new_version={version}: no weights are loaded yet; send weights first")
             await asyncio.wrap_future(self._scheduler.post(lambda: self._scheduler.replace_weights(None, version)))
             return {"success": True, "new_version": str(version)}
 
@@ -192,7 +192,7 @@ class WeightUpdates:
     def _is_in_force(self, version: int, digest: str) -> bool:
         """Returns whether these weights are served already: both the trainer and the engine's owner may push them.
 
-        Raises HttpError 409 for a published version that is older than the one in force.
+        Raises HttpError 409 for a published version that is older than the version in force.
         """
         if digest and version < self._scheduler.version:
             raise HttpError(409, f"weights version {version} is older; {self._kept()}")
@@ -211,7 +211,7 @@ class WeightUpdates:
             raise HttpError(400, f"{clipped(str(error), length=4000)}; {self._kept()}") from error
 
     async def _attest(self, tensors: dict[str, Tensor], version: int, digest: str) -> None:
-        """Raises HttpError 409 if a digest is given and the tensors have another one."""
+        """Raises HttpError 409 if a digest is given and differs from the tensors' digest."""
         if digest:
             found = await asyncio.to_thread(tensors_digest, tensors.items())
             if found != digest:

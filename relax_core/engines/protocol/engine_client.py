@@ -75,7 +75,7 @@ class EngineClient:
     ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
     longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
     The server proves on each connection that it knows ``token``, before anything else is sent. An external server
-    (``attached``) does not support the proof and is not asked for it. ``vocab_size`` is the model's; responses are
+    (``attached``) does not support the proof, so that none is requested. ``vocab_size`` is the model's; responses are
     checked against it if it is given. ``group_ranks`` is the number of ranks with which the engine joins a group for
     broadcasts of weights. Calls raise EngineUnreachable if the process does not answer, its subclass MalformedReply if
     the answer does not follow the protocol, and EngineError with the engine's own text if it refuses.
@@ -116,10 +116,10 @@ class EngineClient:
     ) -> AsyncIterator[Generated]:
         """Sends one request for all prompts and yields each response as soon as it is finished.
 
-        The responses are those of `PromptRequest.samples`, or ``params.n`` for each prompt. ``on_end`` gets the
-        engine's own times; only the embedded engine reports them. ``on_tokens`` gets the tokens of this call while they
-        are sampled, and may miss the last tokens. If the caller leaves the iteration early, the connection is closed
-        and the engine aborts the samples that still run.
+        Each prompt has the responses that its `PromptRequest.samples` selects, or ``params.n`` responses. ``on_end``
+        gets the engine's own times; only the embedded engine reports them. ``on_tokens`` gets the tokens of this call
+        while they are sampled, and may miss the last tokens. If the caller leaves the iteration early, the connection
+        is closed and the engine aborts the samples that still run.
         """
         check = ResponseCheck(prompts, params, vocab_size=self._vocab_size)
         told = {} if on_tokens is None else {"tells_tokens": True}
@@ -208,8 +208,8 @@ class EngineClient:
     ) -> AsyncIterator[bytes]:
         """Yields the bytes of a stream for ``reader``.
 
-        Raises EngineUnreachable if a frame or an event is not complete after the longest silence, because a server may
-        send a few bytes now and then forever.
+        Raises EngineUnreachable if a frame or an event is not complete after the longest silence: a server may send
+        single bytes forever.
         """
         progress, parts = time.monotonic(), 0
         async for data in response.content.iter_any():
@@ -295,8 +295,8 @@ class EngineClient:
         """Returns the response of a frame, with the experts of its prompt.
 
         The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
-        experts. Raises ValueError if the parts of the frame do not fit each other, or if the engine reports another
-        number of prompt tokens than was sent.
+        experts. Raises ValueError if the parts of the frame do not fit each other, or if the reported number of prompt
+        tokens differs from the number that was sent.
         """
         if frame.prompt_experts is not None:
             known[frame.prompt] = frame.prompt_experts.array()
@@ -385,8 +385,8 @@ class EngineClient:
     ) -> list[TokenScores]:
         """Returns log-probs of given tokens under the engine's weights, and the ``top_k`` tokens at each position.
 
-        The log-probs are those of logits / ``temperature`` over each token's kept set, without the banned tokens. The
-        embedded engine supports all of these; SGLang scores at temperature 1 over the whole vocabulary only.
+        The log-probs are computed from logits / ``temperature`` over each token's kept set, without the banned tokens.
+        The embedded engine supports all of these; SGLang scores at temperature 1 over the whole vocabulary only.
         """
         body = self._score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer(
@@ -407,7 +407,7 @@ class EngineClient:
         return score_body(items, **options)
 
     def pause(self, mode: PauseMode) -> dict[str, Any]:
-        """Stops decoding until `resume`; ``mode`` sets what happens to running samples."""
+        """Stops decoding until `resume`; ``mode`` sets the handling of running samples."""
         return self._call("POST", "/pause_generation", {"mode": mode})
 
     def resume(self) -> dict[str, Any]:
@@ -545,7 +545,7 @@ def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]
 
 
 def error_words(error: BaseException) -> str:
-    """Returns an error's name and text; the text may hold what a server sent."""
+    """Returns an error's name and text, which may contain text from a server."""
     return plain_words(f"{type(error).__name__}: {error}")
 
 
@@ -589,7 +589,7 @@ def wait_ready(client: EngineClient, *, timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensToScore:
-    """Holds a sequence whose tokens from position ``first`` on are scored.
+    """Holds a sequence; its tokens from position ``first`` on are scored.
 
     ``first`` is 1 or more, because nothing predicts the token at position 0. ``kept`` holds the set that each scored
     token was sampled from; None stands for the whole vocabulary. ``media`` places the sequence's images and videos.
@@ -607,8 +607,8 @@ class TokenScores:
 
     ``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
     ``[tokens, top_k]``, are the top-k tokens at its position, most likely first. If its kept set has fewer tokens, the
-    ids end in -1 and the log-probs in `OUTSIDE`. ``version`` is that of the weights that scored, -1 if the engine does
-    not report a number.
+    ids end in -1 and the log-probs in `OUTSIDE`. ``version`` is the version of the weights that scored, -1 if the
+    engine does not report a number.
     """
 
     logprobs: np.ndarray
@@ -618,7 +618,7 @@ class TokenScores:
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """Holds a given token's log-prob, None for the first one; SGLang's id and text after it are not read."""
+    """Holds a given token's log-prob, None for the first token; SGLang's id and text after it are not read."""
 
     logprob: float | None
 
@@ -639,8 +639,8 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
 
 
-_ENTRY_BYTES = 512  # for one scored token, or one of its top-k tokens, including SGLang's text of it
-_OTHER_BYTES = 1 << 20  # for the rest of a reply
+_ENTRY_BYTES = 512  # maximum for one scored token, or one of its top-k tokens, including SGLang's text of it
+_OTHER_BYTES = 1 << 20  # maximum for the rest of a reply
 
 
 def most_bytes(items: Sequence[TokensToScore], *, top_k: int) -> int:
@@ -653,8 +653,8 @@ def score_body(
 ) -> dict[str, Any]:
     """Returns the JSON body that requests the scores of ``items``.
 
-    SGLang's entry for the token at ``logprob_start_len`` is empty, so that the position before the first scored token
-    is sent. Only the embedded engine accepts kept sets and banned tokens in such a request.
+    SGLang's entry for the token at ``logprob_start_len`` is empty, so that ``logprob_start_len`` is the position before
+    the first scored token. Only the embedded engine accepts kept sets and banned tokens in such a request.
     """
     truncated: dict[str, Any] = {"banned_token_ids": list(banned_token_ids)} if banned_token_ids else {}
     if any(item.kept is not None for item in items):

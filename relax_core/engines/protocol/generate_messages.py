@@ -37,7 +37,7 @@ def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
     """Returns the weight version of each token, read-only int32 ``[tokens]``.
 
     A span may be empty: SGLang sends one if a version computed the prompt and no token. Raises ValueError if the spans
-    miss a token or name a token twice.
+    do not cover each token exactly once.
     """
     end, parts = 0, []
     for span in spans:

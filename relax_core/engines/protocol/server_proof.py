@@ -5,8 +5,8 @@ nonce first, and the server answers with a keyed hash (HMAC-SHA256) of the nonce
 token. An intruder cannot compute the hash. An intruder who passes the nonce on to a real server fails too, because the
 real server has another address. An answer that was recorded earlier belongs to another nonce.
 
-The connection for control calls is here, too: it has one deadline for each call, and limits the size of replies. The
-module uses only the standard library, because it also runs in SGLang's environment.
+It also implements the connection for control calls, which has one deadline for each call and limits the size of
+replies. The module uses only the standard library, because it also runs in SGLang's environment.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, cast
 PATH = "/relax_proof"
 ANSWER_BYTES = 4096  # maximum size of the answer with its head
 _QUERY = re.compile(rb"nonce=([0-9a-f]{64})")
-_DIGITS = 64  # of a nonce and of a proof
-# No other keyed hash of the token begins with this text, so that an answer is of no use elsewhere.
+_DIGITS = 64  # hexadecimal digits of a nonce, and of a proof
+# No other keyed hash of the token begins with this text, so that an answer is useless in any other protocol.
 _PREFIX = b"relax server proof"
 
 _App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Any]
@@ -134,7 +134,7 @@ class ProofExchange:
 
 
 PART_BYTES = 1 << 16
-HEAD_BYTES = 1 << 20  # for a reply's head, and for the sizes of its chunks
+HEAD_BYTES = 1 << 20  # limit of a reply's head, and of the sizes of its chunks
 _AGAIN = http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError  # errors of a closed kept connection
 
 
@@ -206,7 +206,7 @@ class _DeadlineSocket:
 
 
 class _Connection(http.client.HTTPConnection):
-    """Connects until ``deadline``; with ``token`` it asks the server for the proof before anything else is sent."""
+    """Connects until ``deadline``; with ``token`` it requests the server's proof before anything else is sent."""
 
     auto_open = 0
 
@@ -241,7 +241,7 @@ class ProvenConnection:
     def call(
         self, method: str, route: str, body: bytes, headers: dict[str, str], *, timeout_s: float, most_bytes: int
     ) -> tuple[int, bytes]:
-        """Returns status and body of the reply, which has come as a whole within ``timeout_s`` seconds.
+        """Returns status and body of the reply, which must arrive completely within ``timeout_s`` seconds.
 
         A kept connection that the server has closed is opened again once, because a restart of the server closes it.
         Raises OSError (including `ServerUnproven` and TimeoutError), or HTTPException for a reply that is not HTTP or
@@ -272,7 +272,7 @@ class ProvenConnection:
             response = self._connection.getresponse()
             try:
                 data = response.read(most_bytes + 1)
-            except ValueError as error:  # of a chunk with a negative size
+            except ValueError as error:  # a chunk has a negative size
                 raise http.client.HTTPException(f"a body that cannot be read: {error}") from error
             if len(data) > most_bytes:
                 raise ReplyTooLong(f"a reply of more than {most_bytes} bytes")

@@ -27,7 +27,7 @@ def read_routed_experts(text: str, *, prompt_tokens: int, response_tokens: int) 
 
     ``text`` is base64 of int32 [prompt + response - 1, layers, experts a token]. Both results are read-only and uint8,
     or uint16 if a number needs it. The text has no shape, so that both are ``[tokens, 1, layers x experts a token]``;
-    the caller that knows the model splits the last axis. Raises ValueError if the text does not fit the tokens.
+    the caller splits the last axis with the model's sizes. Raises ValueError if the text does not fit the tokens.
     """
     tokens = prompt_tokens + response_tokens - 1
     try:

@@ -65,7 +65,7 @@ class StopStrings:
     def matched(self, ids: Sequence[int]) -> str | None:
         """Returns the stop string that the last of these tokens completes, or None.
 
-        If it completes several strings, the one that begins first is returned.
+        If it completes several strings, the string that begins first is returned.
         """
         text = self._text(ids[-self.window :])
         found = [(text.find(string), string) for string in self.stop if string in text]

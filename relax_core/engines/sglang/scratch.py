@@ -1,6 +1,6 @@
-"""Keeps the files of an SGLang server that the run starts in one folder, so that all can be removed after its end.
+"""Keeps all files of the run's SGLang server in one folder, so that they can be removed after its end.
 
-Files and sockets lie in the folder. Objects in shared memory have the folder's name in theirs.
+Files and sockets lie in the folder. The names of objects in shared memory contain the folder's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE = "RELAX_ENGINE_SCRATCH"  # the environment variable that holds the ser
 PREFIX = "relax-sglang-"
 SHARED_MEMORY = Path("/dev/shm")
 SOCKET_PATH_BYTES = 107  # the kernel's limit
-SOCKET_NAME = "/tmp12345678"  # a name of the length that SGLang's sockets have
+SOCKET_NAME = "/tmp12345678"  # as long as the names of SGLang's sockets
 POLL_S = 0.01
 
 
@@ -95,7 +95,7 @@ def remove_scratch(folder: Path) -> None:
     """Removes a server's folder and shared memory once all its processes have ended; the server may have done it."""
     for shared in SHARED_MEMORY.glob(f"*{folder.name}*"):
         with suppress(FileNotFoundError):
-            if shared.lstat().st_uid == os.getuid():  # others may make files there whose names have this one in them
+            if shared.lstat().st_uid == os.getuid():  # other users may create files there with this name in theirs
                 shared.unlink()
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)

@@ -98,11 +98,11 @@ def attested(one: Generated) -> Generated:
 
 
 def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
-    """Returns whether older weights than those of the response's first token computed a part of the prompt.
+    """Returns whether a part of the prompt was computed by older weights than the response's first token.
 
     Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
     before the version changed (sglang_patches.py). ``first`` is the response's first version span; ``cached`` is the
-    number of prompt tokens that came from the cache, or True if features of images may have come from one.
+    number of prompt tokens that came from the cache, or True if features of images may have come from a cache.
     """
     return first.end == 0 or (cached > 0 and first.version > sent_under)
 
@@ -140,7 +140,7 @@ class SglangClient(SglangWeightCalls):
     server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.
     ``attached`` is True for an external server, which lacks Relax's weight loader. ``stops`` finds stop strings with
     the model's tokenizer. ``media_folder`` holds the items of prompts; an external server cannot read it, so the client
-    sends the images. ``weights_folder`` is that of `SglangWeightCalls`.
+    sends the images. For ``weights_folder`` see `SglangWeightCalls`.
     """
 
     def __init__(
@@ -234,8 +234,8 @@ class SglangClient(SglangWeightCalls):
     ) -> AsyncIterator[Generated]:
         """Holds the prompts until the server has weights ``version``, then sends one request for all of them.
 
-        A sample whose prompt was partly read from the cache of older weights is requested again, because its log-probs
-        belong to no weight version.
+        If a part of a sample's prompt came from the cache of older weights, the sample is requested again, because its
+        log-probs belong to no weight version.
         """
         call = HeldPrompts(prompts, on_tokens=on_tokens)
         self._calls.append(call)
@@ -310,7 +310,7 @@ class SglangClient(SglangWeightCalls):
     def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
         """Ends the response with the token that completes a stop string.
 
-        SGLang does not see the tokens of earlier requests for the same sample. It also reports abort for a response
+        SGLang does not know the tokens of earlier requests for the same sample. It also reports abort for a response
         that was complete when the abort came.
         """
         if not params.stop or not one.output_ids.size:
@@ -402,7 +402,7 @@ class SglangClient(SglangWeightCalls):
         return self.resume()
 
     def forget_weights(self) -> None:
-        """Resets a server that another run has used, whose weight version and cache do not belong to this run.
+        """Resets a server that another run has used: its weight version and cache do not belong to this run.
 
         Aborts its requests, and ends a pause and a weight-update session that the other run left.
         """
@@ -417,7 +417,7 @@ class SglangClient(SglangWeightCalls):
 
     def flush_cache(self) -> None:
         """Drops the engine's cache of finished prompts; the engine refuses while samples run."""
-        wait_s = self._control_timeout_s / 2  # SGLang waits so long for its requests' end, and flushes only when idle
+        wait_s = self._control_timeout_s / 2  # SGLang's wait for the end of its requests; it flushes only when idle
         status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
         if status != 200:  # SGLang's answer is not JSON
             raise self._refusal("/flush_cache", status, data)
@@ -477,9 +477,9 @@ def named_media(prompt: PromptRequest) -> MediaEntries:
 
 
 def image_data(entries: Sequence[list[str]]) -> dict[str, Any]:
-    """Returns the field image_data of a body, which a body without images and videos does not have.
+    """Returns the field image_data of a body; empty without images and videos, so that the field is left out.
 
-    ``entries`` has a list for each sample, an empty one for text alone.
+    ``entries`` has a list for each sample, which is empty for text alone.
     """
     return {"image_data": list(entries)} if any(entries) else {}
 

@@ -89,7 +89,7 @@ def _pin_no_memory(module: ModuleType) -> None:
 
 
 def _allow_seeds(module: ModuleType) -> None:
-    """Adds the CPU attention backend to those of --enable-deterministic-inference, which seeds need."""
+    """Adds the CPU attention backend to the backends of --enable-deterministic-inference, which seeds need."""
     module.add_deterministic_attention_backend_choices([ATTENTION])
     module.add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
 
@@ -129,7 +129,7 @@ def _take_frames(module: ModuleType) -> None:
 
 
 def _count_deepstack(module: ModuleType) -> None:
-    """Makes Qwen3-VL-MoE add as many deepstack outputs of the tower as its folder says; SGLang assumes three."""
+    """Makes Qwen3-VL-MoE add as many deepstack outputs as its config.json has; SGLang assumes three."""
     make = module.Qwen3VLMoeForConditionalGeneration.__init__
 
     def counted(model: Any, *arguments: Any, **keywords: Any) -> None:

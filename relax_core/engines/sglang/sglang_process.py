@@ -47,7 +47,7 @@ def version_problem(found: str) -> str | None:
 ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 TOKEN_FILE = "RELAX_ENGINE_TOKEN_FILE"
-CHILDREN_END_S = 3.0  # less than the owner waits before it kills this process too
+CHILDREN_END_S = 3.0  # shorter than the owner's wait before it kills this process too
 
 
 class OurPackageAlone(MetaPathFinder):
@@ -113,7 +113,7 @@ def prepare_process() -> None:
 
 
 def end_with_stdin() -> None:
-    """Waits until stdin is closed, then ends the server's processes and this one."""
+    """Waits until stdin is closed, then ends the server's processes and this process."""
     while os.read(0, 4096):
         pass
     from relax_core.engines.sglang import scratch

@@ -125,7 +125,7 @@ def _media_environment(launch: EngineStart) -> dict[str, str]:
 def flag_words(flags: Mapping[str, object]) -> list[str]:
     """Returns ``["--tp-size=2", "--trust-remote-code"]`` for ``{"tp-size": 2, "trust-remote-code": True}``.
 
-    A flag that is false is left out. A list follows its flag as several words.
+    A flag that is false is left out. The entries of a list follow its flag as separate arguments.
     """
     words: list[str] = []
     for name, value in flags.items():
@@ -152,7 +152,7 @@ def file_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def vision_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on.
+    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, also for text data.
 
     An unknown family yields none, because the checks of the model report it.
     """
@@ -170,7 +170,7 @@ def vision_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def version_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for an interpreter without SGLang, or with one that is not supported."""
+    """Yields a sentence for an interpreter without SGLang or with an unsupported version."""
     engine = config.engine
     if engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
         return  # No server is started, or the check of files has reported the interpreter.
@@ -256,7 +256,7 @@ def _attach(client: SglangClient, timeout_s: float, rollout: Any) -> None:
     from relax_core.engines.sglang.sglang_spec import check_server
 
     check_server(client, timeout_s=timeout_s, rollout=rollout)
-    client.forget_weights()  # They are from another run, or from this run before it went back to a checkpoint.
+    client.forget_weights()  # They are from another run, or from this run before it resumed from a checkpoint.
 
 
 SPEC = EngineSpec(

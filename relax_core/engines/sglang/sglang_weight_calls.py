@@ -82,8 +82,9 @@ class SglangWeightCalls(EngineClient):
     """Implements `WeightReceiver` for SGLang.
 
     SGLang loads into the model that it serves, so that each update pauses it in place; running samples then continue
-    with their cache. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder`` is that of
-    the run's versions, which has the lock of the senders of broadcasts and files; None if there is no other sender.
+    with their cache. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder`` is the
+    folder of the run's versions. It has the lock of the senders of broadcasts and files; None if there is no other
+    sender.
     """
 
     has_loader = True
@@ -94,7 +95,7 @@ class SglangWeightCalls(EngineClient):
     _session_start = 0.0
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Makes each of the server's ranks map the published file, compare every digest, and then load it."""
+        """Makes each of the server's ranks map the published file, compare every digest, and then load the file."""
         start = time.perf_counter()
         with self._sending(self.weights_folder or Path(manifest.path).parents[1]):
             if self._version_in_force() >= manifest.version:
@@ -301,7 +302,7 @@ class SglangWeightCalls(EngineClient):
 
     def _refuse(self, outcomes: list[Outcome]) -> None:
         if error := next((one.error for one in outcomes if one.error), None):
-            raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are in")
+            raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are loaded")
 
     def _end(self) -> None:
         self._call("POST", "/end_weight_update", {})
@@ -364,9 +365,9 @@ class SglangWeightCalls(EngineClient):
 
 
 def _is_parameter(name: str) -> bool:
-    """Returns whether SGLang's tensor comes from weights.
+    """Returns whether SGLang's tensor is loaded from weights.
 
-    Others, such as tables of rotary positions and scales of quantization, are computed.
+    Other tensors, such as tables of rotary positions and scales of quantization, are computed.
     """
     last = name.rpartition(".")[2]
     return ("weight" in last or "bias" in last) and not last.endswith("_scale")

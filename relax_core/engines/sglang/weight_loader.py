@@ -71,7 +71,7 @@ def load_file(model: Any, manifest: WeightManifest) -> Outcome:
 def _frozen_in(model: Any, digest: str) -> Frozen | None:
     """Returns the parameters that the frozen tensors have just filled.
 
-    It returns None if one of them has other tensors too, because frozen and trained tensors then come together.
+    Returns None if a parameter also holds other tensors, because frozen and trained tensors are then loaded together.
     """
     empty = {name: torch.isnan(parameter.data) for name, parameter in _from_weights(model)}
     if any(bool(one.any()) and not bool(one.all()) for one in empty.values()):
@@ -107,13 +107,13 @@ def watch(model: Any) -> None:
 
 
 def attest(model: Any, digest: str) -> Outcome:
-    """Returns whether the tensors since `watch` are the published ones, and whether the model has taken them all."""
+    """Checks that the tensors since `watch` are the published tensors and that the model has loaded all of them."""
     if id(model) not in _watched:
         return Outcome("no digest was kept of the tensors that came in")
     del model.load_weights
     found = _watched.pop(id(model)).hexdigest()
     if found != digest:
-        return Outcome(f"the tensors that came in have digest {found}, published as {digest}", changed=True)
+        return Outcome(f"the received tensors have digest {found}, published as {digest}", changed=True)
     missing = never_written(model)
     return Outcome(missing, changed=missing is not None)
 

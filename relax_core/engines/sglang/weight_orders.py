@@ -1,8 +1,8 @@
 """Defines the orders from Relax's client to its loader inside SGLang's server, and encodes them for SGLang's route.
 
 /update_weights_from_tensor takes a pickled list of (name, tensor) and the import path of a loader. The name is the
-order, and the tensor is empty. The few bytes of pickle are written by hand and hold one text. Relax never reads a
-pickle.
+order, and the tensor is empty. The few bytes of pickle are written without the pickle module and hold one text. Relax
+never reads a pickle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 
 
 class Attest(msgspec.Struct, frozen=True, tag="attest"):
-    """Orders the ranks to end `Watch` and to compare its digest with ``digest``; ``outcome`` is that of `LoadFile`."""
+    """Orders the ranks to end `Watch` and to compare its digest with ``digest``; for ``outcome`` see `LoadFile`."""
 
     digest: str
     outcome: str

@@ -31,7 +31,7 @@ METRICS_FILE = "metrics.jsonl"
 TEXTS_FILE = "texts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 DISTRIBUTION = "distribution"  # suffix of a histogram's tag in TensorBoard
-SHOWN_ROWS = 16  # of a text in TensorBoard
+SHOWN_ROWS = 16  # rows of a text that TensorBoard shows
 
 
 class JsonlSink(BaseSink):

@@ -80,7 +80,7 @@ def build_critic(context: RunContext) -> CriticBackend:
 
 
 def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
-    """Loads a published version; returns False if newer ones replaced it. Raises the errors of `read_weights`."""
+    """Loads a published version; returns False if newer versions replaced it. Raises the errors of `read_weights`."""
     from relax_core.weights.version_file import read_weights
 
     try:

@@ -110,10 +110,10 @@ GroupColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded v
 class ColumnWorker(Worker):
     """Adds columns to groups. All state is in the bus, so a restarted worker revokes its predecessor's leases.
 
-    ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is that of the weights in
-    use, -1 if they never change; if ``recorded``, the metrics have it for each lease. With ``whole_steps`` the worker
-    leases all groups of a train step together, so that its results are bitwise independent of the groups' arrival
-    times. In a run that must be repeatable every column worker does so.
+    ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is the version of the
+    weights in use, -1 if they never change; if ``recorded``, the metrics have it for each lease. With ``whole_steps``
+    the worker leases all groups of a train step together, so that its results are bitwise independent of the groups'
+    arrival times. In a run that must be repeatable every column worker does so.
     """
 
     task: str

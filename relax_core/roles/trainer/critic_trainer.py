@@ -1,8 +1,8 @@
 """The critic role: computes the values of each step's groups and trains in lockstep with the actor.
 
-The critic's model is part of the trainer's state. Therefore the actor's lead drives its updates with the groups that
-the policy trains on, which the critic reads from the bus, and ends them before it publishes the step's weights. Both
-models are saved and loaded in one consistent snapshot, and the loss of this process counts as the loss of a rank.
+The critic's model is part of the trainer's state. Therefore the actor's lead drives its updates: the critic reads the
+policy's groups from the bus, and its update ends before the lead publishes the step's weights. Both models are saved
+and loaded in one consistent snapshot, and the loss of this process counts as the loss of a rank.
 """
 
 from __future__ import annotations

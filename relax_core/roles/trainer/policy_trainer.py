@@ -71,7 +71,7 @@ STOP_SLICE_S = 5.0  # the longest time in seconds until a waiting trainer notice
 
 
 class Stopped(Exception):
-    """The trainer was asked to stop while it waited for groups."""
+    """Reports that the trainer was asked to stop while it waited for groups."""
 
 
 class PolicyTrainer(Worker):
@@ -88,7 +88,7 @@ class PolicyTrainer(Worker):
         return self._version
 
     def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
-        """Records an evaluation's metrics; returns True if the run ends after ``run.patience`` without a better one."""
+        """Records an evaluation's metrics; returns True if the run ends because of ``run.patience``."""
         enough = self._checkpoints.record_evaluation(version, values)
         if enough:
             run = self.context.config.run
@@ -170,7 +170,7 @@ class PolicyTrainer(Worker):
 
     # -- one train step ---------------------------------------------------------------------------------------------
     def _step(self, lease: Lease | None) -> Lease | None:
-        """Trains one step, whose first groups may be in ``lease``; returns the next step's first lease, if any."""
+        """Trains one step; its first groups may be in ``lease``; returns the next step's first lease, if any."""
         step, clock, consumed = self._version, self._clock, StepGroups()
         updates = StepUpdates(self._worker_group, self._plan, step=step)
         while (missing := self._plan.groups - len(consumed.leased)) > 0:
@@ -271,7 +271,7 @@ class PolicyTrainer(Worker):
                 if progress:
                     self.report_progress(f"{progress}: {name}")
                 yield name, tensor
-                del tensor  # frees it before the next one is made
+                del tensor  # frees the tensor before the next tensor is made
 
         def attempt() -> None:
             exported = tensors()
@@ -386,7 +386,7 @@ class PolicyTrainer(Worker):
 
 
 def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:
-    """Returns whether groups whose trained tokens all have an advantage of 0 are only counted, not computed."""
+    """Returns whether groups with advantage 0 at all trained tokens are only counted, not computed."""
     balances = config.model.moe_aux_loss_coef > 0
     return not (needed.every_token or needed.critic or balances)
 

@@ -72,7 +72,7 @@ class ForwardWorker(ColumnWorker):
         os._exit(1)  # Ray restarts this process, which revokes the leases and gets new other ranks
 
     def _load_newest(self) -> None:
-        """Loads the newest published weights if they are newer than those in use."""
+        """Loads the newest published weights if they are newer than the weights in use."""
         while True:
             latest = read_latest(self.context.weights_folder)
             assert latest is not None, "groups exist only after weights were published"
@@ -88,8 +88,7 @@ class ForwardWorker(ColumnWorker):
 class ActorFwdWorker(ForwardWorker):
     """Computes log-probs with the trained weights; each role has a class, because Ray titles a process by its class.
 
-    It replays the engine's routing, because its log-probs are those of the trained policy, which routes like the
-    engine.
+    It replays the engine's routing, because it computes log-probs of the trained policy, which routes like the engine.
     """
 
     task = "actor_fwd"

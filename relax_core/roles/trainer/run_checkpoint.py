@@ -1,7 +1,7 @@
 """Saves checkpoints of the run, each a consistent snapshot of models, optimizers, random states, ledger and cursor.
 
-Each checkpoint also holds the configuration of its run. The checkpoint of the best evaluation is kept, and the run may
-end without a better one.
+Each checkpoint also holds the configuration of its run. With run.keep_best the checkpoint of the best evaluation is
+kept, and run.patience ends a run that does not improve.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class BestMetric:
             return dict(self._seen)
 
     def best(self) -> Best | None:
-        """Returns the best evaluation so far, or None before the first one."""
+        """Returns the best evaluation so far, or None before the first evaluation."""
         seen = self.seen()
         if not seen:
             return None
@@ -89,9 +89,9 @@ class BestMetric:
         return bool(self._patience) and best is not None and sum(one > best.version for one in seen) >= self._patience
 
     def kept(self) -> set[int]:
-        """Returns the versions whose checkpoints stay: the best version, and those with a pending evaluation.
+        """Returns the versions with kept checkpoints: the best version, and those with a pending evaluation.
 
-        Evaluations come in order, so a version older than the newest evaluation is not evaluated any more.
+        Evaluations come in order, so a version older than the newest evaluation is no longer evaluated.
         """
         best, seen = self.best(), self.seen()
         newest = max(seen, default=-1)
@@ -142,7 +142,7 @@ class RunCheckpoints:
         self._write: Future[Path] | None = None
 
     def _kept(self) -> set[int]:
-        """Returns the versions whose checkpoints stay; with reward.on_hack=halt also those possibly before an onset."""
+        """Returns the versions with kept checkpoints; with reward.on_hack=halt also those that may precede an onset."""
         best = set() if self._best is None else self._best.kept()
         return best | (set(range(self._taken - MOST_STEPS, self._taken + MOST_STEPS)) if self._halts else set())
 
@@ -219,7 +219,7 @@ class RunCheckpoints:
         self._write = None
 
     def due(self, version: int) -> bool:
-        """Returns True if this version is evaluated, so that its checkpoint may become the best one."""
+        """Returns True if this version is evaluated, so that its checkpoint may become the best checkpoint."""
         return self._best is not None and version in self._best.candidates
 
     def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:

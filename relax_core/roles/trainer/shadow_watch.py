@@ -2,8 +2,8 @@
 
 The metric is the denied share: the share of the reward's right answers that the shadow finds wrong. A shadow that
 cannot read some forms of right answers has a constant denied share. An exploited reward has a rising denied share.
-Therefore the share is compared with that of the run's first steps. The mean reward and the length of answers do not
-count.
+Therefore the share is compared with the share of the run's first steps. The mean reward and the length of answers do
+not count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 from relax_core.contracts.reward import SHADOW, SHADOW_GAP
 
 HACK_ONSET = "hack_onset"  # metric: the train step at which the denied share began to rise; only while it is raised
-DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and that of the first steps
+DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and the first steps' share
 BASE_STEPS, BASE_RIGHT = 5, 40  # the first steps, and right answers in them, that define the usual share
-NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # at least so many are needed for a judgement
+NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # minimum number of steps and groups for a judgement
 MOST_STEPS = 12  # number of steps that are compared; the onset is no older
 GROUPS_WITH_GAP = 3  # one odd prompt is no exploit
-LEAST_GAP = 0.1  # of all answers
+LEAST_GAP = 0.1  # share of all answers
 ERRORS = 4.0  # excess of denied answers, in standard errors, that chance does not explain
 # Rise of the denied share above the usual share at which an alarm begins and ends: at most 1/2 and 1/4 of the way to 1.
 RISE, STAYS = 0.2, 0.1
@@ -30,8 +30,8 @@ RISE, STAYS = 0.2, 0.1
 class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts the groups and answers of one train step that the shadow scored.
 
-    ``right`` answers are right by the reward. ``gap`` is their number minus that of the answers that are right by the
-    shadow, and ``gap_groups`` is the number of groups in which that is above 0.
+    ``right`` answers are right by the reward. ``gap`` is the number of right answers by the reward minus that by the
+    shadow, and ``gap_groups`` counts the groups with a gap above 0.
     """
 
     step: int

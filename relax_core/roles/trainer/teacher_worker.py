@@ -56,9 +56,8 @@ class TeacherScores(NamedTuple):
 class TeacherScorer(Protocol):
     """Defines the interface of one teacher.
 
-    Its log-probs are those of softmax(logits / rollout.temperature) over the kept sets of the sampled tokens and
-    without the banned tokens, like the student's. A teacher with the student's weights therefore has the student's
-    log-probs.
+    Its log-probs come from softmax(logits / rollout.temperature) over the kept sets of the sampled tokens and without
+    the banned tokens, like the student's. A teacher with the student's weights therefore has the student's log-probs.
     """
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:

@@ -1,4 +1,4 @@
-"""The trainer's calls to its engines, for new weights and for time-shared memory; no engine delays a step for long."""
+"""Pushes weights from the trainer to its engines and hands over time-shared memory; no engine delays a step long."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class WeightSync:
     """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
 
     A step waits at most `SILENT_S` seconds for an engine's push, or until the engine takes its memory back. It waits
-    until each engine has released its memory or has died, because training in memory that an engine still uses would
-    crash the trainer, and with time sharing the next step needs that engine's samples anyway. The owner kills an engine
-    that is silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`. ``frozen`` names the
-    weights that do not train.
+    until each engine has released its memory or has died, because the trainer would crash in memory that an engine
+    still uses. With time sharing, the next step needs that engine's samples anyway. The owner kills an engine that is
+    silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`. ``frozen`` names the weights
+    that do not train.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class WeightSync:
         )
         self._push: Push | None = None
         self._behind: frozenset[str] = frozenset()
-        self._named: set[str] = set()  # engines whose delay was logged
+        self._named: set[str] = set()  # engines with a logged delay
         self._resumes: dict[str, Future[dict[str, Any]]] = {}  # engine url → its newest `resume_memory`
 
     def _receivers(self) -> list[EngineClient]:

@@ -1,4 +1,4 @@
-"""The worker group of a model: calls the lead's back end and those of the other ranks' processes together.
+"""The worker group of a model: calls the back ends of the lead and of the other ranks' processes together.
 
 The trainer's worker group also has the critic. `assemble_ranks` finds a role's other ranks for its lead, and builds the
 model together with them.
@@ -96,8 +96,8 @@ def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingO
 class Ranks:
     """Holds the ranks of a role.
 
-    ``name`` is that of the lead's worker, and ``lead`` its back end. ``other_ranks`` are ranks 1, 2, …. ``replicas``
-    holds the ranks of each data-parallel replica, which get the same groups.
+    ``name`` is the name of the lead's worker, and ``lead`` its back end. ``other_ranks`` are ranks 1, 2, ….
+    ``replicas`` holds the ranks of each data-parallel replica, which get the same groups.
     """
 
     name: str
@@ -318,8 +318,8 @@ def assemble_ranks(
     """Returns the ranks of a role once each has built its part of the model.
 
     Raises TimeoutError for a rank that is not found within ``run.start_timeout_s``; RankLost for a rank that is lost
-    while it builds, or that takes longer than that; ActorDiedError for a rank that Ray does not restart; and the errors
-    of ranks. ``on_loss`` is called at once with the RankLost, in another thread, because the lead may wait in a
+    while it builds, or that exceeds the same timeout; ActorDiedError for a rank that Ray does not restart; and the
+    errors of ranks. ``on_loss`` is called at once with the RankLost, in another thread, because the lead may wait in a
     collective.
     """
     layout = role_parallel(context.config, role)

@@ -4,10 +4,10 @@ The guard is the parent of the agent and a subreaper, so that orphaned processes
 ends all of them when the agent has ended, when its owner requests it, and when its owner has died, which closes stdin.
 It imports only the standard library, because it starts with every episode.
 
-The owner writes lines to stdin: "K" kills at once; "T" with a text gives an agent of the mode "warm" a task, as a line
-of its stdin. The end of stdin sends SIGTERM to the agent, and kills it after GRACE_S seconds. The guard writes one JSON
-object a line: the pid of the agent, each line of a warm agent's stdout that is a JSON object, and the agent's end with
-the newest `KEPT_BYTES` of its output.
+The owner writes lines to stdin. "K" kills the agent at once. "T" and a text write the text as a line, a task, to the
+stdin of a warm agent (MODE "warm"). The end of stdin sends SIGTERM to the agent, and SIGKILL after GRACE_S seconds. The
+guard writes one JSON object per line: the pid of the agent, each line of a warm agent's stdout that is a JSON object,
+and the agent's end with the newest `KEPT_BYTES` of its output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 KEPT_BYTES = 64 << 10
-MOST_LINE_BYTES = 1 << 20  # of an answer; a longer line is output
+MOST_LINE_BYTES = 1 << 20  # of an answer; a longer line counts as output
 _READ_BYTES = 1 << 16
 _KILL_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 _PAUSE_S = 0.01
@@ -235,7 +235,7 @@ def kill_descendants(agent: Agent) -> None:
 
 
 def has_children() -> bool:
-    """Returns whether this process has a child that was not waited for."""
+    """Returns whether this process has an unreaped child."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

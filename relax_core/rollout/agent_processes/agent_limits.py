@@ -14,14 +14,17 @@ from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 CHECK_S = 1.0
 MEMORY_GIB = 2.0  # resident memory of an agent and its descendants; above it they are killed
-PROCESSES = 64  # of an agent at one time; above it they are killed
+PROCESSES = 64  # concurrent processes of an agent; above it they are killed
 _GIB = 2**30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSize:
-    """Holds the number of living descendants of a process and their resident memory in bytes, shared pages in each."""
+    """Holds the number of living descendants of a process and their total resident memory in bytes.
+
+    A page that several processes share counts for each of them.
+    """
 
     processes: int
     memory: int

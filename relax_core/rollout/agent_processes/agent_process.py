@@ -19,10 +19,10 @@ from relax_core.contracts.child import Child, cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
-_MOST_LINE_BYTES = 4 << 20  # of a guard's message; an answer or the kept output, written as JSON
+_MOST_LINE_BYTES = 4 << 20  # of a guard's message: an answer or the kept output as JSON
 GRACE_S = 2.0  # between SIGTERM and SIGKILL to all processes of an agent
 _EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
-MOST_ANSWERS = 64  # of a warm agent that no task has taken yet
+MOST_ANSWERS = 64  # largest number of unread answers of a warm agent
 SHOWN = 2000  # characters of an agent's output in an error
 SHOWN_CAUSE = 500  # characters of the line with the cause
 
@@ -58,9 +58,9 @@ def shown_output(output: str) -> str:
 class AgentProcess:
     """Controls one running agent. `start` makes it; `end` or `kill` must be called, and `wait` returns its end.
 
-    ``answers`` gets the JSON objects that a warm agent writes to stdout, each with its output until then.
-    ``killed`` is the reason for which Relax killed it, empty otherwise. ``ended`` is set once all of its processes
-    have ended; ``reading`` is a task that ends then.
+    ``answers`` gets the JSON objects that a warm agent writes to stdout, each with the output before it. ``killed``
+    says why Relax killed the agent, or is empty. ``ended`` is set once all of its processes have ended; ``reading`` is
+    a task that ends at that time.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AgentProcess:
         warm: bool = False,
         secrets: Collection[str] = (),
     ) -> AgentProcess:
-        """Starts a command, whose environment is ``env`` alone; a ``warm`` agent reads tasks from stdin.
+        """Starts a command with only ``env`` as its environment; a ``warm`` agent reads tasks from stdin.
 
         The values ``secrets`` of its environment are removed from its output. Raises OSError if the folder
         ``cwd`` cannot be entered.

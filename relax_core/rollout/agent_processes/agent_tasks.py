@@ -72,10 +72,10 @@ class AgentTask:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """Holds the result of an attempt. ``failed`` is why it has no reward, empty otherwise; ``ended`` is its end.
+    """Holds the result of an attempt. ``failed`` says why it has no reward, or is empty; ``ended`` is then its end.
 
-    ``reward`` is the agent's own reward, None if the run's reward scores the episode. ``metrics`` are its numbers,
-    by name. ``output`` is its newest output.
+    ``reward`` is the agent's own reward, None if the run's reward scores the episode. ``metrics`` maps names to numbers
+    from the agent. ``output`` is the agent's newest output.
     """
 
     reward: float | None = None
@@ -89,7 +89,7 @@ class AgentRunner(Protocol):
     """Declares the methods that hand tasks to agents."""
 
     async def play(self, task: AgentTask) -> AgentResult:
-        """Returns the result of a task. A call that is cancelled ends the agent, and does not wait for its end."""
+        """Returns the result of a task. A cancelled call ends the agent without waiting for its exit."""
 
     async def aclose(self) -> None:
         """Ends all agents."""

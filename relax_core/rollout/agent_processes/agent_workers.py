@@ -20,9 +20,9 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 class AgentWorkers:
     """Holds ``agent.workers`` processes of ``command``, each started on demand and playing one task at a time.
 
-    After a task is cancelled, its process has `GRACE_S` seconds to answer; else it is ended, and the next task gets
-    a new process. Must be made and used in one event loop. The processes run in ``folder`` if agent.cwd names no
-    folder.
+    If a task is cancelled, its process has `GRACE_S` seconds to answer it; otherwise the process is ended, and the next
+    task gets a new process. Must be made and used in one event loop. The processes run in ``folder`` unless agent.cwd
+    names a folder.
     """
 
     def __init__(self, command: Sequence[str], agent: AgentConfig, *, folder: Path) -> None:

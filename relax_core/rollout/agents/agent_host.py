@@ -23,7 +23,7 @@ from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
 TOLD_FAILURES = 3  # failed attempts whose whole output is logged
-END_S = 10.0  # a call of the runner that is cancelled returns at once
+END_S = 10.0  # wait for a cancelled call of the runner, which normally returns at once
 MAX_BODY_BYTES = 16 * 10**6  # of a request
 _ANY_ADDRESS = ("0.0.0.0", "::")
 log = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ class AgentHost:
     async def played(self, task: AgentTask, session: AgentSession, over: asyncio.Event) -> AgentResult:
         """Plays one attempt with an agent and returns its result.
 
-        The agent has agent.timeout_s for its first request, and again after its first answer; the wait for that
-        answer has no limit, because the engine may hold the prompt. After a limit has ended the episode, which
-        sets ``over``, the agent has another `GRACE_S`.
+        The agent has agent.timeout_s for its first request, and again after the first answer. The wait for that answer
+        has no limit, because the engine may hold the prompt. ``over`` is set when a limit has ended the episode; the
+        agent then has another `GRACE_S`.
         """
         playing = asyncio.create_task(self._runner.play(task))
         limit_s = self._agent.timeout_s
@@ -71,7 +71,7 @@ class AgentHost:
             await asyncio.wait([playing], timeout=END_S)
 
     def tell_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
-        """Logs the output of a failed attempt, if it is one of the first."""
+        """Logs the output of a failed attempt; only for the first `TOLD_FAILURES`."""
         self._failures += 1
         if self._failures <= TOLD_FAILURES:
             log.warning("%s: %s. All that its agent wrote:\n%s", record.uid, record.failed, result.output)
@@ -95,7 +95,7 @@ async def agent_host(
     """Serves the endpoint of rollout worker ``rank`` while the context is open; its agents end with it.
 
     Agents have their files in ``folder``. ``token`` opens sessions for external agents, if there is no command.
-    Raises OSError if the address of the endpoint cannot be taken.
+    Raises OSError if the address of the endpoint cannot be bound.
     """
     endpoint, at_once = config.endpoint, agents_at_one_time(config)
     command = agent_words(config, find_env(config.env.name))

@@ -54,7 +54,7 @@ class SessionForm:
     ``sampling`` has the run's values of parameters that a request may set, by name. With ``history`` "continue",
     sampled tokens stay in later prompts; "template" renders every prompt whole, as a deployed server would.
     ``tools_refused`` is the reason why requests with tools are refused, empty if they are not. ``open_requests`` is
-    the largest number of concurrent requests of a session. ``told`` are the wishes of requests that were logged.
+    the largest number of concurrent requests of a session. ``told`` has the wishes that were logged.
     """
 
     prompts: PromptMaker
@@ -92,13 +92,13 @@ class SessionPrompts:
         self._between: dict[int, TurnTokens] = {}  # by the number of the opening
 
     def keep(self, asked: TreeAnswer, between: TurnTokens) -> None:
-        """Stores the `TurnTokens` that continue the conversation that was rendered whole for an answer."""
+        """Stores the `TurnTokens` that continue an answer's conversation, which was rendered whole."""
         self._between[asked.opening] = between
 
     def prompt(self, walk: Walk, request: TurnRequest) -> tuple[list[int], TurnTokens | None]:
         """Returns the tokens of a prompt, and the `TurnTokens` that continue it if it was rendered whole.
 
-        Raises `RequestRefused` for messages and tools that the chat template does not take.
+        Raises `RequestRefused` for messages and tools that the chat template does not accept.
         """
         tools = self._tools(request)
         try:
@@ -175,7 +175,7 @@ class SessionPrompts:
 log = logging.getLogger(__name__)
 SHOWN = 80  # characters of a foreign message in the log
 _SHOWN_WISH = 40  # characters
-LAST_TOKENS = 16  # of a prompt, searched for the tag that opens thinking
+LAST_TOKENS = 16  # last tokens of a prompt, which are searched for the tag that opens thinking
 
 
 @dataclass(eq=False, kw_only=True)
@@ -322,7 +322,7 @@ class AgentSession:
             raise RequestRefused(410, "this episode has ended; its key is no longer valid", code="episode_ended")
 
     def _conversation(self, request: TurnRequest) -> list[ChatMessage]:
-        """Returns the messages of a request after those of its ``previous`` answer, without instructions."""
+        """Returns the whole conversation of a request, with that of its ``previous`` answer, without instructions."""
         if not request.previous:
             return list(request.messages)
         for turn in self._ended:
@@ -465,7 +465,7 @@ class AgentSession:
         reason: Ended | None = None
         if len(self._turns) >= limits.turns:
             reason = "max_turns"
-            words = f"the episode has had its {limits.turns} answers (env.max_turns)"
+            words = f"the episode has used its {limits.turns} answers (env.max_turns)"
         elif self.sampled_tokens >= limits.sampled_tokens:
             reason = "token_budget"
             words = f"the episode has sampled its {limits.sampled_tokens} tokens (rollout.max_new_tokens)"

@@ -1,4 +1,4 @@
-"""Parses a sampled text into the client's view: thinking, content and tool calls, whole or while it grows."""
+"""Parses sampled text into thinking, content and tool calls, either complete or incrementally for a stream."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class GrowingText:
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._from = self._read = 0  # the tokens between them are decoded again, since text depends on what precedes it
+        self._from = self._read = 0  # tokens between them are decoded again, because text depends on earlier tokens
         self.text = ""
 
     def add(self, ids: Sequence[int]) -> None:

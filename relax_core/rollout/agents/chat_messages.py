@@ -1,4 +1,4 @@
-"""Defines conversation messages, and the request for one turn with its answer, in one form for all protocols.
+"""Defines chat messages, requests for an answer and their answers in one form for all client protocols.
 
 A client does not return a conversation unchanged: it omits thinking, writes the arguments of a call with other white
 space, or changes ids. Therefore sampled answers are found by the content of their messages.
@@ -55,8 +55,8 @@ class ChatMessage:
 class Reply:
     """Holds a sampled response in the form that a client gets.
 
-    ``content`` is the text without thinking, calls and the string that stopped it, and ``full`` the text with that
-    string, which a client may put back.
+    ``content`` is the text without thinking, calls and the stop string that ended it. ``full`` includes that string,
+    because a client may send it back.
     """
 
     content: str
@@ -70,7 +70,7 @@ class Reply:
 
 
 def compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
-    """Compares an assistant's message with a reply: same, begins with it, or foreign; with the text after the reply.
+    """Returns whether an assistant's message equals a reply, begins with it or is foreign, and the text after it.
 
     Thinking counts only if the client sends it. Some clients write it before the text, between its tags.
     """
@@ -151,7 +151,7 @@ def _shown_call(call: ChatCall, *, as_text: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-MOST_MESSAGES = 4096  # of a request
+MOST_MESSAGES = 4096  # largest number of messages in a request
 MOST_TOOLS = 256
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
 Finish = Literal["stop", "length", "tool_calls"]

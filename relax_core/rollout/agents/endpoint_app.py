@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from relax_core.engines.asgi_server import Connection
 
 
-QUIET_S = 15.0  # an idle stream gets a comment after so many seconds, so that no client times out
+QUIET_S = 15.0  # interval of comments in an idle stream, so that no client times out
 RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count the retries of a request there
 MOST_BODY_BYTES = 16 << 20
 
@@ -364,7 +364,7 @@ class _Server(uvicorn.Server):
 async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Serves ``app`` while the context is open; yields the base URL. Port 0 takes any free port.
 
-    Raises OSError if the address cannot be taken.
+    Raises OSError if the address cannot be bound.
     """
     connections = OpenConnections(connection_limit())
     config = uvicorn.Config(

@@ -24,7 +24,7 @@ TOKEN_FILE, ADDRESS_FILE = "token", "endpoint"
 
 @dataclass(eq=False, kw_only=True)
 class _Attempt:
-    """Holds an attempt that waits for an agent or has one; ``given`` is the agent's result so far."""
+    """Holds an attempt that waits for an agent or is played by one; ``given`` is the agent's result so far."""
 
     task: AgentTask
     done: asyncio.Future[AgentResult]
@@ -39,7 +39,7 @@ class _Attempt:
 class ExternalAgents:
     """Holds the attempts of a rollout worker for external agents, which send ``token``.
 
-    If an agent sends no request for ``idle_s`` seconds, it is lost, and its attempt ends as env_failed.
+    An agent that sends no request for ``idle_s`` seconds counts as lost, and its attempt ends as env_failed.
     """
 
     def __init__(self, *, token: str, idle_s: float) -> None:

@@ -45,7 +45,7 @@ class EnvWorker:
         self._began: dict[int, int] = {}  # open episode → the number of lost processes when it began
         self._processes = 0  # the number of lost processes
         self._lost = ""  # why the newest lost process was lost
-        self._over_memory = ""  # why the process that runs now is killed
+        self._over_memory = ""  # why the current process was killed
 
     def next_episode(self) -> int:
         """Returns a new number for an episode of this worker."""
@@ -62,7 +62,7 @@ class EnvWorker:
         return answer
 
     def close_episode(self, episode: int) -> None:
-        """Closes the env of an episode after the calls before, waits for nothing, and logs what the env raises."""
+        """Closes the env of an episode after its earlier calls, without waiting, and logs the env's errors."""
 
         def close() -> None:
             if self._began.pop(episode, None) != self._processes:

@@ -1,7 +1,7 @@
 """The worker process of an isolated env: ``python -m relax_core.rollout.env_workers.env_worker_main NAME``.
 
-`EnvWorkers` starts it as a child. It answers one request at a time, so that what an env draws from the global random
-states depends on its own episode alone.
+`EnvWorkers` starts it as a child. It answers one request at a time, so that an env's draws from the global random
+states depend only on its own episode.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _OpenEpisodes:
         self._episodes: dict[int, _Episode] = {}
 
     def answer(self, request: EnvRequest) -> EnvAnswer:
-        """Returns the answer to a request; what the env raises becomes `Failed`."""
+        """Returns the answer to a request; an exception of the env becomes `Failed`."""
         try:
             if isinstance(request, Open):
                 return self._begin(request)
@@ -65,7 +65,7 @@ class _OpenEpisodes:
             return self._close(request)
         except WrongResult as error:
             return Failed(words=clean_text(str(error)), wrong_result=True)
-        except Exception as error:  # plug-in code: the owner decides what becomes of the episode
+        except Exception as error:  # plug-in code: the owner ends or restarts the episode
             return Failed(words=plugin_words(error))
 
     def _begin(self, request: Open) -> Opened:
@@ -136,7 +136,7 @@ def main() -> None:
                         words=f"env {spec.name}: a message or info holds what JSON cannot: {error}", wrong_result=True
                     )
                 )
-            except (ValueError, OverflowError, RecursionError) as error:  # a value, and no type; nothing was written
+            except (ValueError, OverflowError, RecursionError) as error:  # an unsupported value; nothing was written
                 pipe.write(Failed(words=f"env {spec.name}: a message or info cannot be sent: {shown_error(error)}"))
 
 

@@ -135,7 +135,7 @@ class IsolatedEnv(BaseInteractionEnv):
 
     @keeps_deadline
     async def close(self) -> None:
-        """Requests that the worker process closes the env, after the calls before, and does not wait for it."""
+        """Asks the worker process to close the env after the earlier calls, and does not wait for it."""
         self._worker.open_episodes -= 1
         self._worker.close_episode(self._episode)
         await self._give_back()

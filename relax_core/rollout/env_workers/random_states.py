@@ -19,7 +19,7 @@ class RandomStates:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
-        """Starts both states anew from ``seed``."""
+        """Sets both states to those of ``seed``."""
         self._python = random.Random(seed).getstate()
         self._numpy: Any = np.random.RandomState(seed % _NUMPY_SEEDS).get_state()
 

@@ -51,8 +51,8 @@ class RunEnv:
     async def serving(self, tokenizer: PromptTokenizer, *, token: str = "") -> AsyncIterator[None]:
         """Serves the endpoint if agents play; they end with this context.
 
-        ``token`` is the run's token, from which the token of external agents is derived; an empty one stands
-        for a random one.
+        ``token`` is the run's token, from which the token of external agents is derived; if it is empty, a random
+        token is used.
         """
         if self.env.agent is None:
             yield

@@ -39,7 +39,7 @@ class EnvCalls:
         self._closing: asyncio.Task[None] | None = None  # closes an env that opened too late
 
     async def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Returns what ``function`` returns; raises `EnvTooSlow` past the deadline, and what ``function`` raises.
+        """Returns the result of ``function``. Raises its exceptions, and `EnvTooSlow` after the deadline.
 
         An env that a plain function returns after the deadline, or after the call was cancelled, is closed.
         """
@@ -56,7 +56,7 @@ class EnvCalls:
             raise
 
     async def close(self, function: Callable[[], Any]) -> None:
-        """Calls the env's ``close`` and logs what it raises.
+        """Calls the env's ``close`` and logs its exceptions.
 
         If a call of a plain function is still running after its deadline, a thread closes the env when that call ends,
         and this method returns at once.
@@ -76,7 +76,7 @@ class EnvCalls:
             log.warning("an env did not close: %s: %s", type(error).__name__, error)
 
     async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Returns what ``function`` returns; it runs in a new thread.
+        """Returns the result of ``function``, which runs in a new thread.
 
         A call that hangs therefore delays neither other episodes nor the end of the process; with a thread pool
         it would.

@@ -54,8 +54,8 @@ def shortened_observation(
 ) -> tuple[list[Message], bool]:
     """Returns the messages with at most about ``limit`` tokens of text, and whether a text was cut.
 
-    The longest texts are cut in their middle, where a mark says how many tokens are left out; the mark's own tokens
-    come on top. The media of content parts do not count here.
+    The longest texts are cut in their middle, where a mark says how many tokens are left out. The tokens of the marks
+    and the media of content parts do not count.
     """
     window = limit * MOST_CHARACTERS_A_TOKEN
     texts = list(_texts(messages))
@@ -130,7 +130,7 @@ class OpenEnv:
 
 @dataclass(eq=False, kw_only=True)
 class EnvGroup(GroupInPlay):
-    """Holds what the episodes of a group with an env share; ``envs`` has the open env of each."""
+    """Holds the state that the episodes of a group share; ``envs`` has the open env of each."""
 
     envs: list[OpenEnv | None]
     tools: ToolUse
@@ -196,7 +196,7 @@ class EpisodePlayer(GroupPlayer):
         """Opens the envs of a group and makes their common prompt.
 
         Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
-        the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
+        the episodes of the group open differently; `WrongResult` if the env violates its contract.
         """
         start, records, lockstep = group.start, group.records, group.lockstep
         tools = self._tools.of_row(self._env, start.row, self._config)

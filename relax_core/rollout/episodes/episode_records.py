@@ -80,7 +80,7 @@ class PlayedTurn:
 
 @dataclass(eq=False, kw_only=True)
 class EpisodeRecord:
-    """Holds the messages, turns and state of one run of model and environment.
+    """Holds the messages, turns and state of one episode.
 
     An episode of one turn has no messages, and ends as its response does.
 
@@ -261,10 +261,10 @@ def _shown_content(content: Any) -> str:
 class PlayedFigures:
     """Holds the metrics of one group; ``tokens`` are sampled tokens, ``reward_s`` is the time of its rewards.
 
-    ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` has
-    sums of numbers of the episodes by name. ``prompt_tokens`` are those of all requests, and ``cached_tokens``
-    those of them whose keys and values the engine had cached. ``ends`` counts the episodes by the reason of their
-    end. ``info`` has the numbers that the env gave, by name, and ``counts`` the sums of the counts of agents'
+    ``turns`` has the number of responses of each episode, and ``straggler_turns`` only those of stragglers. ``totals``
+    has sums over the episodes, by name. ``prompt_tokens`` counts the prompt tokens of all requests, and
+    ``cached_tokens`` the part with keys and values in the engine's cache. ``ends`` counts the episodes by the reason of
+    their end. ``info`` has the numbers that the env gave, by name, and ``counts`` the sums of the counts of agents'
     requests.
     """
 

@@ -1,9 +1,9 @@
 """Builds the token tree of a group from its scored episodes, and the complete group for the bus.
 
-Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded; the
-rows of an image or a video are shared whole, if it is the same item. A response always has new rows: sampled rows are
-shared only by episodes that continue the same draw, and the tree forks after them. A history that differs from the
-previous one continues after their last common row. If they have no common row, the group is a forest. Every sampled
+Rows that were not sampled are shared if their ids are equal, and so are their routed experts if they were recorded. The
+rows of an image or a video are shared only as a whole, for the same item. A response always has new rows: sampled rows
+are shared only by episodes that continue the same draw, and the tree forks after them. A history that differs from the
+previous history continues after their last common row. If they have no common row, the group is a forest. Every sampled
 token is accounted for.
 """
 
@@ -60,10 +60,10 @@ def complete_group(
 ) -> Group | DroppedGroup:
     """Returns the group for the bus once all its episodes have ended and are scored, or the reason why there is none.
 
-    An episode without a reward is dropped alone. The group is dropped if fewer than two episodes of several have a
-    reward, or if the only episode has none. ``refuse`` may drop a complete group. ``teacher`` is the name of the
-    teacher that scores the group, and ``extras`` computes further columns of a group that is kept. ``account`` gets
-    the `token_accounts` of the group, and ``lost`` the episodes that are dropped.
+    An episode without a reward is dropped, and its group stays. A group is dropped if fewer than two of its several
+    episodes have a reward, or if its only episode has none. ``refuse`` may drop a complete group. ``teacher`` is the
+    name of the teacher that scores the group, and ``extras`` computes further columns of a group that is kept.
+    ``account`` gets the `token_accounts` of the group, and ``lost`` the episodes that are dropped.
 
     With ``mask_off_policy``, only tokens of the newest weight version in an episode are trained, and that version
     is the episode's. With ``mask_truncated``, no token of an episode is trained that was cut at a limit of tokens.
@@ -78,7 +78,7 @@ def complete_group(
         tell_lost(lost, uid, [one for one in episodes if whole or one.reward is None])
     if whole:
         account(token_accounts(episodes, None))
-        return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of the first episode that was lost
+        return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of its first dropped episode
     tree = _masked(build_tree(uid, kept), mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
     trained = tree.trained_episodes()
     refused: str | None = None

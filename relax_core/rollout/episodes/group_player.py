@@ -38,13 +38,13 @@ def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
     """Ends the episodes of a cancelled group, and returns them."""
     for record in records:
         if record.ended is None:
-            record.fail("cancelled", "the group was given up")
+            record.fail("cancelled", "the group was cancelled")
     return records
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyEnds:
-    """Holds the rules by which episodes of the training end before their env ends them.
+    """Holds the rules that end training episodes before their env ends them.
 
     A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others end as
     stragglers. An episode whose oldest token is more than ``most_lag`` weight versions older than the newest
@@ -211,7 +211,7 @@ class GroupPlayer:
         on_end: OnEnd | None = None,
         at_once: int | None = None,
     ) -> AsyncIterator[Played]:
-        """Yields each of these prompts, which start with one weight version, with its ended episodes in order.
+        """Yields each prompt with its ended episodes, sorted by number; the prompts have the same weight version.
 
         A data row that the env cannot use comes with its `BadRow`. ``flight`` gets a report of each group and
         request, and may cancel groups; ``given_up`` gets the episodes of a cancelled group, which is not

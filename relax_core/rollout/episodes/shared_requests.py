@@ -79,7 +79,7 @@ class SharedRequests:
 
     async def answer(self, asked: Sequence[Asked], *, stop: tuple[str, ...] = ()) -> None:
         """Sends prompts as one request, in their order, and sets their responses."""
-        open_ones = [one for one in asked if not one[2].done()]  # the others were given up meanwhile
+        open_ones = [one for one in asked if not one[2].done()]  # the others were cancelled meanwhile
         if not open_ones:
             return
         requests = [request for request, _, _, _ in open_ones]
@@ -92,10 +92,10 @@ class SharedRequests:
             told["on_tokens"] = _telling(open_ones)
         async for number, (response,) in self._pool.generate(requests, sampling, places=places, **told):
             future = open_ones[number][2]
-            if not future.done():  # a done future belongs to an episode that was given up
+            if not future.done():  # a done future belongs to a cancelled episode
                 future.set_result(response)
         for _, _, future, _ in open_ones:
-            future.cancel()  # a future without response belongs to a request that the pool gave up
+            future.cancel()  # a future without a response belongs to a request that the pool cancelled
 
 
 def _telling(asked: Sequence[Asked]) -> OnTokens:
@@ -129,7 +129,7 @@ class Lockstep:
         try:
             return await future
         finally:
-            self._ready.pop(episode, None)  # it is still there if the episode is given up before its turn goes out
+            self._ready.pop(episode, None)  # it is still there if the episode is cancelled before its turn is sent
 
     def leave(self, episodes: Iterable[str]) -> None:
         """Reports that episodes have ended; the others no longer wait for them."""

@@ -39,7 +39,7 @@ class ToolUse:
         if env.tools is None:
             return ToolUse(parser="none", as_text=False)
         as_text = config.tools_as == "text"
-        if not as_text and config.tool_parser != "none":  # without a form of calls no tool is called
+        if not as_text and config.tool_parser != "none":  # without a call format the model calls no tool
             check_template_shows_tools(tokenizer)
         name = "hermes" if as_text and config.tool_parser == AUTO else config.tool_parser
         return ToolUse(parser=tool_parser(name, template=tokenizer.template), as_text=as_text)

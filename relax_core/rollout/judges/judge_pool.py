@@ -1,4 +1,4 @@
-"""Asks the judges of a run: each question of a group once, with votes, a deadline, and metrics of each judge.
+"""Calls the judges of a run: each question of a group once, with votes, a deadline, and metrics of each judge.
 
 `check_judges` tries the judges on questions whose verdicts are known, before a run's first prompt.
 """
@@ -85,7 +85,7 @@ class RunJudge:
         """Returns the verdict within ``timeout_s`` seconds; its value is None if there is none."""
         began = time.perf_counter()
         self.figures.under_way += 1
-        verdict = self._without("it was given up", cause="given_up")
+        verdict = self._without("it was cancelled", cause="given_up")
         try:
             verdict = await self._within_deadline(variables)
         finally:

@@ -141,7 +141,7 @@ DESCRIPTIONS = {
 _THOUGHT = "</think>"
 _RANGE = re.compile(r"number\s+(-?[0-9]+(?:\.[0-9]+)?)\.\.(-?[0-9]+(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
-_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # before a number or word, these make it a part of a longer one
+_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # text before a match that makes it part of a longer number or word
 _BEHIND = re.compile(r"^(?:[\w%]|[.,/:-]\w)")
 
 
@@ -152,7 +152,7 @@ def verdict_parser(parse: str) -> Parser:
     match counts, and its group "verdict" is a number or one of `WORDS`. Text before </think> is ignored. A verdict
     at the end of a text that was cut is not read, because it may be incomplete.
 
-    Raises ValueError for a description that is neither.
+    Raises ValueError for any other description.
     """
     if parse.startswith("number"):
         return _number_parser(parse)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a request is sent again
 CONNECT_S = 5.0
-CONNECTIONS = 64  # concurrent, to one server
+CONNECTIONS = 64  # concurrent connections to one server
 MOST_BYTES = 4 << 20  # of a server's reply
 _LATER = (408, 425, 429)  # statuses after which a request is sent again
 

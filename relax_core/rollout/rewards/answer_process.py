@@ -22,7 +22,7 @@ from relax_core.contracts.child import OwnerPipe
 from relax_core.contracts.reward import RewardOutput
 from relax_core.sandbox.seccomp_filter import answer_filter
 
-_MOST_BYTES = 1 << 20  # of the outputs
+_MOST_BYTES = 1 << 20  # read from the child
 _READ_BYTES = 1 << 16
 _SET_SECCOMP, _FILTER = 22, 2  # prctl's PR_SET_SECCOMP and SECCOMP_MODE_FILTER
 _LIMITS = {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_SIGPENDING: 64, resource.RLIMIT_CORE: 0}

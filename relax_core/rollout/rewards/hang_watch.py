@@ -73,7 +73,7 @@ class HangWatch:
     def scoring(self, answers: float) -> Iterator[Callable[[], None]]:
         """Marks that ``answers`` answers are scored while the block runs; callable from any thread.
 
-        The block gets a function that marks these answers as done and restarts the limit for as many more.
+        The block gets a function that marks these answers as done and restarts the limit for the next answers.
         """
         limit_s = self._config.timeout_s * answers
         call = _Call(limit_s, limit_s)

@@ -19,7 +19,7 @@ from relax_core.rollout.rewards.reward_calls import score_here
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
-MOST_SHAPES = 256  # of a reward's labels that are checked, the most frequent first
+MOST_SHAPES = 256  # shapes of labels that are checked for each reward, the most frequent first
 NAMED_LABELS = 3
 _MOST_KEPT = 20_000  # shapes in memory
 _MOST_UNIT = 40  # characters of a number with its unit

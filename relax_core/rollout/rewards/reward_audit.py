@@ -29,7 +29,7 @@ OWN_FORM = "the reward's own form"  # the form of its SPEC's right_answers
 # a fifth, because the form alone is a fifth of some rewards (deepeyes).
 SCORES_FROM = 0.2 + 1e-6
 _TAKEN = 0.5  # the reward takes a form of right answers if it awards it in a larger share of rows
-_READS_LABEL = 0.1  # of the rows; a reward that distinguishes the label in fewer rows does not read it
+_READS_LABEL = 0.1  # share of rows; a reward that distinguishes the label in fewer rows counts as not reading it
 
 
 @dataclass(kw_only=True)
@@ -56,12 +56,12 @@ class FamilyFigures:
 class RewardAudit:
     """Holds the result of an audit.
 
-    ``families`` has the counts of the families of wrong answers, by name. ``missed`` lists right answers that were
-    not awarded in a form that the reward takes in most rows; ``right`` is the number of right answers in such
-    forms, and ``not_taken`` lists the other forms. ``judged`` of ``rows`` rows had a right answer that was awarded;
-    the others do not count. ``without`` counts answers without a reward. Of ``compared`` rows, those for which
-    there is another label, ``distinguished`` had a form in which the label has a larger reward than the other
-    label. With ``constant`` all answers had the same reward.
+    ``families`` has the counts of the families of wrong answers, by name. A form counts as taken if its right answers
+    are awarded in most rows: ``right`` is the number of right answers in such forms, and ``missed`` lists those that
+    were not awarded; ``not_taken`` lists the other forms. ``judged`` of ``rows`` rows had a right answer that was
+    awarded; the others do not count. ``without`` counts answers without a reward. ``compared`` counts the rows for
+    which another row has a different label; in ``distinguished`` of them, some form of the label has a larger reward
+    than the same form of the other label. With ``constant`` all answers had the same reward.
     """
 
     families: Mapping[str, FamilyFigures]

@@ -29,7 +29,7 @@ REWARD_CALLS = 64  # concurrent calls of a reward that is not isolated, in each 
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
 ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
 _LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood
-_LATE = 1.8  # time limits; an awaited call, cancelled after one, blocks the event loop if it takes longer
+_LATE = 1.8  # time limits; an awaited call is cancelled after one limit, so a longer call blocks the event loop
 _PACE_KEPT = 0.9  # decay per call of a slow answer's time, which counts for some tens of calls
 
 
@@ -44,7 +44,7 @@ class _RunningReward:
         self.figures = RewardFigures()
 
     def hang_watch(self, answers: float) -> AbstractContextManager[Callable[[], None]]:
-        """Returns a context in which ``answers`` answers are scored, with a function to call before as many more."""
+        """Returns a context in which ``answers`` answers are scored, as `HangWatch.scoring` does."""
         return nullcontext(lambda: None) if self.watch is None else self.watch.scoring(answers)
 
     @contextmanager
@@ -179,9 +179,9 @@ class RewardPool:
         return [outcome for call in await self._calls_of(reward, each, inputs) for outcome in call]
 
     def figures(self) -> dict[str, float]:
-        """Returns the `RewardFigures` of each reward of training since the last call, and the `WorkerTimes`.
+        """Returns the metrics of each training reward since the last call, and the times of the workers.
 
-        The former are named reward/NAME/METRIC.
+        Metrics of a reward are named reward/NAME/METRIC (`RewardFigures`), those of a worker as in `WorkerTimes`.
         """
         return self._worker_times.take() | {
             f"reward/{label.rpartition('/')[2]}/{key}": value

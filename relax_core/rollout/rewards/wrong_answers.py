@@ -1,4 +1,4 @@
-"""Makes answers that no reward should award, and answers that it should, from the prompt and the label of a data row.
+"""Makes wrong answers, which no reward should award, and right answers from the prompt and the label of a data row.
 
 Each family of wrong answers is a way in which models have gained rewards without solving the task, or in which
 verifiers are known to fail: the question itself, a list that holds the answer somewhere, words for a judge. An answer

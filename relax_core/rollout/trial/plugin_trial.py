@@ -37,14 +37,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The child process starts ``what``, which may take at most ``limit_s`` seconds."""
+    """Announces that the child process starts ``what``, which may take at most ``limit_s`` seconds."""
 
     what: str
     limit_s: float
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The child process has tried everything and found ``problems``."""
+    """Reports the end of the trial and the ``problems`` that it found."""
 
     problems: list[str]
 

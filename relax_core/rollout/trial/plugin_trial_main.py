@@ -108,7 +108,6 @@ def _no_data(rows: dict[int, Any], where: str) -> str | None:
 
 SAMPLES = 8  # the largest number of samples in the group
 TOKENS = 3  # tokens per sample
-TOKENS = 3  # a sample
 
 
 def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:

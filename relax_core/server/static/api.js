@@ -1,10 +1,10 @@
-// Asks the server. An answer that is no success becomes an Error with the server's words.
+// Sends requests to the server. A response without success becomes an Error with the server's message.
 
-// The key of the session lies in the storage of this tab, which belongs to this address and port alone. A cookie would go to every port of the machine.
+// The session's key is in this tab's storage, which belongs to this address and port. A cookie would be sent to every port of the machine.
 const KEY = "relax.session";
-const HANDED_MS = 300; // how long a new tab waits for one that has the key
+const HANDED_MS = 300; // how long a new tab waits for the key from another tab
 let key = sessionStorage.getItem(KEY) ?? "";
-const tabs = new BroadcastChannel(KEY); // reaches the tabs of this address and port alone
+const tabs = new BroadcastChannel(KEY); // reaches only tabs of this address and port
 
 tabs.addEventListener("message", ({ data }) => {
   if (data === "" && key) tabs.postMessage(key);
@@ -45,7 +45,7 @@ export async function ask(path, query = {}) {
   return (await answered(withQuery(path, query), { headers: { accept: "application/json" } })).json();
 }
 
-// The address, for this page alone, of a file that the server gives: an element cannot send the session's key itself.
+// Returns a URL, valid in this page only, of a file of the server: an element cannot send the session's key itself.
 export async function fileAddress(path) {
   return URL.createObjectURL(await (await answered(path)).blob());
 }
@@ -63,7 +63,7 @@ export async function* events(path, signal) {
   }
 }
 
-// Sends a body to a route of the run's gateway, or reads one if there is no body. null: the page is not that of a gateway, or the run starts.
+// Sends a body to a route of the run's gateway, or reads the route without a body. Reading returns null if the page has no gateway or the run is starting.
 export async function gateway(path, body) {
   const given = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } };
   const response = await send(`gateway/${path}`, given);

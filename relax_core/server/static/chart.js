@@ -3,7 +3,7 @@ import { h, number } from "./dom.js";
 
 export const COLOURS = ["#2f6fe4", "#d9622b", "#2a9d63", "#a552c9", "#c9972b", "#1a9cb0", "#d2447f", "#7a8597"];
 
-const FEW = 20; // points: a curve with fewer shows each of them, and is not smoothed
+const FEW = 20; // a curve with fewer points shows each of them and is not smoothed
 
 export function smoothed(values, weight) {
   if (!weight || values.length < FEW) return values;
@@ -30,7 +30,7 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// curves: [{label, steps, values}]; the legend has their values as they were measured, without smoothing. Returns {element, set(curves, resumes, smoothing), leave()}.
+// curves: [{label, steps, values}]; the legend shows values without smoothing. Returns {element, set(curves, resumes, smoothing), leave()}.
 export function chart(title) {
   const plot = h("div", { class: "plot" });
   const legend = h("div", { class: "legend" });

@@ -1,8 +1,8 @@
-// Makes elements. Text is only ever a text node, so no word of a model or of a run becomes markup, and every text node
-// and every attribute that is read shows hidden characters by their code.
+// Makes elements. Text is always inserted as text nodes, so text of a model or a run never becomes markup. Text nodes and
+// readable attributes show hidden characters as their codes.
 
-// Control characters, and those that are not seen or turn the direction of text, which would hide what a sample says.
-// relax_core/contracts/shown_text.py has the same list for the terminal.
+// Control characters, invisible characters and characters that change the text direction; they could hide a sample's text.
+// relax_core/contracts/foreign_files.py has the same list for the terminal.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\u{1d173}-\u{1d17a}\u{e0000}-\u{e0fff}]/gu;
 const READ = new Set(["title", "aria-label", "alt", "placeholder", "label"]);
 
@@ -30,13 +30,13 @@ function nodeOf(child) {
   return child instanceof Node ? child : document.createTextNode(visible(String(child)));
 }
 
-// Text of a model or a run, with a mark around each code.
+// Returns text of a model or a run, with the code of each hidden character marked.
 export function foreign(text) {
   const found = document.createDocumentFragment();
   let last = 0;
   for (const match of text.matchAll(HIDDEN)) {
     found.append(document.createTextNode(text.slice(last, match.index)));
-    found.append(h("span", { class: "control", title: "a character that is not shown" }, code(match[0])));
+    found.append(h("span", { class: "control", title: "a hidden character" }, code(match[0])));
     last = match.index + match[0].length;
   }
   found.append(document.createTextNode(text.slice(last)));
@@ -58,12 +58,12 @@ export function duration(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
-// The word of an outcome: "failed: CAUSE" is "failed".
+// Returns the first word of an outcome: "failed" for "failed: CAUSE".
 export function outcome(state) {
   return visible(state.split(":")[0]);
 }
 
-// The cause of an outcome, "" if it has none.
+// Returns the cause of an outcome, "" if it has none.
 export function cause(state) {
   return state.split(": ").slice(1).join(": ");
 }
@@ -72,7 +72,7 @@ export function field(words, input) {
   return h("label", {}, words, input);
 }
 
-// A table with these columns, each a name and whether it has numbers, which stand on the right.
+// Returns a table. Each column is a name and whether it has numbers, which are right-aligned.
 export function table(columns, rows) {
   const head = columns.map(([name, right]) => h("th", { class: right ? "number" : "" }, name));
   return h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...rows));

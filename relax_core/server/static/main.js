@@ -1,4 +1,4 @@
-// Starts the page: exchanges the link's token, keeps the address and the views together, and listens to the run.
+// Starts the page: exchanges the link's token, shows the view that the address names, and follows the run's stream.
 import { address, ask, entered, events, exchange } from "./api.js";
 import { h, outcome, problem, visible } from "./dom.js";
 import * as compare from "./views/compare.js";
@@ -14,13 +14,13 @@ import * as samples from "./views/samples.js";
 
 const VIEWS = { run, samples, evaluation, pipeline, engines, config, logs, lineage, compare };
 const WORDS = { run: "Run", samples: "Samples", evaluation: "Evaluation", pipeline: "Pipeline", engines: "Engines", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
-const AGAIN_MS = 3000; // between the end of a stream and the next one
+const AGAIN_MS = 3000; // pause before a stream that has ended is opened again
 const main = document.getElementById("main");
 const select = document.getElementById("runs");
 const badge = document.getElementById("state");
 let runs = [];
-let shown = null; // the view that is open, with update(pulse) and leave()
-let stream = null; // ends the stream of the run that is open
+let shown = null; // the open view, with update(pulse) and leave()
+let stream = null; // the AbortController of the open run's stream
 let open = "";
 
 function parsed() {
@@ -67,7 +67,7 @@ async function show() {
   }
 }
 
-// All runs in one table. It asks for the list again, as no run's stream is open.
+// Shows all runs in one table, which polls the list because no run's stream is open.
 async function showList() {
   shown?.leave?.();
   stream?.abort();
@@ -91,7 +91,7 @@ function listen(id) {
   follow(id, stream.signal);
 }
 
-// Reads the run's stream until it is told to end, and begins again if the server ends it.
+// Reads the run's stream until it is aborted, and opens it again if the server ends it.
 async function follow(id, signal) {
   let last = "";
   while (!signal.aborted) {
@@ -121,7 +121,7 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
-// Keeps the options that are there while the runs are the same, so a list that is open stays open.
+// Replaces the options only if the runs have changed, so that an open list stays open.
 function fill() {
   const options = runs.map((one) => h("option", { value: one.id, title: one.folder }, [one.name, one.state, one.folder, one.problem].filter(Boolean).join(" – ")));
   if (runs.length > 1) options.unshift(h("option", { value: "" }, `All ${runs.length} runs`));

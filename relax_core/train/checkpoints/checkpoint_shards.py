@@ -110,7 +110,7 @@ _CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class PlainIndexReader(dcp.FileSystemReader):
-    """Reads a folder like torch's reader, but creates no other objects of its index than those of `_CLASSES`.
+    """Reads a folder like torch's reader, but creates only objects of `_CLASSES` from its index.
 
     Raises ``pickle.UnpicklingError`` for an index that names anything else, or a file outside of the folder.
     """

@@ -161,7 +161,7 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointDamaged(ValueError):
-    """A checkpoint cannot be used; the text names the alternatives to resume from, and ``problem`` is the reason."""
+    """Reports an unusable checkpoint; the text names other checkpoints to resume from, ``problem`` is the reason."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(f"checkpoint {folder}: {problem}. {_instead(folder)}")

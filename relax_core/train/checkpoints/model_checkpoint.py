@@ -128,8 +128,8 @@ class RankCheckpoint:
         self._architecture, self._head = architecture, head
         self._slices = slices
         self._optimizer = optimizer
-        # The group is separate, because collectives of a writing thread must not mix with those of the train step, and
-        # because ranks that have written wait for a rank whose disk is slower.
+        # The group is separate, because collectives of a writing thread must not mix with collectives of the train
+        # step. Ranks that have written wait in it for ranks with slower disks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
 
     def copy(self, *, steps_done: int) -> StateCopy:
@@ -155,10 +155,10 @@ class RankCheckpoint:
                 write_provenance(copy.provenance, folder)
 
     def load(self, folder: Path) -> None:
-        """Sets weights, optimizer state and random states to those of a checkpoint.
+        """Loads weights, optimizer state and random states from a checkpoint.
 
         In the layout of the checkpoint, training continues bitwise identically. In another layout random streams keep
-        the state from this run's seed. The optimizer's settings (betas, weight decay, …) are those of this run's
+        the state from this run's seed. The optimizer's settings (betas, weight decay, …) come from this run's
         configuration. Raises ValueError for a checkpoint that is corrupt or of another model, and RuntimeError, which
         names ranks that do not arrive.
         """

@@ -115,7 +115,7 @@ def _with_dtypes(
     for name, tensor in tensors:
         if name in dtypes:
             yield name, tensor.to(dtypes[name])
-        del tensor  # This frees the tensor before the next one is made.
+        del tensor  # This frees the tensor before the next tensor is made.
 
 
 def _cut(weights: Iterable[Weight], shard_bytes: int) -> list[list[TensorSpec]]:
@@ -183,7 +183,7 @@ def export_checkpoint(
         with read_errors_as_valueerror(checkpoint):
             for name, tensor in stored.read(names, bucket_bytes=READ_BYTES):
                 yield name.removeprefix(WEIGHTS), tensor
-                del tensor  # This frees the tensor before the next ones are read.
+                del tensor  # This frees the tensor before the next tensors are read.
 
     export_hf_folder(
         fused(tensors(), weights),

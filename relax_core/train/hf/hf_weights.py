@@ -45,7 +45,7 @@ class GatheredWeight:
 
     @property
     def copied(self) -> int:
-        """Returns the elements that yielding it takes in addition; its reader may still hold the previous tensor."""
+        """Returns the number of further elements while it is yielded; its reader may still hold the previous tensor."""
         if self.interleaved:
             return math.prod(self.shape)
         from_views = self.senders == (0,) and self.rule.part in (Part.query, Part.key, Part.value)
@@ -229,7 +229,7 @@ class HfWeights:
             tensor_of=tensor_of,
         )
         assert not unused, f"the rules of family {architecture.family} miss these parameters: {unused}"
-        self.all_slices: Mapping[str, WeightSlice] = slices  # with those of a value head
+        self.all_slices: Mapping[str, WeightSlice] = slices  # including the slices of a value head
         self._slices = {name: one for name, one in slices.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._slices.values())).views[0]
         dtype = next(one.views[0].dtype for name, one in self._slices.items() if not architecture.stays_float32(name))
@@ -258,7 +258,7 @@ class HfWeights:
                 yield rule.hf, tensor[: self._architecture.vocab_size] if rule.vocabulary else tensor
 
     def parts(self, tensor_of: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields (index in the map, which all ranks share, name, piece) for this rank's pieces of all tensors.
+        """Yields (index, name, piece) for this rank's pieces of all tensors; all ranks have the same index for a name.
 
         ``tensor_of`` returns the tensor of a parameter, such as its gradient.
         """

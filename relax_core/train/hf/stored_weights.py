@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, each of which is one tensor of the weight rules or fuses many of them.
+"""Maps the stored tensors of a Hugging Face folder to the tensors of the weight rules, which they hold singly or fused.
 
 A rule's tensor has one or two axes. A folder may hold a tensor of more axes, rows of several rules in one tensor, and
 all experts of a layer in one tensor (`relax_core.contracts.family.ExpertLayout`). `weight_problems` checks a folder
@@ -96,7 +96,7 @@ class StoredWeight:
 
 
 class _RowPart:
-    """``rows`` rows of a tensor from row ``first`` on."""
+    """Reads ``rows`` rows of a tensor from row ``first`` on."""
 
     def __init__(self, source: WholeTensor, first: int, rows: int) -> None:
         self._source, self._first = source, first
@@ -108,7 +108,7 @@ class _RowPart:
 
 
 class _ExpertPart:
-    """One expert's matrix inside a tensor of all experts of a layer; its rows are the expert's outputs."""
+    """Reads one expert's matrix from a tensor of all experts of a layer; its rows are the expert's outputs."""
 
     def __init__(self, source: WholeTensor, expert: int, first: int, width: int, *, transposed: bool) -> None:
         self._source, self._expert, self._first, self._transposed = source, expert, first, transposed
@@ -137,7 +137,7 @@ def stored_weights(architecture: Architecture) -> tuple[StoredWeight, ...]:
             fused[name].append(rule)
         else:
             fused[name] = [rule]
-            found.append(StoredWeight(name, (), ()))  # It keeps the place until all its rules are known.
+            found.append(StoredWeight(name, (), ()))  # It reserves the position until all its rules are known.
     return tuple(_fused(one.name, fused[one.name], architecture) if one.name in fused else one for one in found)
 
 
@@ -184,7 +184,7 @@ def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight])
         for name, tensor in islice(incoming, 1):
             assert name == weight.rules[0].hf, f"{name} comes in place of {weight.name}"
             yield weight.name, tensor.reshape(weight.shape)
-            del tensor  # This frees the tensor before the next one is made.
+            del tensor  # This frees the tensor before the next tensor is made.
     assert next(incoming, None) is None, "there are more tensors than the model has"
 
 

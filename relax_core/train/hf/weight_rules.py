@@ -76,8 +76,8 @@ class Part(Enum):
     query heads, its key head and its value head. It fuses their biases in the same order. It fuses the MLP's gate and
     up projections one above the other.
 
-    The gated delta net's input projection has, one above the other, each rank's queries, keys, values, gate of the
-    output, writing strength and decay (``net_…``), and its convolution the first three.
+    The gated delta net's input projection stacks each rank's queries, keys, values, output gate, writing strength and
+    decay (``net_…``). The weight of its convolution stacks the first three of them.
     """
 
     whole = "whole"
@@ -110,10 +110,10 @@ class WeightRule:
 
     A rule's tensor is a matrix or a vector; a folder may hold another form (relax_core/train/hf/stored_weights.py). If
     one tensor of a folder holds the rows of several rules, its name is the part of their names before the slash.
-    Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
-    model: the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard``
-    applies to the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is
-    True the tensor has one row per token, and Megatron pads its rows to a multiple of the ranks.
+    Megatron names follow a build without TransformerEngine. Their layer and expert numbers count over the whole model:
+    the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard`` applies to
+    the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is True the
+    tensor has one row per token, and Megatron pads its rows to a multiple of the ranks.
     """
 
     hf: str
@@ -125,7 +125,7 @@ class WeightRule:
 
     @property
     def is_bias(self) -> bool:
-        """Returns whether it is a bias, which is a vector that is split and fused like the rows of its matrix."""
+        """Returns whether it is a bias: a vector that is split and fused like the rows of its matrix."""
         return self.hf.endswith(".bias")
 
 
@@ -164,7 +164,7 @@ def _rules(architecture: Architecture) -> Iterator[WeightRule]:
 
 
 def _attention_rules(own: str, attention: str, architecture: Architecture) -> Iterator[WeightRule]:
-    """Yields the rules of an attention, whose names begin with ``own`` and ``attention``."""
+    """Yields the rules of an attention; their names begin with ``own`` and ``attention``."""
     for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
         fused = f"{attention}linear_qkv.{kind}"
         yield WeightRule(f"{own}q_proj.{kind}", fused, Shard.column, Part.query)
@@ -177,7 +177,7 @@ def _attention_rules(own: str, attention: str, architecture: Architecture) -> It
 
 
 def _delta_net_rules(hf: str, megatron: str) -> Iterator[WeightRule]:
-    """Yields the rules of a gated delta net, whose names begin with ``hf`` and ``megatron``."""
+    """Yields the rules of a gated delta net; their names begin with ``hf`` and ``megatron``."""
     into = megatron + "in_proj.weight"
     for part in CONVOLVED:
         yield WeightRule(f"{hf}in_proj_qkv.weight/{part.value}", into, Shard.column, part)
@@ -213,7 +213,7 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
 
 
 def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule]:
-    """Yields the rules of one gated MLP, whose names begin with ``hf`` and ``megatron``."""
+    """Yields the rules of one gated MLP; their names begin with ``hf`` and ``megatron``."""
     gate_up = megatron + "linear_fc1.weight"
     yield WeightRule(hf + "gate_proj.weight", gate_up, Shard.column, Part.gate, expert=expert)
     yield WeightRule(hf + "up_proj.weight", gate_up, Shard.column, Part.up, expert=expert)

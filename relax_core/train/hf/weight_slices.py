@@ -27,7 +27,7 @@ class WeightSlice:
     """Holds one rank's piece of a Hugging Face tensor: ``piece`` of ``pieces`` equal parts along its rows or columns.
 
     ``parameters`` hold it; there are two if this rank also has the output's copy of a tied embedding. ``views`` show
-    the piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is that of the whole
+    the piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is the shape of the whole
     tensor without the padding of the vocabulary.
     """
 
@@ -150,7 +150,7 @@ def weight_slices(
 def _parameters_by_global_name(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Mapping[str, torch.nn.Parameter]:
-    """Returns the parameters by names whose layers and experts are numbered over the whole model."""
+    """Returns the parameters by names in which layers and experts are numbered over the whole model."""
     experts = architecture.experts.count if architecture.experts is not None else 0
     first_expert = (
         experts // parallel_state.get_expert_model_parallel_world_size()

@@ -6,9 +6,9 @@ follow the run are adjacent, and one call serves all of them: a run with childre
 call. Exactly the pairs of rows that see each other are computed, while one masked grid computes the square of a whole
 tree. No mask takes memory. A chain without branches is one causal run.
 
-The partial softmaxes of a row are joined by their log-sum-exps. The backward pass of each part gets the joined output
-and log-sum-exp and computes its share of the gradient from them, as ring attention does (Liu, Zaharia and Abbeel 2023,
-arXiv 2310.01889), so nothing else is saved. torch has no public call that returns the log-sum-exp. The two operators
+The partial softmaxes of a row are joined by their log-sum-exps. The backward pass of each part computes its share of
+the gradient from the joined output and log-sum-exp, so nothing else is saved. Ring attention does the same (Liu,
+Zaharia and Abbeel 2023, arXiv 2310.01889). torch has no public call that returns the log-sum-exp. The two operators
 used here are those that scaled_dot_product_attention itself runs on a CPU.
 
 A context-parallel rank has the queries of two stretches of the stream and the keys of the whole stream. A run is cut
@@ -31,14 +31,14 @@ from relax_core.train.context_parallel import WHOLE, RowSharding, gathered_rows,
 from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS, tree_starts
 
 _LONE_PAIRS = 2**17  # A run, or a run and its subtree, with this many pairs gets a call of its own without pads.
-_JOINED_ROWS = 2**11  # Partial softmaxes are joined for so many rows at a time, which bounds the memory.
+_JOINED_ROWS = 2**11  # Partial softmaxes are joined for this many rows at a time, which bounds the memory.
 _CALL_BYTES = 2**23  # A call has as many heads as fit into this many bytes of keys, which bounds the memory.
 _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Holds row ranges of the stream, each on a line of one common width, with pads after the shorter ones.
+    """Holds row ranges of the stream, each on a line of one common width, with pads after the shorter ranges.
 
     A pad copies the last row of its range. Its results are never read.
     """
@@ -295,9 +295,9 @@ def _part_of(rows: Tensor | slice, some: slice) -> Tensor | slice:
 class _Runs:
     """Holds the runs of a stream in order, as int64 ``[runs]``.
 
-    ``own`` (bool) marks the runs whose rows are queries of this rank. ``first_query`` counts its queries before a run,
-    and ``below`` its queries before the run's end. ``behind`` counts its queries in the run's subtree after the run.
-    ``levels`` is the number of runs above it.
+    ``own`` (bool) marks the runs with rows that are queries of this rank. ``first_query`` counts its queries before a
+    run, and ``below`` its queries before the run's end. ``behind`` counts its queries in the run's subtree after the
+    run. ``levels`` is the number of runs above it.
     """
 
     starts: np.ndarray

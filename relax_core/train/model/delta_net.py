@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class Level:
     """Holds the segments of one level: their rows in the stream, int64 ``[rows]``, one segment after the other.
 
-    ``lengths`` are those of the segments. ``parents`` int64 ``[segments]`` are their parents among the segments of the
-    level above, or None at the roots.
+    ``lengths`` are the lengths of the segments. ``parents`` int64 ``[segments]`` are their parents among the segments
+    of the level above, or None at the roots.
     """
 
     rows: Tensor
@@ -81,7 +81,7 @@ class SegmentLevels:
         for chain, parent in enumerate(chains.parent.tolist()):
             of_chain[chain] = 0 if parent < 0 else of_chain[parent] + 1
         levels: list[Level] = []
-        number = np.zeros(len(chains.start), dtype=np.int64)  # of each chain among those of its level
+        number = np.zeros(len(chains.start), dtype=np.int64)  # index of each chain within its level
         for level in range(int(of_chain.max()) + 1):
             mine = np.flatnonzero(of_chain == level)
             number[mine] = np.arange(len(mine))
@@ -159,7 +159,7 @@ def _flash_rule(
 class TreeDeltaNet(MegatronModule):
     """Computes a gated delta net; it gets the `TreeBatch` as Megatron's attention mask.
 
-    ``in_proj`` and ``out_proj`` are linear layers that Megatron splits; the order of the former's rows is that of
+    ``in_proj`` and ``out_proj`` are linear layers that Megatron splits; the rows of ``in_proj`` are in the order of
     `relax_core.train.hf.weight_rules.NET_PARTS`. If ``recompute`` is True the activations between them are not saved
     but computed again in the backward pass.
     """
@@ -233,7 +233,7 @@ class TreeDeltaNet(MegatronModule):
         if mine is not None:
             # A pad reads the row of zeros after the stream.
             outputs = torch.cat([outputs, outputs.new_zeros(1, *outputs.shape[1:])])[mine]
-        # Each rank has a part of the norm's gradient, that of its heads; the backward pass sums them.
+        # Each rank has the norm's gradient of its own heads; the backward pass sums these gradients.
         weight = copy_to_tensor_model_parallel_region(self.out_norm)
         gate = gate.unflatten(-1, (-1, net.value_dim))
         return gated_norm(outputs.to(gate.dtype), gate, weight, eps=self.config.layernorm_epsilon).flatten(1)
@@ -273,6 +273,6 @@ def _whole_stream(rows: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor | None]
         return rows, None
     if tree.sharding.group is None:
         return rows[:count], tree.stream_places
-    # The backward pass of the gather sums the ranks' gradients and returns each rank those of its own rows.
+    # The backward pass of the gather sums the ranks' gradients and returns to each rank those of its own rows.
     gathered = gather_from_sequence_parallel_region(rows, group=tree.sharding.group)
     return gathered.index_select(0, tree.gathered_rows), tree.stream_places

@@ -339,7 +339,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32.
 
-        A zero-centred norm is torch's: it is next to layers with a state, which amplify rounding differences.
+        A zero-centred norm uses torch's operator, because the layers with a state next to it amplify rounding
+        differences.
         """
         assert self.eps is not None, "the constructor sets it"
         if self.config.layernorm_zero_centered_gamma:

@@ -17,7 +17,8 @@ computed from them are float32 even for bfloat16 inputs (float64 stays float64).
 products are float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are
 float32. The logits' gradient is then rounded to that dtype, and the weight's gradient takes a float32 temporary. All
 ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming gradients. The gradient of
-``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has its tensor's dtype.
+``hidden`` is summed over the ranks, and the gradient of ``weight`` belongs to the shard. Each gradient has its tensor's
+dtype.
 
 **Truncation.** With ``truncation`` the softmax of each row covers only the tokens that are kept. The logits of other
 tokens are set to `OUTSIDE` inside a chunk, in the forward pass and again in the backward pass. A token that is left out
@@ -283,7 +284,7 @@ class _Shard(NamedTuple):
 
 # -- Chunks ---------------------------------------------------------------------------------------------------------
 class _Settings(NamedTuple):
-    """Holds a pass's settings; with ``keep`` all rows are one chunk whose softmax the backward pass reuses."""
+    """Holds a pass's settings; with ``keep`` all rows are one chunk, and the backward pass reuses its softmax."""
 
     inverse_temperature: float
     chunk_rows: int
@@ -389,7 +390,7 @@ class _HeadOutputs(torch.autograd.Function):
         if normalizers is not None:
             above = shard.whole_above_own(normalizers)
             chosen = shard.add(torch.where(owned, chosen - above[:, None], 0.0))
-            if entropy is not None:  # The whole entropy is that within the shards and that of the shards' shares.
+            if entropy is not None:  # entropy within the shards plus entropy of the shares
                 share = above.neg().exp()
                 entropy = shard.add(share * entropy + torch.special.entr(share))
         outside = None
@@ -458,7 +459,7 @@ class _HeadOutputs(torch.autograd.Function):
 def _softmax_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, kept: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields as `_logit_chunks` does, with the softmax instead of the logits; ``kept`` is that of all rows, or None."""
+    """Yields like `_logit_chunks`, with the softmax instead of the logits; ``kept`` is all rows' softmax, or None."""
     if kept is not None:
         yield slice(None), hidden.to(matrix.dtype), kept
         return

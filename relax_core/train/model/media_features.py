@@ -6,7 +6,7 @@ they are summed like those of all other weights.
 
 With parallel.shard_media the items are dealt over the ranks of both groups instead, and each rank passes its own items
 through its towers. The features of all items are gathered on every rank, and the backward pass brings each rank the
-summed gradient of its own features. The towers' gradients are those of a rank's own items, so they are summed once per
+summed gradient of its own features. A rank's tower gradients cover only its own items, so they are summed once per
 update: over the context-parallel ranks with all other gradients, and over the tensor-parallel ranks by
 `finalize_gradients`.
 """
@@ -76,7 +76,7 @@ class DealtItems:
 class MediaGroup:
     """Holds the group of ranks that share the items of each micro-batch: tp x cp ranks of the first stage.
 
-    ``tensor_ranks`` and ``tensor_rank`` are those of tensor parallelism, which varies fastest in the group. With
+    ``tensor_ranks`` and ``tensor_rank`` describe tensor parallelism, which varies fastest in the group. With
     ``sequence_parallel`` each tensor-parallel rank has the gradients of its own rows; without it all have the same
     gradients. ``context`` is the context-parallel group, None for one rank.
     """
@@ -179,7 +179,7 @@ class MediaInputs:
     """Holds the items with rows on a rank of the first stage, and the rank's rows that get their features.
 
     Row ``rows[i]`` inside the layers gets feature ``features[i]`` of the towers' output for ``inputs``, both int64. If
-    the items are dealt over the ranks of ``group``, ``inputs`` are those of this rank, and ``features`` are indexes of
+    the items are dealt over the ranks of ``group``, ``inputs`` are this rank's inputs, and ``features`` are indexes of
     the gathered outputs, which have ``longest`` features per rank. ``deepstack`` is ``[layers, rows, hidden]`` after
     the towers' pass: its entry k is added to these rows after layer k.
     """
@@ -208,7 +208,7 @@ class MediaPlan:
     device: torch.device
 
     def inputs(self, layout: TreeLayout, *, padded_rows: int) -> MediaInputs | None:
-        """Returns the inputs of a micro-batch, or None if this rank passes no item and has no row of one.
+        """Returns the inputs of a micro-batch, or None if this rank passes no item and has no row of any item.
 
         If items are dealt, all ranks of the group have inputs if there is any item, because the gather is collective.
         """
@@ -282,7 +282,7 @@ def with_features(model: Any, hidden: Tensor, tree: TreeBatch) -> tuple[Tensor, 
     """Returns the embedded rows ``[rows, 1, hidden]`` with the features, and the batch with the deepstack rows.
 
     ``model`` is the first chunk. If this rank has no item of a trained tower, the smallest item passes it at weight
-    zero, so that every weight has a gradient on every rank in every micro-batch, which overlapped reduction needs.
+    zero. Every weight then has a gradient on every rank in every micro-batch, which overlapped reduction needs.
     """
     towers, modules, media = model.towers, {"vision": model.vision, "audio": model.audio}, tree.media
     given = TowerInputs() if media is None else media.inputs

@@ -39,9 +39,9 @@ class RouterRows:
     """Holds the routing of this rank's rows inside the layers.
 
     ``experts`` is int64 ``[layers with experts, rows, top_k]`` for all layers of the model, or None if the routers
-    choose. ``pads`` is bool ``[rows]``, or None if no rank has pads: it is True at rows that neither the balancing loss
-    nor the counts include, which are pads and rows that another piece of the group also has. ``balance_weight``
-    multiplies the mean balancing loss of the rows. ``counted`` is False for a micro-batch without groups.
+    choose. ``pads`` is bool ``[rows]``, or None if no rank has pads: it is True at rows that the balancing loss and the
+    counts exclude: pads, and rows that another piece of the group also has. ``balance_weight`` multiplies the mean
+    balancing loss of the rows. ``counted`` is False for a micro-batch without groups.
     """
 
     experts: Tensor | None
@@ -85,7 +85,8 @@ def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarra
 def experts_of_rows(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Selects ``rows`` of ``experts`` ``[stream, layers, top_k]`` and returns int64 ``[layers, rows, top_k]``.
 
-    A row after the end of the stream is a pad. It goes to the first experts, because it needs ``top_k`` different ones.
+    A row after the end of the stream is a pad. It goes to the first experts, because it needs ``top_k`` different
+    experts.
     """
     stream, layers, top_k = experts.shape
     selected = np.empty((len(rows), layers, top_k), dtype=np.int64)
@@ -218,9 +219,9 @@ def balance_metrics(
 
     ``mine`` are this rank's routers (`routers`). The call is collective over ``group``, a gloo group of all ranks, or
     None for a single rank. ``max_load`` and ``min_load`` are the tokens of the busiest and of the idlest expert of any
-    layer, relative to an even load. ``entropy`` is that of the experts' shares, relative to even shares, as mean over
-    layers. ``balance_loss`` is the balancing loss without its coefficient, as mean over layers, if it is on; it is 1
-    for even shares.
+    layer, relative to an even load. ``entropy`` is the entropy of the experts' shares, relative to even shares, as mean
+    over layers. ``balance_loss`` is the balancing loss without its coefficient, as mean over layers, if it is on; it is
+    1 for even shares.
     """
     found = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for router in mine:

@@ -388,7 +388,7 @@ class TreeBatch:
         """
         if self.sharding.group is not None and not isinstance(self.attention, BranchPlan):
             both = torch.cat([key, value], dim=-1)
-            # The backward pass of the gather sums the ranks' gradients and returns each rank those of its own rows.
+            # The backward pass of the gather sums the ranks' gradients and returns to each rank those of its own rows.
             gathered = gather_from_sequence_parallel_region(both, group=self.sharding.group)
             key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
         of_products = (tensor.to(attention_dtype(tensor.dtype)) for tensor in (query, key, value))

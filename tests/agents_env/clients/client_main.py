@@ -29,7 +29,7 @@ def main() -> None:
         }
         try:
             said = {"answer": modes[asked["mode"]]()}
-        except Exception:  # the test shows whatever the library raised
+        except Exception:  # the test shows the library's error
             said = {"error": traceback.format_exc()}
         print(json.dumps(said), file=out, flush=True)
 

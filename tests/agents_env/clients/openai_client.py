@@ -32,7 +32,7 @@ def chat(stream: bool) -> str:
 
 
 def responses(stream: bool, *, by_id: bool = False) -> str:
-    """With ``by_id``, a request names the previous answer and sends only new items."""
+    """Runs the conversation. With ``by_id``, a request names the previous answer and sends only new items."""
     client = OpenAI()
     items: list[Any] = [{"role": "user", "content": TASK}]
     more: dict[str, Any] = {}

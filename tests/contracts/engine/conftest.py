@@ -92,7 +92,7 @@ def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
     started: list[tuple[EngineLaunch | None, EngineProcess]] = []
 
     def start(given: EngineLaunch = launch, *, after: EngineProcess | None = None, **changes: object) -> Engine:
-        """With ``after`` the new process replaces an ended process."""
+        """Starts an engine; with ``after`` it replaces an ended process."""
         wanted = replace(given, **changes)  # type: ignore[arg-type]
         if after is None and not changes:
             started.append((wanted, SPARE_ENGINES.start(wanted)))

@@ -22,7 +22,7 @@ VARIANTS = ("qwen2, tied", "llama, llama3 rope", "mistral")
 def test_logprobs_are_those_of_transformers(
     kind: str, variant: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Compares every token of given sequences (prefill) and of sampled ones (decode)."""
+    """Compares every token of given sequences (prefill) and of sampled sequences (decode)."""
     given = request.getfixturevalue("launch" if kind == "embedded" else "sglang_launch")
     settings = replace(given.engine, context_length=CONTEXT, max_total_tokens=64 * CONTEXT)
     models = [make_family_model(tmp_path, variant), make_family_model(None, variant, seed=1)]

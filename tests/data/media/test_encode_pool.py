@@ -35,7 +35,7 @@ def small() -> MediaSource:
 
 @pytest.fixture(scope="module")
 def slow() -> MediaSource:
-    """A video that takes more than a second to decode."""
+    """Makes a video that takes more than a second to decode."""
     frames = [noise(720, 1280, seed) for seed in range(6)]
     return MediaSource(kind="video", data=video(frames * 20, group=1, codec="mpeg4"))
 

@@ -28,7 +28,7 @@ GONE_S = 5.0
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """A marker value in the environment of all agent processes of this test; at the end no process may have it."""
+    """Yields a marker for the environment of all agent processes of this test; at the end no process may have it."""
     yield str(tmp_path)
     deadline = time.monotonic() + GONE_S
     while (left := marked(str(tmp_path))) and time.monotonic() < deadline:

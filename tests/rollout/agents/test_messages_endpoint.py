@@ -130,8 +130,7 @@ def test_refusals_have_anthropic_s_shape(tokenizer: PromptTokenizer) -> None:
     serve(tokenizer, scene, ScriptedPool(tokenizer))
 
 
-# -- malformed bodies
-# ---------------------------------------------------------------------------------------------------
+# -- malformed bodies -------------------------------------------------------------------------------------------------
 words = st.sampled_from(["user", "assistant", "tool", "system", "text", "tool_result", "calc", "", "\ud800", "a\x00b"])
 leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | words | st.text(max_size=5)
 keys = st.sampled_from(

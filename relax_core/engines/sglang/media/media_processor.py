@@ -58,7 +58,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
         positions, following = rotary_of_sequence(len(input_text), [media for media, _ in found])
         if not np.array_equal(positions, np.trunc(positions)):
             raise ValueError(
-                "a video of the prompt has rotary positions with fractions, and SGLang keeps whole ones. Use "
+                "a video of the prompt has rotary positions with fractions, and SGLang keeps whole positions. Use "
                 "engine=embedded."
             )
         positions = positions.astype(np.int64)

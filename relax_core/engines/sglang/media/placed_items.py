@@ -10,8 +10,8 @@ from relax_core.contracts.media import Media
 from relax_core.contracts.media_file import FolderReader
 from relax_core.families.towers import Towers
 
-MEDIA_FOLDER = "RELAX_MEDIA_FOLDER"  # the environment variable of the folder that has the items of requests
-VISION_FOLDER = "RELAX_VISION_FOLDER"  # that of the model's folder, if the model has a vision tower
+MEDIA_FOLDER = "RELAX_MEDIA_FOLDER"  # the environment variable with the folder of the requests' media items
+VISION_FOLDER = "RELAX_VISION_FOLDER"  # the variable with the folder of a model with a vision tower
 
 
 def placed_name(media: Media) -> str:

@@ -1,4 +1,4 @@
-// The view of several runs: one curve of each in a plot, and where their configurations differ.
+// Compares several runs: one curve of each run per plot, and the differences of their configurations.
 import { address, ask } from "../api.js";
 import { chart, COLOURS } from "../chart.js";
 import { field, foreign, h, number } from "../dom.js";
@@ -51,7 +51,7 @@ function tables(chosen, configs) {
   const head = h("tr", {}, h("th", {}, "run"), ...chosen.map((one) => h("th", {}, one.name)));
   const all = configs.map((one) => new Map(flat(one.values)));
   const keys = [...new Set(all.flatMap((one) => [...one.keys()]))].filter((key) => new Set(all.map((one) => one.get(key))).size > 1);
-  const figures = [["outcome", (one) => one.outcome], ["steps", (one) => one.steps], ["samples a second", (one) => number(one.samples_per_s)],
+  const figures = [["outcome", (one) => one.outcome], ["steps", (one) => one.steps], ["samples per second", (one) => number(one.samples_per_s)],
     ["reward, last", (one) => number(one.reward?.last)], ["fully right, last", (one) => number(one.exact?.last)], ["seconds", (one) => number(one.wall_s)]];
   const table = (words, rows) => h("section", { class: "card scroll" }, h("h2", {}, words), h("table", {}, h("thead", {}, head.cloneNode(true)), h("tbody", {}, ...rows)));
   return [

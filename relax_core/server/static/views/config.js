@@ -1,4 +1,4 @@
-// The view of a run's configuration, and what came out.
+// Shows a run's configuration and its summary.json.
 import { ask } from "../api.js";
 import { field, foreign, h } from "../dom.js";
 
@@ -22,7 +22,7 @@ export async function show(root, { run }) {
   if (Object.keys(answer.summary).length) {
     root.append(h("section", { class: "card" }, h("h2", {}, "summary.json"), h("pre", { class: "text", tabIndex: 0 }, foreign(JSON.stringify(answer.summary, null, 2)))));
   }
-  root.append(h("section", { class: "card" }, h("h2", {}, "config.yaml"), h("pre", { class: "text", tabIndex: 0 }, foreign(answer.config || "There is none."))));
+  root.append(h("section", { class: "card" }, h("h2", {}, "config.yaml"), h("pre", { class: "text", tabIndex: 0 }, foreign(answer.config || "This run has none."))));
   return {};
 }
 

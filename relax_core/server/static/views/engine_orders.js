@@ -1,4 +1,4 @@
-// Adds and removes engines of a run that goes on: what an order would do, then the order, its states and its end.
+// Adds and removes engines of a live run: previews an order, places it, and shows its states and its end.
 import { gateway } from "../api.js";
 import { duration, foreign, h, number, problem, table } from "../dom.js";
 
@@ -11,7 +11,7 @@ export function engineOrders(run) {
   let left = false;
   let waiting = null;
   let present = 0;
-  let target = null; // engines in all that the next order asks for
+  let target = null; // total number of engines in the next order
   const fewer = h("button", { type: "button", "aria-label": "one engine fewer", onclick: () => choose(-1) }, "−");
   const more = h("button", { type: "button", "aria-label": "one engine more", onclick: () => choose(1) }, "+");
   const count = h("span", {});
@@ -27,10 +27,10 @@ export function engineOrders(run) {
       const gone = told.engine_ids.length ? `: ${told.engine_ids.join(", ")} would leave` : "";
       preview.replaceChildren(
         h("span", {}, foreign([`${told.engines_now} engines would become ${told.engines_then}${gone}`, ...told.warnings].join("; ") + ".")),
-        h("button", { type: "button", class: "main", onclick: order }, "Order it"),
-        h("button", { type: "button", onclick: forget }, "Leave it"));
+        h("button", { type: "button", class: "main", onclick: order }, "Place the order"),
+        h("button", { type: "button", onclick: forget }, "Discard"));
     } catch (error) {
-      preview.replaceChildren(problem(error), h("button", { type: "button", onclick: forget }, "Leave it"));
+      preview.replaceChildren(problem(error), h("button", { type: "button", onclick: forget }, "Discard"));
     }
     count.textContent = `${target}`;
   }
@@ -92,7 +92,7 @@ function card(columns, rows) {
 
 function engineTable(engines) {
   const now = Date.now() / 1000;
-  return card([["engine"], ["origin"], ["state"], ["for", 1], ["weights", 1], ["running", 1], ["waiting", 1], ["tokens a second", 1], ["cache taken", 1], ["restarts", 1], ["last failure"]],
+  return card([["engine"], ["origin"], ["state"], ["for", 1], ["weights", 1], ["running", 1], ["waiting", 1], ["tokens per second", 1], ["cache used", 1], ["restarts", 1], ["last failure"]],
     engines.map((one) => h("tr", {}, h("td", {}, foreign(one.id)), h("td", {}, one.origin), h("td", {}, one.state),
       ...[duration(Math.max(0, now - one.since)), number(one.weight_version), number(one.samples_running), number(one.samples_waiting), number(one.tokens_per_s), one.cache_share === null ? "–" : `${number(100 * one.cache_share)} %`, number(one.restarts)]
         .map((words) => h("td", { class: "number" }, words)),
@@ -100,7 +100,7 @@ function engineTable(engines) {
 }
 
 function orderTable(orders, cancel) {
-  return card([["order"], ["asks for"], ["state"], ["engines"], ["took", 1], ["failure"], [""]], orders.map((one) => {
+  return card([["order"], ["target"], ["state"], ["engines"], ["took", 1], ["failure"], [""]], orders.map((one) => {
     const took = duration(one.history.at(-1).at - one.history[0].at);
     const asked = one.body.num_replicas ?? (one.body.engine_urls ?? one.body.engine_ids ?? []).join(", ");
     const open = !ENDED.has(one.status);

@@ -1,4 +1,4 @@
-// The view of engines: what each of them sampled, how many tokens a second over time, and what every process uses.
+// Shows the engines: their samples, their tokens per second over time, and the resource usage of every process.
 import { address, ask } from "../api.js";
 import { chart } from "../chart.js";
 import { duration, foreign, h, number, table } from "../dom.js";
@@ -6,7 +6,7 @@ import { engineOrders } from "./engine_orders.js";
 
 export async function show(root, { run }) {
   const body = h("div", { class: "stack" });
-  const rates = chart("Sampled tokens a second, by time since the first sample (s)");
+  const rates = chart("Sampled tokens per second, by time since the first sample (s)");
   const orders = engineOrders(run);
   const processes = h("div", { class: "stack" });
   root.append(h("h1", {}, "Engines"), orders.element, body, rates.element, processes);
@@ -18,12 +18,12 @@ export async function show(root, { run }) {
     if (left) return;
     processes.replaceChildren(...usage(used));
     if (!engines.length) {
-      body.replaceChildren(h("p", { class: "quiet" }, "This run keeps no samples, so it is not known what each engine sampled."));
+      body.replaceChildren(h("p", { class: "quiet" }, "This run keeps no samples, so the numbers of each engine are unknown."));
       rates.set([]);
       return;
     }
     const start = Math.min(...engines.map((one) => one.first_s));
-    const names = [["engine"], ["samples", 1], ["tokens", 1], ["tokens a sample", 1], ["mean reward", 1], ["newest weights", 1], ["from", 1], ["to", 1]];
+    const names = [["engine"], ["samples", 1], ["tokens", 1], ["tokens per sample", 1], ["mean reward", 1], ["newest weights", 1], ["from", 1], ["to", 1]];
     const rows = engines.map((one) => h("tr", {},
       h("td", {}, h("a", { href: address(run.id, "samples", { engine: one.engine }) }, foreign(one.engine))),
       ...[number(one.samples), number(one.tokens), number(one.mean_length), number(one.reward), number(one.version), `+${duration(one.first_s - start)}`, `+${duration(one.last_s - start)}`]
@@ -39,10 +39,10 @@ export async function show(root, { run }) {
   };
 }
 
-// What the processes of the run used in the newest 5 s.
+// Shows the resource usage of the run's processes in the newest 5 s.
 function usage(used) {
   if (!used.length) return [];
-  const names = [["process"], ["cores", 1], ["memory (MB)", 1], ["children", 1], ["their cores", 1], ["their memory (MB)", 1], ["most memory (MB)", 1], ["GPU busy", 1], ["GPU memory (MB)", 1]];
+  const names = [["process"], ["cores", 1], ["memory (MB)", 1], ["children", 1], ["their cores", 1], ["their memory (MB)", 1], ["peak memory (MB)", 1], ["GPU busy", 1], ["GPU memory (MB)", 1]];
   const shown = names.slice(0, used.some(({ numbers }) => Object.keys(numbers).some((key) => key.startsWith("gpu"))) ? 9 : 7);
   const total = (numbers, end) => {
     const found = Object.entries(numbers).filter(([key]) => key.startsWith("gpu") && key.endsWith(end)).map(([, value]) => value);
@@ -52,17 +52,17 @@ function usage(used) {
     ...[number(numbers.cores, 3), number(numbers.memory_mb), number(numbers.children), number(numbers.children_cores, 3), number(numbers.children_memory_mb), number(most), number(total(numbers, "_busy"), 3), number(total(numbers, "_memory_mb"))]
       .slice(0, shown.length - 1).map((words) => h("td", { class: "number" }, words))));
   return [h("section", { class: "card scroll" }, h("h2", {}, "Processes"), table(shown, rows),
-  h("p", { class: "quiet small" }, "Each as of the newest 5 s. Memory is resident memory, in which pages that several processes share count for each."))];
+  h("p", { class: "quiet small" }, "Usage in the newest 5 s. Memory is resident memory; a page that several processes share counts for each."))];
 }
 
-const LEAST_S = 10; // seconds from an engine's first sample to its last one, from which on its rate is compared
+const LEAST_S = 10; // rates are compared for engines with at least this many seconds between first and last sample
 
-// Engines share the prompts, so one that sampled clearly fewer tokens a second, while it was there, was slower than the others.
+// Engines share the prompts, so an engine that sampled clearly fewer tokens per second while it was present was slow.
 function slow(engines) {
   const rates = engines.filter((one) => one.last_s - one.first_s >= LEAST_S).map((one) => [one.engine, one.tokens / (one.last_s - one.first_s)]);
   if (rates.length < 2) return [];
   const sorted = rates.map(([, rate]) => rate).sort((a, b) => a - b);
   const median = sorted[Math.floor(sorted.length / 2)];
   return rates.filter(([, rate]) => rate < 0.8 * median).map(([engine, rate]) =>
-    h("p", {}, foreign(`${engine} sampled ${number(Math.round(100 * (1 - rate / median)))}% fewer tokens a second than the median engine.`)));
+    h("p", {}, foreign(`${engine} sampled ${number(Math.round(100 * (1 - rate / median)))}% fewer tokens per second than the median engine.`)));
 }

@@ -1,4 +1,4 @@
-// The view of evaluations: what the model answers to held-out prompts, and how one prompt was answered over time.
+// Shows the evaluations: the model's answers to held-out prompts, and the answers to one prompt over time.
 import { address, ask } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
 
@@ -51,7 +51,7 @@ async function rows(run, query, step) {
   return [
     ...look(answer.look),
     h("div", { class: "controls" }, h("span", { class: "quiet" }, `${number(answer.count)} answers${answer.count > answer.rows.length ? `, ${number(first + 1)} to ${number(first + answer.rows.length)}` : ""}`),
-      first > 0 ? page("Back", Math.max(0, first - 100)) : null, first + answer.rows.length < answer.count ? page("Further", first + answer.rows.length) : null),
+      first > 0 ? page("Back", Math.max(0, first - 100)) : null, first + answer.rows.length < answer.count ? page("Next", first + answer.rows.length) : null),
     table(["prompt", "wanted", "answer", "", "why"], found),
   ];
 }

@@ -1,4 +1,4 @@
-// The view of the ledger: the counts of a run, and every event of chosen samples.
+// Shows the ledger: the counts of a run, and every event of the chosen samples.
 import { address, ask } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
 
@@ -40,7 +40,7 @@ function counted(run, { counts, reasons, steps }) {
 }
 
 function life({ count, samples }) {
-  if (!count) return [h("p", { class: "quiet" }, "No sample fits.")];
+  if (!count) return [h("p", { class: "quiet" }, "No sample matches.")];
   const found = samples.map((sample) => h("section", { class: "card scroll" },
     h("h2", {}, `${sample.uid} `, h("span", { class: `badge ${sample.state}` }, sample.state)),
     h("table", {}, ...sample.events.map((event) => h("tr", {},

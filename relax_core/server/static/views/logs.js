@@ -1,4 +1,4 @@
-// The view of the processes' logs: the end of one, what comes, and a search.
+// Shows the processes' logs: the end of a log with its new lines, and a search.
 import { address, ask } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
 

@@ -1,4 +1,4 @@
-// The view of a run over time: lanes of trainer, rollout, weights, evaluations, restarts, recoveries and orders, and the samples of a train step.
+// Shows a run over time: lanes of trainer, rollout, weights, evaluations, restarts, recoveries and orders, and the samples of a train step.
 import { address, ask } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
 
@@ -21,7 +21,7 @@ export async function show(root, { run, query }) {
     event.preventDefault();
     location.hash = address(run.id, "pipeline", { first: first.value, last: last.value });
   } }, field("From train step", first), field("To", last), h("button", { class: "main" }, "Show"),
-  h("a", { href: address(run.id, "pipeline") }, "The newest"));
+  h("a", { href: address(run.id, "pipeline") }, "Newest"));
   root.append(h("h1", { class: "hidden" }, "Pipeline"), form, lanes, batch);
   let left = false;
   let waiting = null;
@@ -63,7 +63,7 @@ export async function show(root, { run, query }) {
 
 const seconds = (value) => (value >= 1 ? `${number(value, 3)} s` : `${number(1000 * value, 3)} ms`);
 
-// Spans of a lane that overlap stand in rows of their own.
+// Returns the row of each span of a lane; overlapping spans are in different rows.
 function rowsOf(spans, slack) {
   const ends = [];
   return spans.map((span) => {
@@ -136,7 +136,7 @@ function drawn(run, query, answer) {
       width > 1 ? zoom("Closer", Math.max(1, Math.floor(width / 2))) : null, zoom("Wider", 2 * width)),
     ...answer.told.map((words) => h("p", { class: "told" }, words)), whole, h("div", { class: "legend" }, ...shares),
     h("div", { class: "scroll" }, h("div", { class: "lanes" }, ...rows, h("div", {}), axis(start, end))),
-    h("p", { class: "quiet small" }, "Point at a bar for its numbers; a click on a step shows its samples below. The parts of a step have their true lengths; their order inside the step is the usual one."),
+    h("p", { class: "quiet small" }, "Point at a bar to see its numbers; click a step to see its samples below. The lengths of a step's parts are exact; their order inside the step is the usual order."),
   ];
 }
 
@@ -156,8 +156,8 @@ function anatomy(run, { step, rows }) {
     const add = (from, to, colour, title) => { if (from !== null && to !== null) lane.append(bar(...share(from, to), 1, colour, `${row.uid} · ${title} · ${seconds(to - from)}`)); };
     add(row.issued_s, row.put_s, shade(row.version), `sampled with weights ${row.version}`);
     for (const [began, ended, env] of row.turns) {
-      add(began, ended, "rgb(255 255 255 / .35)", "a request to an engine");
-      if (env) add(ended, ended + env, COLOUR.evaluation, "the env");
+      add(began, ended, "rgb(255 255 255 / .35)", "engine request");
+      if (env) add(ended, ended + env, COLOUR.evaluation, "env");
     }
     add(row.put_s, row.leased_s, "var(--grid)", "waits on the bus");
     add(row.leased_s, row.ended_s, COLOUR.train, row.reason ? `leased, then dropped: ${row.reason}` : "leased and trained");
@@ -175,9 +175,9 @@ function anatomy(run, { step, rows }) {
     h("p", { class: "small" }, `${number(rows.length)} samples in ${number(groups.size)} groups over ${seconds(all)}. `,
       slowest ? foreign(`${slowest.uid} took longest from its prompt to the bus: ${seconds(slowest.put_s - slowest.issued_s)}.`) : null),
     h("div", { class: "legend" }, ...versions.map((one) => swatched(shade(one), `sampled with weights ${one}`)),
-      ...(rows.some((row) => row.turns.length) ? [swatched(`color-mix(in srgb, ${shade(versions[0])}, white 35%)`, "a request to an engine"), swatched(COLOUR.evaluation, "env")] : []),
+      ...(rows.some((row) => row.turns.length) ? [swatched(`color-mix(in srgb, ${shade(versions[0])}, white 35%)`, "engine request"), swatched(COLOUR.evaluation, "env")] : []),
       swatched("var(--grid)", "waits on the bus"), swatched(COLOUR.train, "leased and trained")),
     h("div", { class: "scroll tall" }, h("div", { class: "lanes" }, ...lanes, h("div", {}), axis(start, start + all))),
-    few ? null : h("p", { class: "quiet small" }, "One row a group, because there are many samples."),
+    few ? null : h("p", { class: "quiet small" }, "One row per group, because there are many samples."),
   ].filter(Boolean);
 }

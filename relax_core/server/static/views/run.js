@@ -1,11 +1,11 @@
-// The view of one run: progress, ledger, staleness, and its curves.
+// Shows one run: progress, ledger, staleness, and its curves.
 import { ask } from "../api.js";
 import { chart } from "../chart.js";
 import { cause, duration, field, foreign, h, number, outcome, problem, table } from "../dom.js";
 import { stallReport } from "./stall_report.js";
 
-const POINTS = 800; // of a curve, twice the pixels of its card
-const EVERY_MS = 2000; // between two looks at a run that goes on
+const POINTS = 800; // per curve, twice the pixels of its card
+const EVERY_MS = 2000; // between two requests about a live run
 const CHARTS = [
   ["Reward", ["actor/reward", "eval/reward"]],
   ["Fully right", ["actor/exact", "eval/exact", "actor/reward_shadow", "eval/shadow"]],
@@ -14,11 +14,11 @@ const CHARTS = [
   ["KL to the engine's policy", ["actor/algorithm/old_kl", "actor/algorithm/kl"]],
   ["Log-prob gap (nats)", ["actor/logprob_gap_max", "actor/logprob_gap_mean"]],
   ["Gradient norm", ["actor/grad_norm"]],
-  ["Entropy (nats a token)", ["actor/entropy"]],
+  ["Entropy (nats per token)", ["actor/entropy"]],
   ["Truncated, groups without signal", ["actor/truncated", "actor/groups_without_signal"]],
   ["Staleness (steps)", ["actor/staleness_mean", "actor/staleness_max"]],
   ["Step (ms)", ["actor/step_ms", "actor/train_ms", "actor/wait_ms", "actor/sync_ms"]],
-  ["Samples a second", ["actor/samples_per_s"]],
+  ["Samples per second", ["actor/samples_per_s"]],
 ];
 
 export async function show(root, { run, query }) {
@@ -27,12 +27,12 @@ export async function show(root, { run, query }) {
   const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: query.smooth ?? 0.6 });
   const more = h("select", {});
   const charts = h("div", { class: "charts" });
-  const controls = h("div", { class: "controls" }, field("Smoothing", smoothing), field("One more number", more));
+  const controls = h("div", { class: "controls" }, field("Smoothing", smoothing), field("Another metric", more));
   const stall = stallReport(run);
   root.append(h("h1", { class: "hidden" }, "Run"), facts, stall.element, controls, charts, staleness);
 
   const drawn = CHARTS.map(([title, tags]) => ({ tags, plot: chart(title) }));
-  const chosen = { tags: [], plot: chart("Chosen number") };
+  const chosen = { tags: [], plot: chart("Chosen metric") };
   charts.append(...drawn.map((one) => one.plot.element), chosen.plot.element);
   let answer = null;
   let left = false;
@@ -101,7 +101,7 @@ function head(overview) {
     h("div", { class: "facts" },
       fact("train steps", steps ? `${number(done)} of ${number(steps)}` : number(done)),
       fact("left", overview.state === "live" ? duration(overview.left_s) : outcome(overview.state)),
-      fact("a step", overview.step_s === null ? "–" : `${number(1000 * overview.step_s, 3)} ms`),
+      fact("time per step", overview.step_s === null ? "–" : `${number(1000 * overview.step_s, 3)} ms`),
       fact("newest step", overview.ended_s === null ? "–" : new Date(1000 * overview.ended_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false })),
       fact("samples kept", `${number(Object.values(states).reduce((sum, one) => sum + one, 0))}${overview.samples_share < 1 ? ` (${Math.floor(100 * overview.samples_share)}% read)` : ""}`),
       fact("resumes", number(overview.resumes.length))),
@@ -114,13 +114,13 @@ function head(overview) {
   ].filter(Boolean);
 }
 
-// Messages about the run (docs/notify.md), the newest first: alarms, or notices such as the run's end.
+// Returns the messages about the run (docs/notify.md), newest first: alarms, or notices such as the run's end.
 function messages(title, told) {
   if (!told.length) return [];
   const rows = told.map((one) => h("tr", {},
     h("td", { class: "number" }, new Date(1000 * one.time_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false })),
     h("td", {}, one.kind), h("td", { class: "words" }, foreign(one.title)), h("td", { class: "words" }, foreign(one.text.split("\n")[0]))));
-  const columns = [["time"], [""], ["message"], ["what is known"]];
+  const columns = [["time"], [""], ["message"], ["details"]];
   return [h("details", { class: title.toLowerCase(), open: title === "Alarms" && told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `${title} (${told.length})`),
     h("div", { class: "scroll" }, table(columns, rows)))];
 }

@@ -1,9 +1,9 @@
-// The list of runs: one row for each, with its outcome and newest figures. A click on a column sorts by it.
+// Shows the list of runs: one row for each, with its outcome and newest metrics. A click on a column sorts by it.
 import { address } from "../api.js";
 import { cause, duration, foreign, h, number, outcome, problem, table } from "../dom.js";
 
-const EVERY_MS = 5000; // between two looks at the runs
-const COLUMNS = [ // words, whether it has numbers, and the value that sorts
+const EVERY_MS = 5000; // between two requests for the list
+const COLUMNS = [ // name, whether it has numbers, and the value to sort by
   ["run", false, (one) => one.name],
   ["state", false, (one) => one.state],
   ["steps", true, (one) => one.steps_done],
@@ -54,7 +54,7 @@ export function show(root, { runs, again }) {
   return { leave() { left = true; clearTimeout(waiting); } };
 }
 
-// What is not known comes last.
+// Unknown values come last.
 function order(one, other, down) {
   const [unknown, otherUnknown] = [one ?? null, other ?? null].map((value) => value === null);
   if (unknown || otherUnknown) return unknown - otherUnknown;

@@ -1,10 +1,10 @@
-// One sample: what it is, and its text by token and turn by turn, coloured by a number of each token.
+// Shows one sample: its metrics, and its text by turn and token, coloured by a number of each token.
 import { address, ask, fileAddress } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
 
 const MODES = [["logprob", "log-prob"], ["advantage", "advantage"], ["gap", "trainer − engine"], ["trained", "mask"], ["version", "weight version"], ["none", "none"]];
 
-// The reward, with its parts in brackets.
+// Returns the reward, with its parts in brackets.
 export function reward(row) {
   const parts = Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
   return `reward ${number(row.reward)}${parts ? ` (${parts})` : ""}`;
@@ -30,17 +30,17 @@ export async function sample(run, query) {
       row.turns_of.length > 1 ? `${row.turns_of.length} turns` : null, row.segments > 1 ? `${row.segments} histories` : null,
       `ended ${row.ended}`, row.version === null ? null : `oldest trained weights ${row.version}`, row.staleness === null ? null : `staleness ${row.staleness}`, row.engine,
     ].filter(Boolean).join(" · ")),
-    row.why ? h("div", {}, h("span", { class: "quiet" }, "Why that reward: "), foreign(row.why)) : null,
+    row.why ? h("div", {}, h("span", { class: "quiet" }, "Explanation of the reward: "), foreign(row.why)) : null,
     row.reason ? h("div", {}, h("span", { class: "quiet" }, "Dropped: "), foreign(row.reason)) : null,
     h("div", { class: "controls" }, field("Colour", mode),
-      h("a", { href: address(run.id, "samples", { side: row.group_uid }) }, "Its group side by side"),
-      h("a", { href: address(run.id, "lineage", { uid: row.uid }) }, "Its life in the ledger")),
+      h("a", { href: address(run.id, "samples", { side: row.group_uid }) }, "Samples of its group"),
+      h("a", { href: address(run.id, "lineage", { uid: row.uid }) }, "Its ledger events")),
     row.gone ? problem({ message: row.gone }) : null, ...media(run, row), scale, told, text,
     row.left_out ? h("p", { class: "quiet" }, `${number(row.left_out)} tokens in the middle are left out.`) : null,
     )];
 }
 
-const addresses = []; // of the files of the sample that is shown
+const addresses = []; // of the shown sample's files
 
 function load(element, path) {
   fileAddress(path).then((found) => {
@@ -50,20 +50,20 @@ function load(element, path) {
   return element;
 }
 
-// Pictures of images, sounds and videos to be played, frames of videos side by side, and the spectra of sounds, as far as the run kept them.
+// Shows the kept media of a sample: pictures of images, players for sounds and videos, video frames side by side, and spectra of sounds.
 function media(run, row) {
   if (!row.media.length) return [];
   addresses.splice(0).forEach((one) => URL.revokeObjectURL(one));
   const figures = row.media.map((one) => {
     const words = `${one.words}, ${number(one.rows)} rows`;
-    const picture = one.picture ? load(h("img", { alt: words }), `run/${run.id}/picture/${one.digest}`) : h("div", { class: "quiet small" }, "no picture was kept");
+    const picture = one.picture ? load(h("img", { alt: words }), `run/${run.id}/picture/${one.digest}`) : h("div", { class: "quiet small" }, "no picture is stored");
     const player = one.played ? load(h(one.kind === "video" ? "video" : "audio", { controls: true, preload: "metadata", "aria-label": words }), `run/${run.id}/media/${one.digest}`) : null;
     return h("figure", {}, player, one.played && !one.picture ? null : picture, h("figcaption", { class: "small quiet" }, words));
   });
   return [h("div", { class: "figures" }, ...figures)];
 }
 
-// Colours: one hue from nothing to strong for sizes, two hues around 0 for signs.
+// Returns a token's colour: one hue of increasing strength for sizes, two hues around 0 for signed values.
 function shade(value, least, most, mode) {
   if (value === null || value === undefined) return "";
   if (mode === "trained") return value ? "rgb(42 157 99 / .35)" : "rgb(201 80 60 / .35)";
@@ -87,7 +87,7 @@ function paint(text, scale, told, row, mode) {
   };
   text.replaceChildren(...blocks(tokens).map(([turn, own], place) => {
     const body = h("div", { class: "text" }, ...own.map(spanOf));
-    if (turn === undefined) return h("section", { class: "turn context" }, h("h3", {}, place ? "what the env answered" : "prompt"), body);
+    if (turn === undefined) return h("section", { class: "turn context" }, h("h3", {}, place ? "env messages" : "prompt"), body);
     return h("section", { class: "turn" }, turnHead(turn, row.turns_of[turn]), body);
   }));
   const swatched = (colour, label) => {
@@ -102,7 +102,7 @@ function paint(text, scale, told, row, mode) {
   scale.replaceChildren(...items);
 }
 
-// Neighbouring tokens of the same turn, or of none.
+// Groups adjacent tokens of the same turn, or outside of any turn.
 function blocks(tokens) {
   const found = [];
   for (const token of tokens) {

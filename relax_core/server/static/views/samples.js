@@ -1,13 +1,13 @@
-// The view of samples: a list with filters, one sample by token, and a group side by side.
+// Shows the samples: a list with filters, one sample by token, and the samples of a group side by side.
 import { address, ask } from "../api.js";
 import { field, foreign, h, number, problem, table } from "../dom.js";
 import { reward, sample } from "./sample.js";
 
 const PAGE = 50;
 const STATES = ["", "trained", "made", "put", "masked", "dropped", "undone"];
-const ORDERS = [["newest", "newest"], ["oldest", "oldest"], ["-reward", "largest reward"], ["reward", "least reward"], ["-length", "longest"]];
+const ORDERS = [["newest", "newest"], ["oldest", "oldest"], ["-reward", "largest reward"], ["reward", "smallest reward"], ["-length", "longest"]];
 const NUMBERS = [["step", "Step"], ["reward", "Reward"], ["length", "Tokens"], ["version", "Weights"], ["staleness", "Staleness"]];
-const WIDE = 700; // pixels from which on the filters are open
+const WIDE = 700; // window width in pixels above which the filters are open
 
 export async function show(root, { run, query }) {
   root.append(h("h1", { class: "hidden" }, "Samples"));
@@ -69,12 +69,12 @@ async function listed(run, query) {
   const names = [["sample"], ["reward", 1], ["answer"], ["state"], ["ended"], ["turns", 1], ["step", 1], ["tokens", 1], ["weights", 1], ["stale", 1]];
   const told = answer.searched === null
     ? `${number(answer.count)} samples${answer.count > PAGE ? `, ${number(first + 1)} to ${number(first + rows.length)}` : ""}`
-    : `${number(answer.count)} of ${number(answer.searched)} ${query.before ? "older" : "newest"} samples that fit the other filters have these words`;
+    : `${number(answer.count)} of ${number(answer.searched)} ${query.before ? "older" : "newest"} samples that match the other filters have these words`;
   const page = (words, to) => h("a", { href: address(run.id, "samples", { ...filters, first: to || undefined }) }, words);
   return [
     h("div", { class: "controls" }, h("span", { class: "quiet" }, told, answer.share < 1 ? `; ${Math.floor(100 * answer.share)}% of the run's samples are read so far` : ""), first > 0 ? page("Back", Math.max(0, first - PAGE)) : null,
-      answer.searched === null && first + PAGE < answer.count ? page("Further", first + PAGE) : null,
-      answer.next ? h("a", { href: address(run.id, "samples", { ...filters, before: answer.next }) }, "Search older ones") : null),
+      answer.searched === null && first + PAGE < answer.count ? page("Next", first + PAGE) : null,
+      answer.next ? h("a", { href: address(run.id, "samples", { ...filters, before: answer.next }) }, "Search older samples") : null),
     h("div", { class: "scroll" }, table(names, rows)),
   ];
 }

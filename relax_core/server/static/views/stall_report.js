@@ -1,4 +1,4 @@
-// Asks the controller of a run that goes on what it waits for, as `relax stall` does, and shows the report.
+// Requests a stall report from the controller of a live run, as `relax stall` does, and shows it.
 import { gateway } from "../api.js";
 import { foreign, h, problem } from "../dom.js";
 
@@ -8,11 +8,11 @@ export function stallReport(run) {
   const button = h("button", { type: "button", onclick: report }, "What does it wait for?");
   const card = h("div", { class: "card stack" }, h("div", { class: "controls" }, button), answer);
   let left = false;
-  let served = false; // whether the page is that of a gateway whose run answers
+  let served = false; // whether the page has a gateway whose run answers
 
   async function report() {
     button.disabled = true;
-    answer.replaceChildren(h("p", { class: "quiet" }, "The run's controller is asked. It answers in some seconds; after a minute without an answer this is said here."));
+    answer.replaceChildren(h("p", { class: "quiet" }, "The report takes some seconds. If the run's controller does not answer within a minute, an error appears here."));
     try {
       const told = await gateway("run/stall", {});
       if (!left) answer.replaceChildren(h("pre", { class: "text", tabIndex: 0, "aria-label": "report" }, foreign(told.report)));
@@ -22,7 +22,7 @@ export function stallReport(run) {
     button.disabled = false;
   }
 
-  // The button is there where orders are: on the page that the gateway of a run that goes on serves.
+  // The button exists only where orders can be placed: on the page of the gateway of a live run.
   async function refresh(state) {
     try {
       if (state === "live" && !served) served = (await gateway("rollout/engines")) !== null;

@@ -38,7 +38,7 @@ class Thinker:
     """Holds the model in this process, and transformers' thinker of the same weights."""
 
     def __init__(self, folder: Path, *, alone: bool = False) -> None:
-        """With ``alone``, loads the folder that transformers writes for a thinker, in the plug-in page's family."""
+        """Loads a published folder; with ``alone``, transformers' folder of a thinker with the plug-in family."""
         self.reference = make_omni_model(folder / "model").eval()
         self.items = OmniItems(folder / "model", folder / "media")
         self.reader = FolderReader(folder / "media")

@@ -35,7 +35,7 @@ def one(**changes: object) -> SamplingSettings:
 
 
 def splitmix64(state: int) -> int:
-    """The splitmix64 finaliser in plain integers, as in Steele, Lea and Flood's Java code."""
+    """Computes the splitmix64 finaliser in plain integers, as in Steele, Lea and Flood's Java code."""
     mask = (1 << 64) - 1
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
