@@ -32,6 +32,8 @@ _SQLITE_CODES = frozenset(
 )
 SQLITE_CODE_MASK = 0xFF  # these bits of an extended SQLite code are its primary code
 
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,11 @@ def is_outage(error: BaseException) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return sqlite_code(error) in _SQLITE_CODES
     return isinstance(error, OSError) and error.errno in _NUMBERS
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Returns whether a process lacked file descriptors, memory or processes; another process may get them."""
+    return isinstance(error, OSError) and error.errno in _EXHAUSTED
 
 
 def sqlite_code(error: sqlite3.Error) -> int:

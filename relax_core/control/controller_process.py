@@ -150,8 +150,8 @@ class ControllerProcess:
             return ControllerEnd(how="ended", code=int(rest))
         if word == RAY_UNSTARTED:
             return ControllerEnd(how="unstarted", cause=rest)
-        if word == RAY_LOST:
-            return ControllerEnd(how="died", cause=f"{rest}, and the controller with it")
+        if word == LOST:
+            return ControllerEnd(how="died", cause=rest)
         if exit_code < 0:
             return ControllerEnd(how="died", cause=f"the controller was killed by {signal.Signals(-exit_code).name}")
         return ControllerEnd(how="died", cause=f"the controller ended without a report, with exit code {exit_code}")
@@ -184,7 +184,7 @@ BEAT_S = 1.0
 READ_BYTES = 4096
 # Messages of the controller; an empty line is a heartbeat. The last three are sent before it exits, followed by the
 # exit code or the cause.
-TRAINED, ENDED, RAY_LOST, RAY_UNSTARTED = "trained", "ended", "ray-lost", "ray-unstarted"
+TRAINED, ENDED, LOST, RAY_UNSTARTED = "trained", "ended", "lost", "ray-unstarted"
 UNTRAINED = "untrained"  # the answer of the controller to a stop message before a train step is done
 STOP, AT_ONCE = "stop", "at-once"  # messages of the supervisor
 
@@ -238,9 +238,9 @@ class SupervisorPipe:
         """Reports the exit code, unless another end was reported before."""
         self._send_last(ENDED, str(code))
 
-    def report_ray_lost(self, cause: str) -> None:
-        """Reports that the controller ends because it lost its Ray, so that a new Ray is needed."""
-        self._send_last(RAY_LOST, cause)
+    def report_lost(self, cause: str) -> None:
+        """Reports that the controller ends because of ``cause``, and that another controller can continue the run."""
+        self._send_last(LOST, cause)
 
     def report_ray_unstarted(self, cause: str) -> None:
         """Reports that the controller ends because its Ray did not start."""

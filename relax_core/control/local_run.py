@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import BusProgress
+from relax_core.contracts.outage import is_exhausted
 from relax_core.control.controller_process import SupervisorPipe
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.finish import Outcome, collect, report_failure, show_end, tell_end, write_outcome
@@ -64,6 +65,9 @@ def run_local(
         supervisor.report_ray_unstarted(str(error))
         return FAILED
     except (ValueError, RuntimeError, OSError) as error:
+        if is_exhausted(error):
+            supervisor.report_lost(f"the controller failed: {error}")
+            return FAILED
         outcome = Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
         report_failure(outcome, config, started=started)
@@ -94,7 +98,7 @@ def _in_session(
     def ray_lost(cause: str) -> NoReturn:
         session.keep_logs()
         if session.started:
-            supervisor.report_ray_lost(cause)
+            supervisor.report_lost(f"{cause}, and the controller with it")
         else:
             supervisor.report_ray_unstarted(f"{cause} before Ray had started.")
         os._exit(FAILED)  # the main thread may wait for Ray forever

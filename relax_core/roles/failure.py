@@ -7,10 +7,11 @@ from typing import Literal
 from relax_core.contracts.bus import BusLost, LeaseLost
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.media import MediaGone
+from relax_core.contracts.outage import is_exhausted
 from relax_core.registry import plugin_words
 from relax_core.weights.version_folder import PublishedUnreadable
 
-Lost = Literal["bus", "rank", "engine", "process", "time", "weights", "lease"]
+Lost = Literal["bus", "rank", "engine", "process", "time", "weights", "lease", "machine"]
 
 # Gloo raises bare RuntimeErrors. The first of these texts is the path of its source files.
 GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
@@ -21,10 +22,10 @@ class RankLost(RuntimeError):
 
 
 def what_was_lost(error: BaseException) -> Lost | None:
-    """Returns the kind of loss if another process caused the failure, else None.
+    """Returns the kind of loss if another process or the machine caused the failure, else None.
 
-    A loss means that another process has died or did not do its part in time; restarting the services repairs that. An
-    error in a role's own code would occur again.
+    A loss means that another process has died or did not do its part in time, or that this process had no free file
+    descriptor or memory; restarting the services repairs that. An error in a role's own code would occur again.
     """
     from ray.exceptions import RayActorError
 
@@ -43,6 +44,8 @@ def what_was_lost(error: BaseException) -> Lost | None:
             return "time"
         case LeaseLost() | MediaGone():  # the lease expired before its work was done, and its groups were returned
             return "lease"
+        case OSError() as short if is_exhausted(short):
+            return "machine"
     return None
 
 

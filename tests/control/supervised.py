@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.control import controller_process
 from relax_core.control.controller_process import SupervisorPipe
 from relax_core.control.host.run_paths import RunPaths
+from relax_core.control.local_run import run_local
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint
 from relax_core.control.supervisor import Attempt, supervise
@@ -96,10 +98,21 @@ def exits_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Supe
 
 def loses_ray_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     if attempt.number == 0:
-        supervisor.report_ray_lost("Ray's GCS died")
+        supervisor.report_lost("Ray's GCS died, and the controller with it")
         os._exit(1)
     print(attempt.causes, flush=True)
     return 7
+
+
+def lacks_descriptors_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    """Executes a real run, without a free file descriptor at the first attempt."""
+    print(attempt.causes, flush=True)
+    if attempt.number:
+        return 7
+    config = load_config([f"run.dir={folder / 'run'}", "run.steps=1"])
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    return run_local(config, None, paths, attempt, supervisor)
 
 
 def third_ray_starts(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:

@@ -97,6 +97,13 @@ def test_one_that_lost_its_ray_is_repeated_with_that_cause(tmp_path: Path) -> No
     assert "Ray's GCS died" in out
 
 
+def test_a_controller_without_descriptors_is_repeated(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.lacks_descriptors_once)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert "Too many open files" in err and "another goes on from step 0" in err and "Too many open files" in out
+
+
 def test_a_ray_that_does_not_start_is_tried_again_and_no_recovery(tmp_path: Path) -> None:
     process = start(tmp_path, supervised.third_ray_starts, "run.max_recoveries=0")
     out, err = process.communicate(timeout=DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +99,9 @@ def lost_rank() -> BaseException:
         (lambda: TimeoutError("bus was not there"), "time"),
         (lambda: LeaseLost("lease 7 is not held"), "lease"),
         (lambda: MediaGone("media 00: there is no such item"), "lease"),
+        (lambda: OSError(errno.EMFILE, "Too many open files"), "machine"),
+        (lambda: OSError(errno.ENOMEM, "Cannot allocate memory"), "machine"),
+        (lambda: FileNotFoundError(errno.ENOENT, "No such file"), None),
         (lambda: EngineError("engine did not start: no such model"), None),
         (lambda: ValueError("data row 3"), None),
         (lambda: RuntimeError("loss is NaN"), None),
