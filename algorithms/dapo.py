@@ -65,7 +65,9 @@ def advantages(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
 
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: DapoConfig) -> list[Tensor]:
     """Normalises a step's advantages as GRPO does, with the std of the punished rewards."""
-    return P.normalize_group(advantages, inputs, config, rewards=[punished_rewards(one, config) for one in inputs])
+    return P.normalize_group(
+        advantages, inputs, config, rewards=[punished_rewards(group_input, config) for group_input in inputs]
+    )
 
 
 def drop_group(rewards: Sequence[float], dropped_in_a_row: int, config: DapoConfig) -> str | None:

@@ -97,7 +97,7 @@ def _generalized(inputs: AdvantageInputs, config: PpoConfig, gae_lambda: float |
 
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: PpoConfig) -> list[Tensor]:
     """Whitens the advantages over all trained tokens of a train step's groups."""
-    masks = [one.loss_mask for one in inputs]
+    masks = [group_input.loss_mask for group_input in inputs]
     whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=config.std_epsilon)
     return P.normalize_weights(whitened, inputs, config)
 

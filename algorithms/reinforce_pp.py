@@ -93,7 +93,7 @@ def normalize(
     advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: ReinforcePpConfig
 ) -> list[Tensor]:
     """Whitens the advantages over all trained tokens of a train step's groups."""
-    masks = [one.loss_mask for one in inputs]
+    masks = [group_input.loss_mask for group_input in inputs]
     whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=config.std_epsilon)
     return P.normalize_weights(whitened, inputs, config)
 

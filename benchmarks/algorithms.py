@@ -115,7 +115,9 @@ def read_results(file: Path) -> dict[Run, Figures]:
     if not file.exists():
         return {}
     found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return {Run(**{**one["run"], "overrides": tuple(one["run"]["overrides"])}): one["figures"] for one in found}
+    return {
+        Run(**{**result["run"], "overrides": tuple(result["run"]["overrides"])}): result["figures"] for result in found
+    }
 
 
 def write_result(file: Path, run: Run, figures: Figures) -> None:
@@ -161,14 +163,14 @@ def _relax(run_dir: Path, run: Run, keys: Sequence[str]) -> FinishedRun:
 def run_figures(run: FinishedRun) -> Figures:
     """Returns the metrics of a finished run."""
     actor, evaluations, ledger = list(run.steps().values()), run.summary["eval"], run.summary["ledger"]
-    solved = steps_to(SOLVED, [one["exact"] for one in actor])
+    solved = steps_to(SOLVED, [record["exact"] for record in actor])
     return {
-        "reward_first": fmean(one["reward"] for one in actor[:WINDOW]),
-        "reward_last": fmean(one["reward"] for one in actor[-WINDOW:]),
+        "reward_first": fmean(record["reward"] for record in actor[:WINDOW]),
+        "reward_last": fmean(record["reward"] for record in actor[-WINDOW:]),
         "exact_before": evaluations[0]["exact"],
         "exact_after": evaluations[-1]["exact"],
         **({} if solved is None else {"steps": float(solved)}),
-        "cut": fmean(one["algorithm/clip_low"] + one["algorithm/clip_high"] for one in actor),
+        "cut": fmean(record["algorithm/clip_low"] + record["algorithm/clip_high"] for record in actor),
         "groups": ledger["issued"] / ledger["trained"],
     }
 

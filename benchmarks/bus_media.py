@@ -68,7 +68,7 @@ class MediaLine:
         assert await bus.hold({item.digest: item.nbytes for item in items}, timeout_s=T) == []
         placed = [{MEDIA: msgspec.msgpack.encode([Media(item, 0, item.rows)])} for item in items]
         await bus.put(
-            [make_row(one, version=step, columns=own) for one, own in zip(admissions, placed, strict=True)],
+            [make_row(admission, version=step, columns=own) for admission, own in zip(admissions, placed, strict=True)],
             timeout_s=T,
         )
         after_put = time.perf_counter()
@@ -79,7 +79,7 @@ class MediaLine:
         if counts:
             self.seconds.append((after_put - start, after_lease - after_put))
             self.message_bytes = len(placed[0][MEDIA])
-        assert all(np.array_equal(one[-1], self._frames[-1]) for one in mapped)
+        assert all(np.array_equal(array[-1], self._frames[-1]) for array in mapped)
         assert str(self._folder) not in Path(f"/proc/{self.pid}/maps").read_text()
         await bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
         await bus.let_go([item.digest for item in items], timeout_s=T)
@@ -91,7 +91,7 @@ def measure_media(folder: Path, *, rounds: int) -> None:
     """Prints, for each backend and place, bytes through the bus process and the speed of put and lease."""
     frames = np.random.default_rng(0).integers(0, 256, FRAMES, dtype=np.uint8)
     warm = [np.zeros_like(frames) for _ in range(GROUPS)]
-    bounds: dict[str, list[float]] = {one: [] for one in (NEW, NEW_SMALL, WARM, FILE)}
+    bounds: dict[str, list[float]] = {way: [] for way in (NEW, NEW_SMALL, WARM, FILE)}
     with ExitStack() as ends:
         lines = _media_lines(ends, folder, frames)
         written = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="relax-benchmark-", dir="/dev/shm")))

@@ -152,7 +152,7 @@ def measure_round_trips(folder: Path, *, rounds: int) -> None:
         for backend, line in made.items():
             milliseconds = line.table * 1e3
             named = [*zip(PARTS, milliseconds.T, strict=True), ("together", milliseconds.sum(axis=1))]
-            cells = [f"{part} {np.percentile(one, 50):6.2f} {np.percentile(one, 99):6.2f}" for part, one in named]
+            cells = [f"{part} {np.percentile(times, 50):6.2f} {np.percentile(times, 99):6.2f}" for part, times in named]
             print(f"  {backend:<14} {'   '.join(cells)}")
 
 

@@ -313,7 +313,10 @@ def results(found: Sequence[Draw | LedgerCounts], *, command: str) -> dict[str, 
 
 def went_wrong(found: Sequence[Draw | LedgerCounts]) -> bool:
     """Returns whether a run hung or ended, a stopped process was not noticed, or a ledger is wrong."""
-    return any(one.end in (HUNG, ENDED, UNNOTICED) if isinstance(one, Draw) else not one.closed for one in found)
+    return any(
+        outcome.end in (HUNG, ENDED, UNNOTICED) if isinstance(outcome, Draw) else not outcome.closed
+        for outcome in found
+    )
 
 
 def read_record(file: Path) -> list[Draw | LedgerCounts]:
@@ -355,12 +358,12 @@ def main() -> int:
             disk.mkdir()
             if machine.mounts:
                 mount(disk, DISK_MIB)
-            for one in injured_run(disk / "run", name, kinds, seed=chance.randrange(1 << 30)):
-                found.append(one)
-                print(f"{len(found):>4}. {one} (load {os.getloadavg()[0]:.0f})", flush=True)
+            for outcome in injured_run(disk / "run", name, kinds, seed=chance.randrange(1 << 30)):
+                found.append(outcome)
+                print(f"{len(found):>4}. {outcome} (load {os.getloadavg()[0]:.0f})", flush=True)
                 if arguments.record is not None:
                     with arguments.record.open("a") as file:
-                        file.write(json.dumps(asdict(one)) + "\n")
+                        file.write(json.dumps(asdict(outcome)) + "\n")
             if machine.mounts:
                 subprocess.run(["umount", "--lazy", str(disk)], check=True)
     everything = found if arguments.record is None else read_record(arguments.record)

@@ -60,7 +60,7 @@ def main() -> int:
     staleness = [file for file in core if "max_staleness" in file.read_text(encoding="utf-8")]
     print(f"\nfiles of relax_core that mention max_staleness: {len(staleness)}")
     everything = python_files("relax_core", *PLUGINS, "tests", "benchmarks", "examples")
-    for size, file in sorted(((lines_of(one), one) for one in everything), reverse=True):
+    for size, file in sorted(((lines_of(path), path) for path in everything), reverse=True):
         if size > FILE_LINES:
             print(f"file of {size} lines: {file.relative_to(ROOT)}")
     for length, place in sorted(long_functions(everything), reverse=True):

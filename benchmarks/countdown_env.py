@@ -34,7 +34,7 @@ def drawn_waits(count: int, *, mean_s: float, seed: int) -> list[float]:
     """Returns waits for tools in seconds, lognormal with this mean and capped at `LONGEST_WAIT` means."""
     chance = random.Random(f"waits {seed}")
     shares = (chance.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(count))
-    return [mean_s * min(LONGEST_WAIT, one) for one in shares]
+    return [mean_s * min(LONGEST_WAIT, share) for share in shares]
 
 
 class Countdown(BaseInteractionEnv):

@@ -43,9 +43,9 @@ def score(given: RewardInput, config: CountdownConfig) -> RewardOutput:
         said = said[:-1]
     counted = right = 0
     for answer, numbers in zip(said, wanted, strict=False):
-        if [one[:-1] for one in answer] == [one[:-1] for one in numbers]:
+        if [token[:-1] for token in answer] == [token[:-1] for token in numbers]:
             counted += 1
-            right += sum(one == other for one, other in zip(answer, numbers, strict=True))
+            right += sum(token == number for token, number in zip(answer, numbers, strict=True))
     share = right / sum(map(len, wanted))
     return RewardOutput(reward=share, exact=share == 1.0, parts={"counted": counted / len(wanted)})
 

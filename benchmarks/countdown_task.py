@@ -75,7 +75,7 @@ def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
         raise ValueError(f"mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, which the model can count.")
     chance = random.Random(f"lengths {seed}")
     drawn = (chance.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA) for _ in range(count))
-    return [min(cap, max(SHORTEST, round(one))) for one in drawn]
+    return [min(cap, max(SHORTEST, round(length))) for length in drawn]
 
 
 def check_wish(length: int, cap: int, *, key: str = "rollout.max_new_tokens") -> None:
@@ -113,7 +113,7 @@ def wish_of(prompt: str) -> tuple[str, int]:
 def answer_of(prompt: str) -> str:
     """Returns the right answer to a prompt."""
     colour, number = wish_of(prompt)
-    return " ".join(f"{each}{colour[0]}" for each in range(number, 0, -1))
+    return " ".join(f"{number_left}{colour[0]}" for number_left in range(number, 0, -1))
 
 
 def write_rows(file: Path, wishes: Sequence[Sequence[int]], *, seed: int) -> None:
@@ -238,8 +238,8 @@ def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
     value, red = following[taught], asked.expand_as(following)[taught] == 0
     share = RECIPE.first_share if step < RECIPE.right_steps else RECIPE.guessed
     weight = torch.where(red, share, 1.0 - share)
-    each = [logprobs.gather(1, (number_ids(kind).start + value)[:, None])[:, 0] for kind in (1, 2)]
-    of_numbers = weight * each[0] + (1.0 - weight) * each[1]
+    of_kinds = [logprobs.gather(1, (number_ids(kind).start + value)[:, None])[:, 0] for kind in (1, 2)]
+    of_numbers = weight * of_kinds[0] + (1.0 - weight) * of_kinds[1]
     return -torch.where(value == 0, logprobs[:, token_ids()[END]], of_numbers).mean()
 
 

@@ -72,10 +72,10 @@ def main() -> None:
     for title, options in (("data.mix=null", ()), (f"data.mix={MIX}", (f"data.mix={MIX}",))):
         print(title, flush=True)
         with tempfile.TemporaryDirectory(prefix="relax-mix-") as temporary:
-            for name, one in modalities(Path(temporary) / "run", arguments, *options).items():
-                issued, trained = one["issued_share"], one["trained_share"]
+            for name, counts in modalities(Path(temporary) / "run", arguments, *options).items():
+                issued, trained = counts["issued_share"], counts["trained_share"]
                 print(
-                    f"  {name:8}{one['issued']:7} issued {issued:7.1%}{one['trained']:7} trained {trained:7.1%}"
+                    f"  {name:8}{counts['issued']:7} issued {issued:7.1%}{counts['trained']:7} trained {trained:7.1%}"
                     f"{100 * (trained - issued):+7.1f} points",
                     flush=True,
                 )

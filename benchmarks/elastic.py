@@ -83,7 +83,7 @@ def said(steps: Sequence[float]) -> str:
 # -- adding under load ------------------------------------------------------------------------------------------------
 def step_ms(folder: Path) -> list[tuple[float, float]]:
     """Returns for each train step the Unix time of its record in seconds, and its duration in milliseconds."""
-    return [(one.time_s, one.values["step_ms"]) for one in each_metric(folder) if one.source == ACTOR]
+    return [(record.time_s, record.values["step_ms"]) for record in each_metric(folder) if record.source == ACTOR]
 
 
 def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
@@ -275,8 +275,8 @@ def pairs(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
         for name in sorted(rates, reverse=turn % 2 == 0):
             settings = (f"gateway={name}", f"seed={turn}", *PAIR_RUN, *overrides)
             rates[name].append(run_to_end(folder / f"{name}-{turn}", *settings).summary["samples_per_s"])
-    ratios = [one / other for one, other in zip(rates["local"], rates["none"], strict=True)]
-    print(f"samples/s with a gateway over without one: {', '.join(f'{one:.3f}' for one in ratios)}")
+    ratios = [ours / theirs for ours, theirs in zip(rates["local"], rates["none"], strict=True)]
+    print(f"samples/s with a gateway over without one: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     print(
         f"  median {median(ratios):.4f} ({times} pairs), {median(rates['none']):.0f} samples/s without one", flush=True
     )

@@ -131,7 +131,7 @@ def engine_tokens(
 
     async def tokens() -> int:
         params = SamplingParams(max_new_tokens=new_tokens)
-        return sum([len(one.output_ids) async for one in client.generate(requests, params)])
+        return sum([len(response.output_ids) async for response in client.generate(requests, params)])
 
     return loop.run_until_complete(tokens())
 
@@ -139,8 +139,8 @@ def engine_tokens(
 def _cpu_s(pid: int) -> float:
     """Returns the CPU seconds of a process and its children so far."""
     process = psutil.Process(pid)
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    times = [process_or_child.cpu_times() for process_or_child in (process, *process.children(recursive=True))]
+    return sum(cpu_times.user + cpu_times.system for cpu_times in times)
 
 
 def profile(batch: int, *, new_tokens: int) -> None:
@@ -221,7 +221,10 @@ def step(transport: str, number: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         run = run_relax(Path(folder) / "run", *words)
     steps = [values for _, values in sorted(run.steps().items())][WARM_STEPS:]
-    found = {name: statistics.median(one[name] for one in steps) for name in ("step_ms", "push_ms", "stall_ms")}
+    found = {
+        name: statistics.median(step_values[name] for step_values in steps)
+        for name in ("step_ms", "push_ms", "stall_ms")
+    }
     return found | {"stall, share": found["stall_ms"] / found["step_ms"]}
 
 
@@ -236,9 +239,9 @@ def main() -> int:
     print(machine(), flush=True)
     found: list[Comparison] = []
     if "decode" in given.parts:
-        for one in decode(given.batches, new_tokens=given.new_tokens, rounds=given.rounds):
-            print(one.table(base=BASE, ratio_of=["tokens/s", "tokens/CPU s"]), flush=True)
-            found.append(one)
+        for comparison in decode(given.batches, new_tokens=given.new_tokens, rounds=given.rounds):
+            print(comparison.table(base=BASE, ratio_of=["tokens/s", "tokens/CPU s"]), flush=True)
+            found.append(comparison)
     if "sync" in given.parts:
         for size in given.parameters:
             found.append(sync(size, rounds=given.rounds))

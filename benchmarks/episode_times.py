@@ -75,7 +75,9 @@ def rate(words: tuple[str, ...], number: int, *, steps: int) -> Figures:
     with tempfile.TemporaryDirectory(prefix="relax-episodes-") as folder:
         run = run_relax(Path(folder) / "run", *RUN, *words, f"run.steps={steps}", f"seed={number}")
     measured = [values for _, values in sorted(run.steps().items())][SKIPPED_STEPS:-1]
-    return {"samples/s": 1e3 * sum(one["samples"] for one in measured) / sum(one["step_ms"] for one in measured)}
+    return {
+        "samples/s": 1e3 * sum(record["samples"] for record in measured) / sum(record["step_ms"] for record in measured)
+    }
 
 
 def env_worker_ms(*, steps: int = 500) -> float:

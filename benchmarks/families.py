@@ -157,8 +157,8 @@ def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
     rows = [TokensToScore(input_ids=random_ids(length), first=first) for length, first in SCORED]
     scores = client.score(rows, top_k=0, temperature=1.0)
     scored = [
-        (logprobs_of(model, row.input_ids)[row.first - 1 :], one.logprobs)
-        for row, one in zip(rows, scores, strict=True)
+        (logprobs_of(model, row.input_ids)[row.first - 1 :], score.logprobs)
+        for row, score in zip(rows, scores, strict=True)
     ]
     prompts = [
         PromptRequest(rid=f"prompt-{place}", input_ids=random_ids(length), sampling_seed=place, min_version=0)
@@ -168,9 +168,9 @@ def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
     async def generate() -> list[tuple[Tensor, np.ndarray]]:
         found = []
         try:
-            async for one in client.generate(prompts, SamplingParams(n=3, max_new_tokens=24)):
-                ids = [*prompts[one.prompt].input_ids, *one.output_ids.tolist()]
-                found.append((logprobs_of(model, ids)[-len(one.output_ids) :], one.logprobs))
+            async for response in client.generate(prompts, SamplingParams(n=3, max_new_tokens=24)):
+                ids = [*prompts[response.prompt].input_ids, *response.output_ids.tolist()]
+                found.append((logprobs_of(model, ids)[-len(response.output_ids) :], response.logprobs))
         finally:
             await client.aclose()
         return found

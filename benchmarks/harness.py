@@ -81,7 +81,7 @@ class FinishedRun:
     def samples_per_s(self, *, skipped: int) -> float:
         """Returns the median over the steps from ``skipped`` to the last but one."""
         steps = [values for _, values in sorted(self.steps().items())][skipped:-1]
-        return median(1e3 * one["samples"] / one["step_ms"] for one in steps)
+        return median(1e3 * step["samples"] / step["step_ms"] for step in steps)
 
 
 def run_relax(folder: Path, *words: str, checkout: Path = HERE, deadline_s: float = DEADLINE_S) -> FinishedRun:
@@ -121,11 +121,14 @@ class Comparison:
 
     def median(self, way: str, figure: str) -> float:
         """Returns the median over the rounds."""
-        return median(one[figure] for one in self.found[way])
+        return median(figures[figure] for figures in self.found[way])
 
     def ratios(self, way: str, figure: str, *, base: str) -> list[float]:
         """Returns the ratio of a metric to that of the way ``base``, for each round."""
-        return [one[figure] / other[figure] for one, other in zip(self.found[way], self.found[base], strict=False)]
+        return [
+            figures[figure] / base_figures[figure]
+            for figures, base_figures in zip(self.found[way], self.found[base], strict=False)
+        ]
 
     def ratio(self, way: str, figure: str, *, base: str) -> float:
         """Returns the median of the rounds' ratios."""
@@ -133,7 +136,9 @@ class Comparison:
 
     def table(self, *, base: str | None = None, ratio_of: Sequence[str] = ()) -> str:
         """Returns a Markdown table: a row for each way, a column for each metric and for the ratios to ``base``."""
-        figures = list(dict.fromkeys(name for rounds in self.found.values() for one in rounds for name in one))
+        figures = list(
+            dict.fromkeys(name for rounds in self.found.values() for round_figures in rounds for name in round_figures)
+        )
         head = ["", *figures, *(f"{name} of {base}" for name in ratio_of)]
         rows = [head, ["---"] * len(head)]
         for way, rounds in self.found.items():
@@ -174,7 +179,7 @@ def take_turns(
 def write_report(file: Path | None, *comparisons: Comparison) -> None:
     """Writes all metrics of all rounds as JSON, if a file is given."""
     if file is not None:
-        report = {"machine": machine(), **{one.title: one.found for one in comparisons}}
+        report = {"machine": machine(), **{comparison.title: comparison.found for comparison in comparisons}}
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

@@ -260,7 +260,7 @@ def largest_fall(values: Sequence[float]) -> float:
 def figures_of(run: FinishedRun) -> Figures:
     """Returns the metrics of a finished run."""
     summary, evaluations = run.summary, run.summary["eval"]
-    held_out = [one["exact"] for one in evaluations]
+    held_out = [evaluation["exact"] for evaluation in evaluations]
     sampled = shares(run)
     width = min(WINDOW, len(sampled))
     means = [fmean(sampled[first : first + width]) for first in range(len(sampled) - width + 1)]
@@ -279,7 +279,7 @@ def figures_of(run: FinishedRun) -> Figures:
         if name.endswith("/exact"):
             part, first = name.removesuffix("/exact"), evaluations[0]["figures"][name]
             found |= {f"{part}/first": first, f"{part}/last": last, f"{part}/gain": last - first}
-    accuracy = [one.values["accuracy"] for one in run.records if one.source == "judge_check"]
+    accuracy = [record.values["accuracy"] for record in run.records if record.source == "judge_check"]
     return found | ({"judge": accuracy[-1]} if accuracy else {})
 
 
@@ -327,7 +327,7 @@ def read_results(file: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
     if file is None or not file.is_file():
         return {}
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {tuple(one["run"]): one for one in records}
+    return {tuple(record["run"]): record for record in records}
 
 
 def draw(results: Path, picture: Path) -> None:
@@ -343,8 +343,8 @@ def draw(results: Path, picture: Path) -> None:
     for axes, (name, curves) in zip(panels, runs.items(), strict=False):
         axes.set_title(name, fontsize=9)
         axes.set_ylim(0.0, 1.0)
-        for one in curves:
-            axes.plot([fmean(one[max(0, step - 4) : step + 1]) for step in range(len(one))], linewidth=1.0)
+        for curve in curves:
+            axes.plot([fmean(curve[max(0, step - 4) : step + 1]) for step in range(len(curve))], linewidth=1.0)
     figure.savefig(picture, dpi=80)
 
 
@@ -365,7 +365,9 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
 def line(name: str, seed: int, figures: Figures) -> str:
     """Returns one row of the table."""
     pairs = [("held-out", "first", "last"), ("sampled", "sampled_first", "sampled_last")]
-    pairs += [(one[: -len("/last")], f"{one[:-5]}/first", one) for one in figures if one.endswith("/last")]
+    pairs += [
+        (figure[: -len("/last")], f"{figure[:-5]}/first", figure) for figure in figures if figure.endswith("/last")
+    ]
     shown = "  ".join(f"{title} {figures[first]:.3f} → {figures[last]:.3f}" for title, first, last in pairs)
     judge = f"  judge {figures['judge']:.3f}" if "judge" in figures else ""
     return f"{name:30}{seed:3}  {shown}  fall {figures['fall']:.3f}{judge}  {figures['wall_s']:.0f} s"
@@ -390,8 +392,8 @@ def main() -> int:
                         file.write(json.dumps({"run": key, "figures": figures, "shares": curve}) + "\n")
             ends[name, seed] = figures["last"]
             print(line(name, seed, figures), flush=True)
-            bad += [f"{name}, seed {seed}: {one}" for one in missed(case, figures, like=ends.get((case.like, seed)))]
-        seeds_missed = len({one.split(":")[0] for one in bad})
+            bad += [f"{name}, seed {seed}: {word}" for word in missed(case, figures, like=ends.get((case.like, seed)))]
+        seeds_missed = len({missed_line.split(":")[0] for missed_line in bad})
         wrong += bad if seeds_missed > min(case.may_miss, given.seeds - 1) else []
     if given.curves is not None and given.results is not None:
         draw(given.results, given.curves)

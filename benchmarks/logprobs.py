@@ -116,9 +116,9 @@ def _kept_sets(arguments: argparse.Namespace, targets: Tensor) -> KeptTokens:
         counts = np.full(len(first), arguments.kept, dtype="<i4")
         return KeptTokens(arguments.vocab, counts.tobytes(), ids.astype("<u4").tobytes())
     parts = []
-    for one in first.tolist():
+    for start in first.tolist():
         mask = np.zeros((1, arguments.vocab), dtype=bool)
-        mask[0, (one + np.arange(arguments.kept)) % arguments.vocab] = True
+        mask[0, (start + np.arange(arguments.kept)) % arguments.vocab] = True
         parts.append(KeptTokens.of_mask(mask))
     return KeptTokens.joined(parts)
 

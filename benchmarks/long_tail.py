@@ -88,7 +88,8 @@ def figures_of(run: FinishedRun, *, skipped: int) -> Figures:
     steps = sorted(actor)
     measured = [actor[step] for step in steps[skipped:-1]]
     spent = {
-        name: sum(one[name] for one in measured) for name in ("step_ms", "samples", "tokens", "train_ms", "wait_ms")
+        name: sum(record[name] for record in measured)
+        for name in ("step_ms", "samples", "tokens", "train_ms", "wait_ms")
     }
     dropped = run.summary["ledger"]["dropped"]
     return {
@@ -97,7 +98,7 @@ def figures_of(run: FinishedRun, *, skipped: int) -> Figures:
         "length": spent["tokens"] / spent["samples"],
         "training": spent["train_ms"] / spent["step_ms"],
         "waiting": spent["wait_ms"] / spent["step_ms"],
-        "staleness": fmean(one["staleness_mean"] for one in measured),
+        "staleness": fmean(record["staleness_mean"] for record in measured),
         "stale": float(dropped.get("stale", 0)),
         "surplus": float(dropped.get("over_sampled", 0)),
         "reward": fmean(actor[step]["reward"] for step in steps[-LAST_STEPS:]),

@@ -89,22 +89,22 @@ def measure_pictures() -> None:
             model_folder=folder, tower=TRIAL_SETTINGS, limits=MediaLimits(), root=folder, folder=folder
         )
         began = time.perf_counter()
-        with EncodePool(settings, workers=1) as one, EncodePool(settings, workers=2) as two:
+        with EncodePool(settings, workers=1) as one_worker, EncodePool(settings, workers=2) as two_workers:
             for source in sources.values():
-                asyncio.run(_encode_all(one, [source], stalls))
-                asyncio.run(_encode_all(two, [source] * 4, stalls))
+                asyncio.run(_encode_all(one_worker, [source], stalls))
+                asyncio.run(_encode_all(two_workers, [source] * 4, stalls))
             print(f"start of 3 workers and one item of each kind: {time.perf_counter() - began:.2f} s")
             stalls.clear()
             for _ in range(ROUNDS):
                 for name, source in sources.items():
-                    for workers, pool in ((1, one), (2, two)):
-                        used = _cpu_seconds(one)
+                    for workers, pool in ((1, one_worker), (2, two_workers)):
+                        used = _cpu_seconds(one_worker)
                         took = asyncio.run(_encode_all(pool, [source] * ITEMS, stalls))
                         if workers == 1:
-                            cpu.setdefault(name, []).append((_cpu_seconds(one) - used) / ITEMS)
+                            cpu.setdefault(name, []).append((_cpu_seconds(one_worker) - used) / ITEMS)
                         seconds.setdefault((name, workers), []).append(took / ITEMS)
-            peaks = [_status(worker.pid, "VmHWM") for worker in two.workers]
-            now = [_status(worker.pid, "VmRSS") for worker in two.workers]
+            peaks = [_status(worker.pid, "VmHWM") for worker in two_workers.workers]
+            now = [_status(worker.pid, "VmRSS") for worker in two_workers.workers]
     for name in sources:
         single, double = (statistics.median(seconds[name, workers]) for workers in (1, 2))
         print(f"{name}: {single * 1e3:.0f} ms an item, {statistics.median(cpu[name]) * 1e3:.0f} ms of them computing")
@@ -137,7 +137,7 @@ def measure_stored() -> None:
         f"encodes an item, groups of {GROUP_SIZE}, re-asks and evaluations: {encodes:.2f} (reach {REACH_ENCODES:.2f})"
     )
     for item, nbytes in zip(items, stored, strict=True):
-        raw = sum(one.nbytes for one in item.tensors)
+        raw = sum(tensor.nbytes for tensor in item.tensors)
         told = f"media bytes of a group with one {item.kind} on the bus: {nbytes / raw:.3f} of its frames and features"
         pixels = item.patches * TRIAL_SETTINGS.temporal_patch_size * TRIAL_SETTINGS.patch_size**2 * 3
         patches = f", 1/{GROUP_SIZE * 4 * pixels / nbytes:.1f} of the float32 patches of {GROUP_SIZE} samples"

@@ -160,7 +160,7 @@ def _media_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields name and overrides of each run on images and videos."""
     folder = _make("benchmarks.random_vision_model", scratch / "model")
     for name, overrides in MEDIA_RUNS.items():
-        yield name, tuple(one.format(folder=folder) for one in overrides)
+        yield name, tuple(override.format(folder=folder) for override in overrides)
 
 
 def predicted(overrides: Sequence[str]) -> dict[str, float]:
@@ -205,8 +205,8 @@ def compare(
     rows = {}
     for name in named:
         rows[name] = {"predicted": plan[name], "measured": truth[name]}
-    others = [sum(size for name, size in one.items() if name not in rows) for one in (plan, truth)]
-    rows["others"] = dict(zip(("predicted", "measured"), others, strict=True))
+    remainders = [sum(size for name, size in terms.items() if name not in rows) for terms in (plan, truth)]
+    rows["others"] = dict(zip(("predicted", "measured"), remainders, strict=True))
     rows["all"] = {"predicted": sum(plan.values()), "measured": sum(truth.values())}
     for row in rows.values():
         row["ratio"] = row["predicted"] / row["measured"]

@@ -239,9 +239,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         assert isinstance(port, int)
         return port
 
@@ -257,10 +257,10 @@ def table(found: Sequence[Mapping[str, Any]], *, media: bool = False) -> str:
         *(["gradients", "each gradient"] if media else []),
     ]
     lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(['---'] * len(titles))} |"]
-    for one in found:
+    for result in found:
         names = MEDIA_FIGURES if media else FIGURES
-        figures = " | ".join(f"{one[name]:.1e}" if name in one else "–" for name in names)
-        lines.append(f"| {one['name']} | {one['packing']} | {figures} |")
+        figures = " | ".join(f"{result[name]:.1e}" if name in result else "–" for name in names)
+        lines.append(f"| {result['name']} | {result['packing']} | {figures} |")
     return "\n".join(lines)
 
 
@@ -300,7 +300,7 @@ def main() -> None:
         docs.write_text("\n".join([text.rstrip("\n"), "", *lines, ""]), encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
-    worst = max(float(one[name]) for one in found for name in MEDIA_FIGURES if name in one)
+    worst = max(float(result[name]) for result in found for name in MEDIA_FIGURES if name in result)
     print(f"\nlargest: {worst:.1e}; to reach: {MEDIA_REACH if media else REACH:.0e}")
 
 

@@ -62,44 +62,51 @@ class Outcome:
     loads: list[float] = dataclasses.field(default_factory=list)
     gradients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of the first step, clipped to norm 1
 
-    def difference(self, other: Outcome) -> dict[str, float]:
+    def difference(self, reference: Outcome) -> dict[str, float]:
         """Returns the largest absolute differences, and the largest relative difference of the gradient norm."""
 
         def widest(ours: Any, theirs: Any) -> float:
             return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(ours, theirs, strict=True))
 
         if not self.losses:
-            return {"logprobs": widest(self.logprobs, other.logprobs[:1])}
-        assert self.weights.keys() == other.weights.keys()
+            return {"logprobs": widest(self.logprobs, reference.logprobs[:1])}
+        assert self.weights.keys() == reference.weights.keys()
         found = {
-            "loss": widest(self.losses, other.losses),
-            "grad_norm": widest(np.divide(self.grad_norms, other.grad_norms), np.ones(len(self.grad_norms))),
-            "weights": max(float((tensor - other.weights[name]).abs().max()) for name, tensor in self.weights.items()),
-            "logprobs": widest(self.logprobs, other.logprobs),
+            "loss": widest(self.losses, reference.losses),
+            "grad_norm": widest(np.divide(self.grad_norms, reference.grad_norms), np.ones(len(self.grad_norms))),
+            "weights": max(
+                float((tensor - reference.weights[name]).abs().max()) for name, tensor in self.weights.items()
+            ),
+            "logprobs": widest(self.logprobs, reference.logprobs),
         }
-        if self.gradients and other.gradients:
-            assert self.gradients.keys() == other.gradients.keys()
-            of_tensors = ((one - other.gradients[name]).abs().max() for name, one in self.gradients.items())
+        if self.gradients and reference.gradients:
+            assert self.gradients.keys() == reference.gradients.keys()
+            of_tensors = (
+                (gradient - reference.gradients[name]).abs().max() for name, gradient in self.gradients.items()
+            )
             found["gradients"] = max(map(float, of_tensors))
         return found
 
-    def each_gradient(self, other: Outcome) -> float:
+    def each_gradient(self, reference: Outcome) -> float:
         """Returns the largest norm of a gradient's difference to ``other``, relative to the norm in ``other``.
 
         Gradients that are only rounding are compared relative to the largest norm.
         """
-        assert self.gradients.keys() == other.gradients.keys() and self.gradients
-        norms = {name: float(one.norm()) for name, one in other.gradients.items()}
+        assert self.gradients.keys() == reference.gradients.keys() and self.gradients
+        norms = {name: float(gradient.norm()) for name, gradient in reference.gradients.items()}
         largest = max(norms.values())
         sizes = {name: norm if norm > NO_GRADIENT * largest else largest for name, norm in norms.items()}
-        return max(float((one - other.gradients[name]).norm()) / sizes[name] for name, one in self.gradients.items())
+        return max(
+            float((gradient - reference.gradients[name]).norm()) / sizes[name]
+            for name, gradient in self.gradients.items()
+        )
 
     def save(self, path: Path) -> None:
         arrays = {f"logprobs.{index}": torch.from_numpy(array) for index, array in enumerate(self.logprobs)}
         figures = {"losses": torch.tensor(self.losses), "grad_norms": torch.tensor(self.grad_norms)}
         figures["loads"] = torch.tensor(self.loads)
-        gradients = {f"gradient.{name}": one.contiguous() for name, one in self.gradients.items()}
-        doubles = {name: one.double() for name, one in figures.items()}
+        gradients = {f"gradient.{name}": gradient.contiguous() for name, gradient in self.gradients.items()}
+        doubles = {name: tensor.double() for name, tensor in figures.items()}
         save_file({**arrays, **doubles, **gradients, **self.weights}, path)
 
     @staticmethod
@@ -112,5 +119,5 @@ class Outcome:
             logprobs=[tensors.pop(f"logprobs.{index}").numpy() for index in range(2)],
             loads=tensors.pop("loads").tolist(),
             weights=tensors,
-            gradients={name.removeprefix("gradient."): one for name, one in gradients.items()},
+            gradients={name.removeprefix("gradient."): gradient for name, gradient in gradients.items()},
         )

@@ -101,9 +101,9 @@ def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) ->
 def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """Returns plain packing: the same samples, each as its own group."""
     return [
-        dataclasses.replace(group.take([place]), group_uid=one.uid, counts_group=True)
+        dataclasses.replace(group.take([place]), group_uid=episode.uid, counts_group=True)
         for group in groups
-        for place, one in enumerate(group.episodes)
+        for place, episode in enumerate(group.episodes)
     ]
 
 
@@ -112,8 +112,8 @@ def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[T
     micro-batches have two groups, so that groups of one sample give more micro-batches than the pipeline collects
     before its first run.
     """
-    others, size = groups[:-1], 2 if pipeline else max(1, len(groups) // 2)
-    return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]
+    usable, size = groups[:-1], 2 if pipeline else max(1, len(groups) // 2)
+    return [list(usable[start : start + size]) for start in range(0, len(usable), size)] + [list(groups[-1:])]
 
 
 def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:

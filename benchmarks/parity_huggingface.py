@@ -60,7 +60,7 @@ def huggingface_steps(
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
         if published is not None and step == 0:
-            gradients = published({name: one.grad.clone() for name, one in model.named_parameters()})
+            gradients = published({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
         optimizer.step()
     with torch.no_grad():
         after = _forward(model, groups, left, logits)[0].numpy()
@@ -88,20 +88,22 @@ def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Ten
 
 
 def _padded_logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
-    sequences = [one.token_ids for one in samples]
+    sequences = [sample.token_ids for sample in samples]
     width = max(map(len, sequences))
-    ids = torch.tensor(np.array([np.pad(one, (0, width - len(one))) for one in sequences]), dtype=torch.int64)
-    attention = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in sequences])
+    ids = torch.tensor(
+        np.array([np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]), dtype=torch.int64
+    )
+    attention = torch.tensor([[1] * len(sequence) + [0] * (width - len(sequence)) for sequence in sequences])
     return list(model(input_ids=ids, attention_mask=attention).logits)
 
 
 def _forward(model: Any, groups: Sequence[TokenTree], left: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
     """Returns log-prob and entropy of every response token over the tokens that are ``left``."""
     samples = one_sample_each(groups)
-    every = [one / TEMPERATURE for one in logits(model, samples)]
-    predicting = [of_rows[one.tokens[1] - 1] for of_rows, one in zip(every, samples, strict=True)]
+    every = [logit / TEMPERATURE for logit in logits(model, samples)]
+    predicting = [of_rows[sample.tokens[1] - 1] for of_rows, sample in zip(every, samples, strict=True)]
     table = torch.cat(predicting).masked_fill(~left, -torch.inf).log_softmax(-1)
-    targets = torch.from_numpy(np.concatenate([answer_ids(one) for one in samples])).long()
+    targets = torch.from_numpy(np.concatenate([answer_ids(sample) for sample in samples])).long()
     surprise = table.masked_fill(~left, 0.0)
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * surprise).sum(1)
 

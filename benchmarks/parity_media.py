@@ -157,7 +157,7 @@ def make_case(case: str, items: Items) -> list[TokenTree]:
         "video": [group("g0", [2, video, 3], [[4], [6]])],
         "branches": [group("g0", [2, many[0], 1], [[3, many[1], 4], [5], [2, video, 1, many[0], 3]])],
         "text": [group("g0", [5], [[4], [2], [6]]), group("g1", [9], [[3], [5]])],
-        "trunks": [group(f"g{trunk}", [trunk], [[one] for one in lengths]) for trunk, lengths in _TRUNKS.items()],
+        "trunks": [group(f"g{trunk}", [trunk], [[length] for length in lengths]) for trunk, lengths in _TRUNKS.items()],
         "depth": [deep_group("g0", _DEEP), group("g1", [4], [[3]]), deep_group("g2", (2, [_DEEP, (1, [])]))],
     }
     groups["mixed"] = [
@@ -166,7 +166,7 @@ def make_case(case: str, items: Items) -> list[TokenTree]:
         group("v", [4, video, 2, many[1], 1], [[4], [1], [6]]),
         *groups["text"],
     ]
-    return [dataclasses.replace(one, group_uid=f"g{place}") for place, one in enumerate(groups[case])]
+    return [dataclasses.replace(tree, group_uid=f"g{place}") for place, tree in enumerate(groups[case])]
 
 
 def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -> TokenTree:
@@ -247,10 +247,10 @@ def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower:
     inputs: dict[str, Tensor] = {}
     names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
     for kind, (pixels, grids) in names.items():
-        own = [one.item for one in tree.media if one.item.kind == kind]
+        own = [medium.item for medium in tree.media if medium.item.kind == kind]
         if own:
-            inputs[pixels] = torch.cat([patches_of(reader.tensors(one)["frames"], tower) for one in own])
-            inputs[grids] = torch.tensor([one.grid for one in own])
+            inputs[pixels] = torch.cat([patches_of(reader.tensors(item)["frames"], tower) for item in own])
+            inputs[grids] = torch.tensor([item.grid for item in own])
     kinds = torch.where(ids == IMAGE, 1, torch.where(ids == VIDEO, 2, 0)).int()
     logits = model(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits[0]
     assert isinstance(logits, Tensor)
@@ -260,6 +260,6 @@ def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower:
 def published(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a model's tensors as in its folder, where the experts of Qwen3-VL are transposed."""
     return {
-        name: one.transpose(1, 2).contiguous() if ".mlp.experts." in name and family == EXPERTS else one
-        for name, one in tensors.items()
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name and family == EXPERTS else tensor
+        for name, tensor in tensors.items()
     }

@@ -86,8 +86,10 @@ def groups_of(folder: Path, family: str, case: str, packing: str) -> list[TokenT
         random = np.random.default_rng(2)
         shape = (LAYERS, EXPERT_COUNT)
         groups = [
-            with_experts(one, random.random((one.computed_rows, *shape)).argsort(-1)[..., :PER_TOKEN].astype(np.uint8))
-            for one in groups
+            with_experts(
+                tree, random.random((tree.computed_rows, *shape)).argsort(-1)[..., :PER_TOKEN].astype(np.uint8)
+            )
+            for tree in groups
         ]
     return one_sample_each(groups) if packing == "plain" else groups
 
@@ -115,7 +117,7 @@ def steps(
     def keep_gradients() -> None:
         if whole and not gradients:
             of_models = HfWeights(backend.models, backend.architecture, tensor_of=_gradient)
-            gradients.update({name: one.clone() for name, one in of_models.export()} or {"": torch.zeros(())})
+            gradients.update({name: tensor.clone() for name, tensor in of_models.export()} or {"": torch.zeros(())})
 
     outcome = run_steps(
         backend, groups, replica=replica, layout=layout, order=in_turns, steps=count, after_step=keep_gradients
@@ -224,8 +226,8 @@ def _case(folder: Path, family: str, case: str) -> list[dict[str, Any]]:
 
     def logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
         if family == OMNI:
-            return [omni_logits(model, one, reader, towers) for one in samples]
-        return [huggingface_logits(model, one, reader, tower) for one in samples]
+            return [omni_logits(model, sample, reader, towers) for sample in samples]
+        return [huggingface_logits(model, sample, reader, tower) for sample in samples]
 
     with recurrent_rule():
         expected = huggingface_steps(

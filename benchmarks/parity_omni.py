@@ -74,9 +74,9 @@ class OmniItems:
     """Makes random images, videos and clips with their files in ``folder``."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
-        one = folder_architecture(model_folder)
-        assert one.vision is not None and one.audio is not None
-        self._vision, self._audio, self._folder = one.vision, one.audio, folder
+        architecture = folder_architecture(model_folder)
+        assert architecture.vision is not None and architecture.audio is not None
+        self._vision, self._audio, self._folder = architecture.vision, architecture.audio, folder
         self._random = np.random.default_rng(5)
         folder.mkdir(exist_ok=True)
 
@@ -125,8 +125,8 @@ def make_omni_case(case: str, items: OmniItems) -> list[TokenTree]:
         "four kinds": [group("f", [2, many[0], 1, clips[2], 3, video, 2], [[3, clips[0], 4], [5], [1, many[2], 2]])],
         "text": [group("t", [5], [[4], [2], [6]]), group("u", [9], [[3], [5]])],
     }
-    groups["mixed"] = [one for name in ("image", "four kinds", "clips", "video", "text") for one in groups[name]]
-    return [dataclasses.replace(one, group_uid=f"g{place}") for place, one in enumerate(groups[case])]
+    groups["mixed"] = [tree for name in ("image", "four kinds", "clips", "video", "text") for tree in groups[name]]
+    return [dataclasses.replace(tree, group_uid=f"g{place}") for place, tree in enumerate(groups[case])]
 
 
 def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Towers) -> Tensor:
@@ -134,7 +134,7 @@ def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Tower
     assert towers.vision is not None
     ids = torch.from_numpy(tree.token_ids).long()[None]
     inputs: dict[str, Any] = {}
-    items = [(one.item, reader.tensors(one.item)) for one in tree.media]
+    items = [(medium.item, reader.tensors(medium.item)) for medium in tree.media]
     names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
     for kind, (pixels, grids) in names.items():
         own = [(item, tensors) for item, tensors in items if item.kind == kind]
@@ -147,12 +147,12 @@ def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Tower
     features = [torch.from_numpy(tensors["features"].copy()) for _, tensors in items if "features" in tensors]
     if features:
         # The batch has at least one whole chunk, because transformers pads chunks to the longest one.
-        longest = max(100, *(one.shape[1] for one in features))
+        longest = max(100, *(feature.shape[1] for feature in features))
         inputs["input_features"] = torch.stack(
-            [torch.nn.functional.pad(one, (0, longest - one.shape[1])) for one in features]
+            [torch.nn.functional.pad(feature, (0, longest - feature.shape[1])) for feature in features]
         )
         inputs["feature_attention_mask"] = torch.tensor(
-            [[int(at < one.shape[1]) for at in range(longest)] for one in features]
+            [[int(at < feature.shape[1]) for at in range(longest)] for feature in features]
         )
     model.rope_deltas = None
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0]
@@ -162,4 +162,4 @@ def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Tower
 
 def published_thinker(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a thinker's tensors as in its folder."""
-    return {f"thinker.{name}": one.contiguous() for name, one in published_omni(tensors.items())}
+    return {f"thinker.{name}": tensor.contiguous() for name, tensor in published_omni(tensors.items())}

@@ -110,11 +110,11 @@ def run_steps(
         metrics.append(backend.finish_step())
         after_step()
     return Outcome(
-        losses=[one.loss for one in metrics],
-        grad_norms=[one.grad_norm for one in metrics],
+        losses=[metric.loss for metric in metrics],
+        grad_norms=[metric.grad_norm for metric in metrics],
         logprobs=[before, logprobs()],
         weights={name: tensor.clone() for name, tensor in backend.export()},
-        loads=[figure for one in metrics for figure in one.moe.values()],
+        loads=[figure for metric in metrics for figure in metric.moe.values()],
     )
 
 

@@ -88,13 +88,13 @@ class PlainLoop:
             for place in range(PROMPTS)
         ]
         inputs = self._tokenizer.apply_chat_template(
-            [[{"role": "user", "content": one.prompt}] for one in examples],
+            [[{"role": "user", "content": task_example.prompt}] for task_example in examples],
             add_generation_prompt=True,
             padding=True,
             return_tensors="pt",
             return_dict=True,
         )
-        return dict(inputs), [one.answer for one in examples]
+        return dict(inputs), [task_example.answer for task_example in examples]
 
     def _generate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Returns ``[samples, width + new]``; the samples of a prompt are adjacent."""

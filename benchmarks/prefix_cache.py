@@ -57,8 +57,8 @@ async def play(client: EngineClient, *, seed: int, episodes: int) -> list[list[i
             PromptRequest(rid=f"{seed}.{index}.{turn}", input_ids=ids, sampling_seed=seed + 97 * index + turn)
             for index, ids in enumerate(tokens)
         ]
-        async for one in client.generate(requests, params):
-            tokens[one.prompt] = requests[one.prompt].input_ids + one.output_ids.tolist()
+        async for response in client.generate(requests, params):
+            tokens[response.prompt] = requests[response.prompt].input_ids + response.output_ids.tolist()
         if turn + 1 < TURNS:
             tokens = [ids + random.integers(4, VOCAB, OBSERVATION).tolist() for ids in tokens]
     return tokens
@@ -102,9 +102,11 @@ def measure(name: str, *, rounds: int, episodes: int) -> Comparison:
             for _, client in (ours, theirs):
                 loop.run_until_complete(client.aclose())
     pairs = [
-        (one, other) for n in range(rounds) for one, other in zip(played[WITH, n], played[WITHOUT, n], strict=True)
+        (with_store, without_store)
+        for n in range(rounds)
+        for with_store, without_store in zip(played[WITH, n], played[WITHOUT, n], strict=True)
     ]
-    same = sum(one == other for one, other in pairs) / len(pairs)
+    same = sum(ours == theirs for ours, theirs in pairs) / len(pairs)
     print(f"the plan counts {planned / MIB:.1f} MiB for the cache; {same:.1%} of the episodes have equal tokens")
     return found
 
@@ -116,8 +118,8 @@ def main() -> int:
     given = parser.parse_args()
     print(machine(), flush=True)
     found = [measure(name, rounds=given.rounds, episodes=given.episodes) for name in given.models]
-    for one in found:
-        print(one.table(base=WITHOUT, ratio_of=["prefill tokens", "engine s", "CPU s"]))
+    for comparison in found:
+        print(comparison.table(base=WITHOUT, ratio_of=["prefill tokens", "engine s", "CPU s"]))
     write_report(given.json, *found)
     return 0
 

@@ -28,7 +28,7 @@ class RandomCalculator(Calculator):
         result = await super().step(action)
         if result.done or isinstance(result.observation, str):
             return result
-        shown = [{**one, "content": str(self._draw.randrange(10_000, 1_000_000))} for one in result.observation]
+        shown = [{**message, "content": str(self._draw.randrange(10_000, 1_000_000))} for message in result.observation]
         return dataclasses.replace(result, observation=shown)
 
 

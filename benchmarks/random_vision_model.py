@@ -48,7 +48,7 @@ def vision_settings() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     config["text_config"] |= TEXT
     config["vision_config"] |= TOWER
     limits = {"shortest_edge": 256 * PATCH * PATCH, "longest_edge": 65536 * PATCH * PATCH}  # in pixels
-    return config, {name: one | {"patch_size": PATCH, "size": limits} for name, one in files.items()}
+    return config, {name: settings | {"patch_size": PATCH, "size": limits} for name, settings in files.items()}
 
 
 def write_model(folder: Path) -> None:

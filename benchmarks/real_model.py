@@ -109,7 +109,7 @@ class Result:
             for figure in self.figures:
                 if figure not in rounds[0]:
                     continue
-                values = spread([one[figure] for one in rounds])
+                values = spread([figures[figure] for figures in rounds])
                 over = "" if way in (self.base, MATRIX) else self._ratio(way, figure, self.base)
                 share = ""
                 if MATRIX in self.found.found and way != MATRIX:
@@ -139,8 +139,8 @@ def main() -> int:
             print(*result.lines(), sep="\n", file=sys.stderr, flush=True)
     print(*headline(given), "", sep="\n")
     print("| what | way | figure | over the first way | share of the matrix products |\n|---|---|---|---|---|")
-    print(*(line for one in results for line in one.lines()), sep="\n")
-    write_report(given.json, *(one.found for one in results))
+    print(*(line for result in results for line in result.lines()), sep="\n")
+    write_report(given.json, *(result.found for result in results))
     return 0
 
 
@@ -179,7 +179,9 @@ def headline(given: argparse.Namespace) -> Iterator[str]:
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")]
     path = [*sys.path, *([] if given.trl_path is None else [str(given.trl_path)])]
-    versions += [f"TRL {one.version}" for one in importlib.metadata.distributions(name="trl", path=path)]
+    versions += [
+        f"TRL {distribution.version}" for distribution in importlib.metadata.distributions(name="trl", path=path)
+    ]
     yield f"python -m benchmarks.real_model {' '.join(sys.argv[1:])}"
     yield f"{names[0] if names else platform.machine()}, {machine()}, {given.threads} threads, {given.model}"
     yield ", ".join(versions)
@@ -295,9 +297,9 @@ class Case:
                     TRANSFORMERS: partial(transformers_tokens, model, prompts),
                     RELAX: partial(engine_tokens, loop, client, prompts),
                 }
-                for number, one in enumerate(generate.values()):
-                    one(2, 10**6 + number)  # loads lazily loaded code
-                ways = {name: partial(timed_tokens, one, new_tokens, flops) for name, one in generate.items()}
+                for number, measure in enumerate(generate.values()):
+                    measure(2, 10**6 + number)  # loads lazily loaded code
+                ways = {name: partial(timed_tokens, measure, new_tokens, flops) for name, measure in generate.items()}
                 ways[MATRIX] = partial(matrix_figures, self._size, getattr(torch, self._given.dtype), threads)
                 title = f"decode, batch {batch}, {new_tokens} tokens: {flops / 1e12:.3g} TFLOP"
                 found = take_turns(title, ways, rounds=self._given.rounds, warm_up=False)
@@ -341,8 +343,8 @@ class Case:
         modes = {COLOCATE: ("mode=colocate", threads), ASYNC: ("mode=async", max(1, threads // 2))}
         ways: dict[str, Callable[[int], Figures]] = {TRL: self._trl_figures}
         for suffix, near in (("", True), (", right or wrong", False)):
-            for name, (mode, each) in modes.items():
-                words = (*self._run_words(near=near), mode, f"engine.threads={each}")
+            for name, (mode, engine_threads) in modes.items():
+                words = (*self._run_words(near=near), mode, f"engine.threads={engine_threads}")
                 ways[name + suffix] = partial(self._run_figures, name, words)
         found = take_turns("runs on sums", ways, rounds=self._given.rounds, warm_up=False)
         yield Result(found=found, figures=[RATE, "tokens/s", "computed"], base=TRL)
@@ -361,7 +363,7 @@ class Case:
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             run = run_relax(Path(folder) / "run", *words, f"run.steps={steps}", f"seed={number}")
         figures = run_figures(name, run.steps(), run.steps(ROLLOUT), skipped=skipped)
-        skipped_groups = [one["skipped_groups"] for _, one in sorted(run.steps().items())[skipped:-1]]
+        skipped_groups = [step["skipped_groups"] for _, step in sorted(run.steps().items())[skipped:-1]]
         return figures | {"computed": 1.0 - fmean(skipped_groups) / 8}
 
     def memory(self) -> Iterator[Result]:
@@ -373,11 +375,11 @@ class Case:
         for number in range(self._given.rounds):
             truth = measured([*words, f"run.dir={self._scratch / f'memory-{number}'}"])
             for name, row in compare(plan, truth).items():
-                one = comparisons.setdefault(name, Comparison(f"peak memory, {name}"))
+                comparison = comparisons.setdefault(name, Comparison(f"peak memory, {name}"))
                 for way in ("measured", "predicted"):
-                    one.add(way, {"MiB": row[way]})
-        for one in comparisons.values():
-            yield Result(found=one, figures=["MiB"], base="measured")
+                    comparison.add(way, {"MiB": row[way]})
+        for comparison in comparisons.values():
+            yield Result(found=comparison, figures=["MiB"], base="measured")
 
     def start(self) -> Iterator[Result]:
         """Measures starts of both modes."""
@@ -432,9 +434,9 @@ def write_sums(file: Path) -> None:
     numbers = random.Random(0)
     with file.open("w", encoding="utf-8") as out:
         for _ in range(RUN_ROWS):
-            one, other = numbers.randrange(10, 100), numbers.randrange(10, 100)
-            prompt = f"What is {one} + {other}? Reply with just the number."
-            out.write(json.dumps({"prompt": prompt, "answer": str(one + other)}) + "\n")
+            augend, addend = numbers.randrange(10, 100), numbers.randrange(10, 100)
+            prompt = f"What is {augend} + {addend}? Reply with just the number."
+            out.write(json.dumps({"prompt": prompt, "answer": str(augend + addend)}) + "\n")
 
 
 def endless_copy(model: Path, folder: Path) -> Path:

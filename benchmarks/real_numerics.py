@@ -113,14 +113,16 @@ def answers(
 @torch.inference_mode()
 def reference_logprobs(model: Any, given: Sequence[Answer]) -> Tensor:
     """Returns transformers' log-probs of all answer tokens, float32 ``[tokens]``."""
-    return torch.cat([logprobs_of(model, one.tokens)[-len(one.ids) :].float() for one in given])
+    return torch.cat([logprobs_of(model, answer.tokens)[-len(answer.ids) :].float() for answer in given])
 
 
 @torch.inference_mode()
 def scored(model: LanguageModel, given: Sequence[Answer], dtype: torch.dtype) -> Tensor:
     """Returns the embedded engine's scores of all answer tokens ``[tokens]``."""
-    items = [ScoreItem(token_ids=one.tokens, start=len(one.prompt) - 1, top_k=1, temperature=1.0) for one in given]
-    return torch.cat([torch.tensor(one.logprobs) for one in score(model, items, dtype=dtype)])
+    items = [
+        ScoreItem(token_ids=answer.tokens, start=len(answer.prompt) - 1, top_k=1, temperature=1.0) for answer in given
+    ]
+    return torch.cat([torch.tensor(scores.logprobs) for scores in score(model, items, dtype=dtype)])
 
 
 def groups_of(given: Sequence[Answer]) -> list[TokenTree]:
@@ -129,12 +131,12 @@ def groups_of(given: Sequence[Answer]) -> list[TokenTree]:
     return [
         answers_tree(
             f"g{index}",
-            np.array(one.prompt, dtype=np.int32),
-            [len(one.ids)],
-            np.array(one.ids, dtype=np.int32),
-            advantages=random.standard_normal(len(one.ids)).astype(np.float32),
+            np.array(answer.prompt, dtype=np.int32),
+            [len(answer.ids)],
+            np.array(answer.ids, dtype=np.int32),
+            advantages=random.standard_normal(len(answer.ids)).astype(np.float32),
         )
-        for index, one in enumerate(given)
+        for index, answer in enumerate(given)
     ]
 
 
@@ -173,15 +175,18 @@ def reference_gradients(folder: Path, given: Sequence[Answer], dtype: torch.dtyp
     # SmolLM2's pad token is <|im_end|>, which is in every prompt. transformers gives the embedding of a pad token no
     # gradient; Relax has no pad tokens.
     model.get_input_embeddings().padding_idx = None
-    for one, group in zip(given, groups_of(given), strict=True):
+    for answer, group in zip(given, groups_of(given), strict=True):
         weights = torch.from_numpy(group.extras["advantages"]).to(dtype)
-        (-(logprobs_of(model, one.tokens)[-len(one.ids) :] * weights).sum()).backward()
+        (-(logprobs_of(model, answer.tokens)[-len(answer.ids) :] * weights).sum()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def gradient_gaps(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[float, str]:
     """Returns the largest difference relative to a tensor's largest entry, and the name of that tensor."""
-    return max((float((found[name].double() - one).abs().max() / one.abs().max()), name) for name, one in exact.items())
+    return max(
+        (float((found[name].double() - tensor).abs().max() / tensor.abs().max()), name)
+        for name, tensor in exact.items()
+    )
 
 
 def served_logprobs(kind: str, folder: Path, given: Sequence[Answer]) -> Tensor | None:
@@ -204,8 +209,8 @@ def served_logprobs(kind: str, folder: Path, given: Sequence[Answer]) -> Tensor 
         process = EngineProcess.start(launch)
         try:
             client = build_client(settings, process.url, model_folder=folder, token_file=token_file)
-            rows = [TokensToScore(input_ids=one.tokens, first=len(one.prompt)) for one in given]
-            return torch.cat([torch.tensor(one.logprobs) for one in client.score(rows, top_k=0, temperature=1.0)])
+            rows = [TokensToScore(input_ids=answer.tokens, first=len(answer.prompt)) for answer in given]
+            return torch.cat([torch.tensor(scores.logprobs) for scores in client.score(rows, top_k=0, temperature=1.0)])
         finally:
             process.stop(timeout_s=10.0)
 
@@ -219,18 +224,22 @@ def main() -> None:
     arguments = _parse()
     folder = arguments.model or pretrained_folder("smollm2")
     tokenizer = PromptTokenizer(folder)
-    prompts = [tokenizer.encode(one) for one in conversations(max(arguments.prompts, arguments.greedy))]
+    prompts = [
+        tokenizer.encode(conversation) for conversation in conversations(max(arguments.prompts, arguments.greedy))
+    ]
     stop = list(tokenizer.stop_token_ids)
     engine = embedded_model(folder)
     reference = transformers_model(folder)
     given = [
-        one
+        answer
         for first in range(0, arguments.prompts, AT_ONCE)
-        for one in answers(engine, prompts[first : min(first + AT_ONCE, arguments.prompts)], temperature=1.0, stop=stop)
+        for answer in answers(
+            engine, prompts[first : min(first + AT_ONCE, arguments.prompts)], temperature=1.0, stop=stop
+        )
     ]
     exact = reference_logprobs(reference, given)
     lines = ["| Log-probs against transformers in float32 | tokens | max | mean |", "| --- | --- | --- | --- |"]
-    sampled = torch.tensor([value for one in given for value in one.logprobs])
+    sampled = torch.tensor([value for answer in given for value in answer.logprobs])
     lines.append(gap("embedded engine, sampled tokens", sampled, exact))
     lines.append(gap("embedded engine, scored tokens", scored(engine, given, torch.float32), exact))
     trainer = Trainer(folder)
@@ -238,7 +247,7 @@ def main() -> None:
     served = served_logprobs("sglang", folder, given)
     lines.append("| SGLang | not installed | | |" if served is None else gap("SGLang", served, exact))
     if few := given[: arguments.bfloat16]:
-        exact = exact[: sum(len(one.ids) for one in few)]
+        exact = exact[: sum(len(answer.ids) for answer in few)]
         rounded = transformers_model(folder, torch.bfloat16)
         lines.append(gap("transformers bfloat16", reference_logprobs(rounded, few), exact))
         half = scored(embedded_model(folder, torch.bfloat16), few, torch.bfloat16)
@@ -256,9 +265,9 @@ def main() -> None:
     if few_prompts := prompts[: arguments.greedy]:
         equal = 0
         for first in range(0, len(few_prompts), AT_ONCE):
-            for one in answers(engine, few_prompts[first : first + AT_ONCE], temperature=0.0, stop=stop):
-                whole = reference.generate(torch.tensor([one.prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-                equal += list(one.ids) == whole[0, len(one.prompt) :].tolist()
+            for answer in answers(engine, few_prompts[first : first + AT_ONCE], temperature=0.0, stop=stop):
+                whole = reference.generate(torch.tensor([answer.prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+                equal += list(answer.ids) == whole[0, len(answer.prompt) :].tolist()
         print(
             f"greedy answers of {NEW_TOKENS} tokens at most that equal those of generate: {equal} of {len(few_prompts)}"
         )

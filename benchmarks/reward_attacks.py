@@ -79,7 +79,7 @@ def figures(run: FinishedRun, folder: Path) -> dict[str, Any]:
     noticed = [
         step for step, values in steps if "hack_onset" in values or values.get("shadow_denied/usual", 0.0) > MOST_USUAL
     ]
-    looks = [one.rows for one in read_texts(folder, SKELETONS) if one.rows]
+    looks = [text.rows for text in read_texts(folder, SKELETONS) if text.rows]
     form = looks[-1][0] if looks else {}
     return {
         "accuracy": [before["exact"], after["exact"]],
@@ -126,18 +126,18 @@ def print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table(title=machine())
     for column in ("reward", "predicted", "accuracy", "by the shadow", "exploited", "opened", "noticed", "form"):
         table.add_column(column)
-    for name, one in found.items():
+    for name, result in found.items():
         accuracy, shadow = (
-            " → ".join("–" if value is None else f"{value:.2f}" for value in one[key])
+            " → ".join("–" if value is None else f"{value:.2f}" for value in result[key])
             for key in ("accuracy", "accuracy_by_shadow")
         )
-        families = "; ".join(one["predicted"][:2]) + (
-            f"; {more} more" if (more := len(one["predicted"]) - 2) > 0 else ""
+        families = "; ".join(result["predicted"][:2]) + (
+            f"; {more} more" if (more := len(result["predicted"]) - 2) > 0 else ""
         )
-        form, share, _ = one["form"]
-        marks = [str(one[key]) if one[key] is not None else "–" for key in ("opened", "noticed")]
+        form, share, _ = result["form"]
+        marks = [str(result[key]) if result[key] is not None else "–" for key in ("opened", "noticed")]
         words = "" if form is None else f"{form!r} {share:.0%}"
-        table.add_row(name, families or "–", accuracy, shadow, "yes" if one["exploited"] else "no", *marks, words)
+        table.add_row(name, families or "–", accuracy, shadow, "yes" if result["exploited"] else "no", *marks, words)
     Console(width=200).print(table)
 
 

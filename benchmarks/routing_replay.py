@@ -106,8 +106,8 @@ def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed:
     found: dict[int, list[Generated]] = {}
 
     async def responses() -> None:
-        async for one in client.generate(requests, params):
-            found.setdefault(one.prompt, []).append(one)
+        async for response in client.generate(requests, params):
+            found.setdefault(response.prompt, []).append(response)
         await client.aclose()
 
     with started_engine(scratch, folder, dtype="bfloat16") as (_, client):
@@ -116,14 +116,14 @@ def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed:
 
 
 def group_of(place: int, prompt: list[int], answers: Sequence[Generated]) -> TokenTree:
-    parts = [one.response_experts for one in answers if one.response_experts is not None]
+    parts = [answer.response_experts for answer in answers if answer.response_experts is not None]
     assert answers[0].prompt_experts is not None and len(parts) == len(answers)
     return answers_tree(
         f"g{place}",
         prompt,
-        [len(one.output_ids) for one in answers],
-        np.concatenate([one.output_ids for one in answers]),
-        logprobs=np.concatenate([one.logprobs for one in answers]),
+        [len(answer.output_ids) for answer in answers],
+        np.concatenate([answer.output_ids for answer in answers]),
+        logprobs=np.concatenate([answer.logprobs for answer in answers]),
         routed_experts=np.concatenate([answers[0].prompt_experts, *parts]),
     )
 
@@ -187,7 +187,7 @@ def table(rows: Sequence[Row]) -> str:
         "| model | seed | tokens | rerouted | max gap, own routing | with replay | fall | mean, own | with replay |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda one: (one.model, one.seed)):
+    for row in sorted(rows, key=lambda result: (result.model, result.seed)):
         lines.append(
             f"| {row.model} | {row.seed} | {row.tokens} | {row.rerouted:.1%} | {row.max_own:.3f} | "
             f"{row.max_replayed:.3f} | {row.fall:.1f}x | {row.mean_own:.4f} | {row.mean_replayed:.4f} |"

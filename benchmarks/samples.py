@@ -82,7 +82,7 @@ def _tree(index: int, answer_tokens: int) -> TokenTree:
 
 
 def _group(tree: TokenTree, columns: dict[str, bytes]) -> Group:
-    uids = [one.uid for one in tree.episodes]
+    uids = [episode.uid for episode in tree.episodes]
     return Group(group_uid=tree.group_uid, index=0, uids=uids, versions=[3] * ANSWERS, columns=columns)
 
 

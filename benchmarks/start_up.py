@@ -181,14 +181,14 @@ def _await(live: LiveRun, found: Callable[[], float | None]) -> float:
 
 def table(title: str, phases: Sequence[Phase]) -> str:
     """Returns the medians of several starts, or of several recoveries, by process."""
-    seconds = sorted(one.seconds for one in phases)
-    total = median(sum(one.cpu_s.values()) for one in phases)
+    seconds = sorted(start_phase.seconds for start_phase in phases)
+    total = median(sum(start_phase.cpu_s.values()) for start_phase in phases)
     lines = [f"{title}: {median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f}), {total:.1f} CPU seconds"]
     lines += ["| process | born after, s | CPU seconds |", "|---|---|---|"]
-    names = {name: None for one in phases for name in one.cpu_s}
-    cpu_s = {name: median(one.cpu_s.get(name, 0.0) for one in phases) for name in names}
+    names = {name: None for start_phase in phases for name in start_phase.cpu_s}
+    cpu_s = {name: median(start_phase.cpu_s.get(name, 0.0) for start_phase in phases) for name in names}
     for name in sorted(names, key=lambda name: -cpu_s[name]):
-        born = [one.born[name] for one in phases if name in one.born]
+        born = [start_phase.born[name] for start_phase in phases if name in start_phase.born]
         lines.append(f"| {name} | {f'{median(born):.1f}' if born else ''} | {cpu_s[name]:.2f} |")
     return "\n".join(lines)
 
@@ -206,9 +206,11 @@ def main() -> int:
             start, after = measure(Path(folder) / "run", kills=arguments.kills, overrides=arguments.overrides)
         starts.append(start)
         recoveries += after
-        words = ", ".join(f"{one.seconds:.1f} s and {sum(one.cpu_s.values()):.1f} CPU s" for one in (start, *after))
+        words = ", ".join(
+            f"{begun.seconds:.1f} s and {sum(begun.cpu_s.values()):.1f} CPU s" for begun in (start, *after)
+        )
         print(f"run {number + 1}: {words} (load {os.getloadavg()[0]:.1f})", flush=True)
-    print(f"first token: {median(one.token_s for one in starts):.1f} s")
+    print(f"first token: {median(begun.token_s for begun in starts):.1f} s")
     print(table("first train step", starts))
     if recoveries:
         print(table("a train step after the trainer's loss", recoveries))

@@ -63,7 +63,7 @@ class Case:
     @property
     def others(self) -> list[Straggler]:
         """Returns the false alarms."""
-        return [one for one in self.told if one.who != self.who or one.to_step < self.began]
+        return [straggler for straggler in self.told if straggler.who != self.who or straggler.to_step < self.began]
 
     @property
     def good(self) -> bool:
@@ -137,8 +137,8 @@ def run_case(kind: str, given: argparse.Namespace, *, seed: int) -> Case:
             named_at = None
             while named_at is None and step_of(live.folder) < began + MORE_STEPS:
                 time.sleep(LOOK_S)
-                records = [one for one in read_metrics(live.folder) if one.source == STRAGGLER]
-                named_at = next((one.step for one in records if f"{who}/slower" in one.values), None)
+                records = [record for record in read_metrics(live.folder) if record.source == STRAGGLER]
+                named_at = next((record.step for record in records if f"{who}/slower" in record.values), None)
         return _ended(live, given, who=who, began=began, named_at=named_at)
 
 
@@ -167,9 +167,12 @@ def _print_times(folder: Path) -> None:
     """Prints the duration of the steps, and the time of the ranks' own work in them."""
     records = read_metrics(folder)
     steps = [values["step_ms"] for values in by_step(records, ACTOR).values()]
-    names = sorted({name.split("/")[0] for one in records if one.source == RANK for name in one.values})
+    names = sorted({name.split("/")[0] for record in records if record.source == RANK for name in record.values})
     own = {
-        name: [sum(one.get(f"{name}/{part}_ms", 0.0) for part in ("pack", "forward", "sums", "backward")) for one in of]
+        name: [
+            sum(record.get(f"{name}/{part}_ms", 0.0) for part in ("pack", "forward", "sums", "backward"))
+            for record in of
+        ]
         for of in [list(by_step(records, RANK).values())]
         for name in names
     }
@@ -201,8 +204,8 @@ def main() -> int:
             what = "undisturbed" if not case.who else f"{case.who} slowed from step {case.began} on"
             when = "" if not case.who else f": reported after {case.named_after} steps"
             print(f"  {kind} {run + 1}: {what}{when}; {len(case.others)} false alarms", flush=True)
-            for one in case.told:
-                print(f"    {straggler_words(one)}", flush=True)
+            for straggler in case.told:
+                print(f"    {straggler_words(straggler)}", flush=True)
         print(f"{kind}: {good} of {given.runs} good", flush=True)
         missed += given.runs - good
     return 1 if missed else 0

@@ -146,7 +146,7 @@ def single_figures(steps: Sequence[Mapping[str, float]], *, skipped: int = SKIPP
     measured = steps[skipped:]
     parts = {"step": "step_ms", "engine": "generate_ms", "reward": "reward_ms", "train": "train_ms"}
     return _speed(measured) | {
-        part: median(one[name] for one in measured) for part, name in parts.items() if name in measured[0]
+        part: median(record[name] for record in measured) for part, name in parts.items() if name in measured[0]
     }
 
 
@@ -164,31 +164,33 @@ def run_figures(
     # The last step requests no rows for a next one, so its time differs.
     steps = sorted(actor)[skipped:-1]
     prompt_batches = [rollout[step] for step in steps if step in rollout]
-    sync, other = [], []
+    sync, rest_ms = [], []
     for step in steps:
-        one = actor[step]
-        sync.append(one["sync_ms"] + (one["push_ms"] if name == STRICT else 0.0))
+        record = actor[step]
+        sync.append(record["sync_ms"] + (record["push_ms"] if name == STRICT else 0.0))
         on_path = 0.0 if name in (ASYNC, ASYNC_2) else rollout[step]["engine_ms"] + rollout[step]["reward_ms"]
-        other.append(one["step_ms"] - one["train_ms"] - sync[-1] - on_path)
+        rest_ms.append(record["step_ms"] - record["train_ms"] - sync[-1] - on_path)
     return _speed([actor[step] for step in steps]) | {
         "step": median(actor[step]["step_ms"] for step in steps),
-        "engine": median(one["engine_ms"] for one in prompt_batches),
-        "reward": median(one["reward_ms"] for one in prompt_batches),
+        "engine": median(batch["engine_ms"] for batch in prompt_batches),
+        "reward": median(batch["reward_ms"] for batch in prompt_batches),
         "train": median(actor[step]["train_ms"] for step in steps),
         "sync": median(sync),
-        "bus+control": median(other),
+        "bus+control": median(rest_ms),
         "of which bus": median(actor[step]["bus_ms"] for step in steps),
         "of which wait": median(actor[step]["wait_ms"] for step in steps),
-        "control+bus+sync": median(a + b for a, b in zip(sync, other, strict=True)),
+        "control+bus+sync": median(a + b for a, b in zip(sync, rest_ms, strict=True)),
     }
 
 
 def _speed(measured: Sequence[Mapping[str, float]]) -> Figures:
     """Returns rates: ``samples/s`` of the median step, the others over the whole time with slow steps."""
-    samples, tokens, milliseconds = (sum(one[name] for one in measured) for name in ("samples", "tokens", "step_ms"))
+    samples, tokens, milliseconds = (
+        sum(record[name] for record in measured) for name in ("samples", "tokens", "step_ms")
+    )
     return {
         "tokens/s": 1e3 * tokens / milliseconds,
-        "samples/s": median(1e3 * one["samples"] / one["step_ms"] for one in measured),
+        "samples/s": median(1e3 * record["samples"] / record["step_ms"] for record in measured),
         "samples/s, mean": 1e3 * samples / milliseconds,
     }
 

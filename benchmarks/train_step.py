@@ -173,8 +173,8 @@ def trees(folder: Path, *, rounds: int) -> dict[str, object]:
     result = measure(f"{len(rows)} segments", ways, tokens=_tokens([deep]), rounds=rounds)
     told = tell([result])
     every, once = Counts.of(rows), Counts.of([deep])
-    for name, each in asdict(every).items():
-        print(f"{name:16}{each:>14,} → {getattr(once, name):>11,}  {each / getattr(once, name):5.2f}×")
+    for name, count in asdict(every).items():
+        print(f"{name:16}{count:>14,} → {getattr(once, name):>11,}  {count / getattr(once, name):5.2f}×")
     allowed = every.flops(size) / once.flops(size)
     share = result.ratio("tree", "tokens/s", base="sequences") / allowed
     print(f"the counts allow {allowed:.2f}×, of which {share:.0%} is reached")
@@ -185,8 +185,8 @@ def memory() -> list[dict[str, float]]:
     """Measures the memory peaks of a step with one answer and with 16."""
     found = [step_memory(answers) for answers in (1, 16)]
     print("\nmemory of one step")
-    for one in found:
-        print(f"{one['answers']:5.0f} answers {one['peak_mb']:8,.0f} MiB  {one['peak_mb'] / found[0]['peak_mb']:.3f}×")
+    for row in found:
+        print(f"{row['answers']:5.0f} answers {row['peak_mb']:8,.0f} MiB  {row['peak_mb'] / found[0]['peak_mb']:.3f}×")
     return found
 
 
@@ -210,8 +210,8 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
 
 def check_norms(found: Comparison, ways: Iterable[str], *, reach: float = NORM_REACH) -> None:
     """Raises AssertionError if the gradient norm of a way differs from that of the first way by ``reach`` or more."""
-    first, *others = ways
-    for way in others:
+    first, *other_ways = ways
+    for way in other_ways:
         off = max(abs(ratio - 1) for ratio in found.ratios(way, "gradient norm", base=first))
         assert off < reach, f"{found.title}: the gradient of {way} differs from that of {first} by {off:.0e}"
 
@@ -238,9 +238,9 @@ def _tokens(groups: Sequence[TokenTree]) -> int:
 def tell(found: Iterator[Comparison] | Sequence[Comparison]) -> dict[str, object]:
     """Prints each comparison as soon as it is finished and returns the metrics of all rounds."""
     told: dict[str, object] = {}
-    for one in found:
-        print(one.table(base=next(iter(one.found)), ratio_of=["tokens/s"]), flush=True)
-        told[one.title] = one.found
+    for comparison in found:
+        print(comparison.table(base=next(iter(comparison.found)), ratio_of=["tokens/s"]), flush=True)
+        told[comparison.title] = comparison.found
     return told
 
 

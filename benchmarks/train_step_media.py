@@ -180,7 +180,7 @@ class SeeingSteps:
 
         start = time.process_time()
         for group in groups:
-            items = [one.item for one in group.media]
+            items = [medium.item for medium in group.media]
             frames = [self.reader.tensors(item)["frames"] for item in items]
             output = pass_items(module, self.tower, frames, [item.grid for item in items])
             torch.stack([output.features, *output.deepstack]).sum().backward()
@@ -199,7 +199,7 @@ def language(folder: Path, *, rounds: int) -> Comparison:
     lengths = np.full((LANGUAGE_GROUPS, LANGUAGE_ANSWERS), ANSWER)
     size = SIZES["dense"]
     plain = make_groups(lengths, prompt=trunk, vocabulary=size.vocabulary)
-    assert [one.computed_rows for one in plain] == [one.computed_rows for one in groups]
+    assert [tree.computed_rows for tree in plain] == [tree.computed_rows for tree in groups]
     seeing, text = steps.ours(), Ours(write_model(folder / "text", size), family="qwen3")
     budget = groups[0].computed_rows
     ways: dict[str, Callable[[], float]] = {
@@ -209,7 +209,7 @@ def language(folder: Path, *, rounds: int) -> Comparison:
     }
     title = f"{LANGUAGE_GROUPS} groups of {budget:,} rows, {LANGUAGE_IMAGES} images each"
     found = take_turns(title, {name: partial(_figures, way) for name, way in ways.items()}, rounds=rounds)
-    seconds = [[one["seconds"] for one in found.found[name]] for name in ("text", "pictures", "tower")]
+    seconds = [[figures["seconds"] for figures in found.found[name]] for name in ("text", "pictures", "tower")]
     ratios = [(pictures - tower) / plain_s for plain_s, pictures, tower in zip(*seconds, strict=True)]
     print(found.table(base="text", ratio_of=["seconds"]))
     print(f"language part over a text step: {median(ratios):.3f}, at most {LANGUAGE_BOUND:.2f} is wanted", flush=True)

@@ -279,13 +279,13 @@ def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]
     found = []
     for group in groups:
         of_rows: np.ndarray | None = None
-        for row, one in zip(as_rows([group]), group.episodes, strict=True):
+        for row, episode in zip(as_rows([group]), group.episodes, strict=True):
             with torch.no_grad():
                 logits = model(input_ids=_sequence(row)[None], output_router_logits=True).router_logits
             experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).to(torch.uint8).numpy()
             if of_rows is None:
                 of_rows = np.zeros((group.rows, *experts.shape[1:]), dtype=np.uint8)
-            path = group.path(one.leaves[0])
+            path = group.path(episode.leaves[0])
             of_rows[path[:-1]] = experts
         assert of_rows is not None
         found.append(group.with_extras(routed_experts=of_rows))

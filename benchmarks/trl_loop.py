@@ -109,8 +109,8 @@ def _examples(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
             row = json.loads(line)
             yield row["prompt"], row["answer"]
     for index in count():
-        one = example(TASK, split="train", seed=given.seed, index=index)
-        yield one.prompt, one.answer
+        drawn_example = example(TASK, split="train", seed=given.seed, index=index)
+        yield drawn_example.prompt, drawn_example.answer
 
 
 def _reward_function(given: argparse.Namespace, tokens: list[float]) -> Callable[..., list[float]]:
@@ -131,7 +131,7 @@ def _reward_function(given: argparse.Namespace, tokens: list[float]) -> Callable
             RewardInput(response=completion[0]["content"], stopped=len(ids) < given.new_tokens, answer=wanted, row={})
             for completion, ids, wanted in zip(completions, others["completion_ids"], answer, strict=True)
         ]
-        return [float(score(one).reward or 0.0) for one in inputs]
+        return [float(score(reward_input).reward or 0.0) for reward_input in inputs]
 
     return rewards
 

@@ -86,7 +86,7 @@ def main() -> int:
     found = take_turns("two checkouts", ways, rounds=given.rounds, warm_up=False)
     print(f"new over old, {given.rounds} rounds")
     for figure in found.found[NEW][0]:
-        if all(figure in one for way in found.found.values() for one in way):
+        if all(figure in figures for way in found.found.values() for figures in way):
             old, new = found.median(OLD, figure), found.median(NEW, figure)
             print(f"  {figure:<44} {old:10.1f} to {new:10.1f}  {found.ratio(NEW, figure, base=OLD):.3f}")
     write_report(given.json, found)

@@ -76,7 +76,7 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def table(keys: Sequence[DocumentedKey]) -> list[str]:
     """Returns a table of keys, with their values in conf/ and their comments."""
-    rows = [(f"`{one.key}`", f"`{cell(one.value)}`" if one.value else "", cell(one.comment)) for one in keys]
+    rows = [(f"`{field.key}`", f"`{cell(field.value)}`" if field.value else "", cell(field.comment)) for field in keys]
     return grid(("Key", "Value", "Meaning"), rows)
 
 
@@ -124,13 +124,13 @@ def figure(value: str | int | float | None) -> str:
     return cell(value) if isinstance(value, str) else "" if value is None else f"{value:,}"
 
 
-def measured(one: Table) -> list[str]:
+def measured(measured_table: Table) -> list[str]:
     """Returns date and machine, the table and its notes."""
-    origin = "; ".join(filter(None, (str(one.date or ""), one.machine)))
-    columns = [cell(name) for name in one.columns]
+    origin = "; ".join(filter(None, (str(measured_table.date or ""), measured_table.machine)))
+    columns = [cell(name) for name in measured_table.columns]
     lines = [f"*{origin}*", ""] if origin else []
-    lines += grid(columns, ([figure(value) for value in row] for row in one.rows))
-    return [*lines, *(f"- {note}" for note in one.notes), ""]
+    lines += grid(columns, ([figure(value) for value in row] for row in measured_table.rows))
+    return [*lines, *(f"- {note}" for note in measured_table.notes), ""]
 
 
 def results() -> None:
@@ -138,16 +138,22 @@ def results() -> None:
     rows = []
     for file in sorted(RESULTS.glob("*.json")):
         try:
-            one = msgspec.json.decode(file.read_bytes(), type=Result)
+            result = msgspec.json.decode(file.read_bytes(), type=Result)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{file.relative_to(ROOT)}: {error}") from error
-        lines = [f"# {one.title}", "", one.summary, "", *([f"    {one.command}", ""] if one.command else [])]
-        lines += measured(one)
-        for part in one.tables:
+        lines = [
+            f"# {result.title}",
+            "",
+            result.summary,
+            "",
+            *([f"    {result.command}", ""] if result.command else []),
+        ]
+        lines += measured(result)
+        for part in result.tables:
             lines += [f"## {part.title}", "", *measured(part)]
         write(f"results/{file.stem}.md", lines)
-        newest = max((part.date for part in (one, *one.tables) if part.date), default=None)
-        rows.append((f"[{cell(one.title)}]({file.stem}.md)", cell(one.summary), str(newest or "")))
+        newest = max((part.date for part in (result, *result.tables) if part.date), default=None)
+        rows.append((f"[{cell(result.title)}]({file.stem}.md)", cell(result.summary), str(newest or "")))
     lines = ["# Results of the benchmarks", "", "[Performance](../performance.md) says how they are measured.", ""]
     write("results/index.md", [*lines, *grid(("Benchmark", "Result", "Newest date"), rows)])
 

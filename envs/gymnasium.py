@@ -113,10 +113,10 @@ def _plain(value: Any) -> Any:
         short = value.dtype.kind == "f" and value.dtype.itemsize < 8  # 0.1 and not 0.10000000149011612
         return (value.astype(str).astype(float) if short else value).tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as a graph
         return _plain(value._asdict())
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_plain(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def check(config: GymnasiumConfig) -> None:

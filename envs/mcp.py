@@ -77,11 +77,11 @@ class McpTools(BaseInteractionEnv):
     async def _result(self, call: ToolCall) -> str:
         offered = _offered(self._config)
         self._calls += 1
-        if (one := offered.get(call.name)) is None:
+        if (tool := offered.get(call.name)) is None:
             self._failed += 1
             return f"There is no tool {call.name!r}. The tools are: {', '.join(offered)}."
         failed, text = await asyncio.wrap_future(
-            in_thread(self._sessions.call(one.server, one.tool, dict(call.arguments)))
+            in_thread(self._sessions.call(tool.server, tool.tool, dict(call.arguments)))
         )
         self._failed += failed
         return text
@@ -89,7 +89,7 @@ class McpTools(BaseInteractionEnv):
 
 def tools(row: Mapping[str, Any], config: McpConfig) -> Sequence[dict[str, Any]]:
     """Returns the tools of all servers, which are queried once per process."""
-    return [one.schema for one in _offered(config).values()]
+    return [tool.schema for tool in _offered(config).values()]
 
 
 _known: dict[str, dict[str, _Offered]] = {}
@@ -103,7 +103,7 @@ def _offered(config: McpConfig) -> dict[str, _Offered]:
     """
     if not config.servers:
         raise ValueError(_NO_SERVER)
-    key = json.dumps({name: asdict(one) for name, one in config.servers.items()}, sort_keys=True)
+    key = json.dumps({name: asdict(server) for name, server in config.servers.items()}, sort_keys=True)
     with _asking:
         if key not in _known:
             asking = in_thread(listed_tools(config.servers))

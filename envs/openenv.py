@@ -85,7 +85,9 @@ class OpenEnvEpisode(BaseInteractionEnv):
         if action.parse_error:
             return StepResult(observation=action.parse_error)
         as_tool = self._config.text_field is None
-        call = next((one for one in action.tool_calls if one.name == _TOOL), None) if as_tool else None
+        call = (
+            next((tool_call for tool_call in action.tool_calls if tool_call.name == _TOOL), None) if as_tool else None
+        )
         if as_tool and call is None:
             return StepResult(observation=f"Call the tool {_TOOL}, which is the only way to act.")
         given = dict(call.arguments) if call else {str(self._config.text_field): action.content or action.text}
@@ -156,12 +158,12 @@ class OpenEnvEpisode(BaseInteractionEnv):
         """Returns an observation as a user message, or as the results of all calls of the action."""
         if not action.tool_calls:
             return text
-        first = next(place for place, one in enumerate(action.tool_calls) if one.name == _TOOL)
+        first = next(place for place, call in enumerate(action.tool_calls) if call.name == _TOOL)
         words = [text if place == first else "One call at a time." for place in range(len(action.tool_calls))]
-        return [{"role": "tool", "content": one} for one in words]
+        return [{"role": "tool", "content": word} for word in words]
 
     def _shown(self, told: Mapping[str, Any]) -> str:
-        observation = {name: one for name, one in (told.get("observation") or {}).items() if name != "metadata"}
+        observation = {name: inner for name, inner in (told.get("observation") or {}).items() if name != "metadata"}
         name = self._config.observation_field
         if name is None:
             return json.dumps(observation, ensure_ascii=False)
@@ -197,7 +199,7 @@ def _schema(config: OpenEnvConfig) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         how = proxy_words(address)
         raise ValueError(f"env.url={config.url}: {address}{how} gives no schema of an action: {error}") from error
-    fields = {name: one for name, one in action.get("properties", {}).items() if name != "metadata"}
+    fields = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
     return {**action, "properties": fields}
 
 

@@ -122,7 +122,11 @@ def _checked(box: Box, picture: Image) -> Box:
 
 def _pictures(prompt: Any) -> list[MediaSource]:
     """Returns the pictures of a row's prompt; raises `ToolMistake` if it has none."""
-    parts = [] if isinstance(prompt, str) else [one["content"] for one in prompt if not isinstance(one["content"], str)]
+    parts = (
+        []
+        if isinstance(prompt, str)
+        else [message["content"] for message in prompt if not isinstance(message["content"], str)]
+    )
     found = [part["image"] for content in parts for part in content if part["type"] == "image"]
     if not found:
         raise ToolMistake("There is no picture here.")

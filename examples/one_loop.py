@@ -131,7 +131,7 @@ class Loop:
         with a reason, and the bus admits another group for it.
         """
         while missing := self.config.rollout.prompts_per_step - self.bus.progress().waiting:
-            prompts = [self.prompt(one) for one in self.bus.admit(missing)]
+            prompts = [self.prompt(admission) for admission in self.bus.admit(missing)]
             async with asyncio.TaskGroup() as tasks:
                 async for prompt, episodes in player.groups(prompts, tasks):
                     assert not isinstance(episodes, BadRow), "only an env of several turns finds a bad row this late"
@@ -187,11 +187,11 @@ class Loop:
 
 
 def figures_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> StepFigures:
-    episodes = [one for tree in trees for one in tree.episodes]
+    episodes = [episode for tree in trees for episode in tree.episodes]
     return StepFigures(
         step=step,
-        reward=float(np.mean([one.reward for one in episodes])),
-        exact=float(np.mean([one.parts["exact"] for one in episodes])),
+        reward=float(np.mean([episode.reward for episode in episodes])),
+        exact=float(np.mean([episode.parts["exact"] for episode in episodes])),
         versions={int(version) for tree in trees for version in np.unique(tree.versions[tree.loss_mask])},
         logprob_gap=metrics.logprob_gap_max,
         ratio=metrics.algorithm["ratio"],

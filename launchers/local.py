@@ -105,9 +105,9 @@ def make_run_folder(config: RelaxConfig) -> Path:
 
 def _newest_beside(folder: Path, *, label: str) -> Path | None:
     """Returns the newest folder next to ``folder`` with a checkpoint and a name that ends with ``label``."""
-    labelled = [one for one in folder.parent.glob("*/") if one.name.endswith(label)]
-    newest_first = sorted(labelled, key=lambda one: one.stat().st_mtime, reverse=True)
-    return next((one for one in newest_first if has_checkpoint(one / "checkpoints")), None)
+    labelled = [path for path in folder.parent.glob("*/") if path.name.endswith(label)]
+    newest_first = sorted(labelled, key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in newest_first if has_checkpoint(path / "checkpoints")), None)
 
 
 def _made(folder: Path, *, exist_ok: bool) -> Path:

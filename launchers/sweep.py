@@ -90,7 +90,7 @@ class Sweep:
 
     def _keep(self, run: SweepRun, folder: Path) -> SweepRun:
         if self._folder is None:
-            self._folder = next(one for one in numbered(folder) if not (one / SWEEP_FILE).exists())
+            self._folder = next(candidate for candidate in numbered(folder) if not (candidate / SWEEP_FILE).exists())
         run.number = len(self._runs)
         self._runs.append(run)
         return run

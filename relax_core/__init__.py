@@ -41,8 +41,8 @@ class _OwnPackages(MetaPathFinder):
             return None
         assert spec.submodule_search_locations is not None, f"{fullname} is a package"
         folders = (os.path.join(entry or os.getcwd(), fullname) for entry in sys.path)
-        others = [folder for folder in folders if os.path.isdir(folder)]
-        spec.submodule_search_locations = list(dict.fromkeys([*spec.submodule_search_locations, *others]))
+        existing = [folder for folder in folders if os.path.isdir(folder)]
+        spec.submodule_search_locations = list(dict.fromkeys([*spec.submodule_search_locations, *existing]))
         return spec
 
 

@@ -194,7 +194,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 def data_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields an error for a task or files that cannot be used or have too many unusable rows (`look_at_data`)."""
     data, new_tokens = config.data, config.rollout.max_new_tokens
-    given = sum(one is not None for one in (data.task, data.path, data.paths)) + names_plugin(data)
+    given = sum(setting is not None for setting in (data.task, data.path, data.paths)) + names_plugin(data)
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
         return  # config/ has reported it
     if data.mix is not None and mix_problem(data.mix):

@@ -23,7 +23,7 @@ def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
     rewards = [reward for reward in given.turn_rewards if reward is not None]
     if not rewards and given.ended in ("", "env_done"):
         return RewardOutput(reward=None, reason="the env gave no reward: use a reward that scores the conversation")
-    why = "turns: " + ", ".join("none" if one is None else f"{one:g}" for one in given.turn_rewards)
+    why = "turns: " + ", ".join("none" if reward is None else f"{reward:g}" for reward in given.turn_rewards)
     return RewardOutput(reward=sum(rewards), exact=sum(rewards) == 1.0, why=why)
 
 

@@ -140,10 +140,12 @@ def is_equal(reference: Sequence[Any], found: Sequence[Any], *, evaluate: bool) 
     If one side has a percent sign, its number is compared: 28% is right for 28, and 8400% is wrong for 84. With
     ``evaluate`` a hundredth of the number also counts.
     """
-    numbers = [_without_percent(one[0]) for one in (reference, found)]
+    numbers = [_without_percent(value[0]) for value in (reference, found)]
     if numbers == [None, None]:
         return _is_same(reference, found)
-    plain = [[one[0] if number is None else number] for one, number in zip((reference, found), numbers, strict=True)]
+    plain = [
+        [value[0] if number is None else number] for value, number in zip((reference, found), numbers, strict=True)
+    ]
     return _is_same(*plain) or (evaluate and None in numbers and _is_same(reference, found))
 
 
@@ -209,7 +211,7 @@ def _written(found: Sequence[object]) -> str:
 
     math-verify puts the parsed expression first; printing it could take as long as computing it.
     """
-    return "".join(next((one for one in reversed(found) if isinstance(one, str)), "").split())
+    return "".join(next((text for text in reversed(found) if isinstance(text, str)), "").split())
 
 
 SPEC = RewardSpec(

@@ -55,7 +55,7 @@ class _Watch:
         from sympy.polys.monomials import MonomialOps
 
         lambdify = sys.modules["sympy.utilities.lambdify"]  # the package has its function by the same name
-        commands = (one for *_, of_module in lambdify.MODULES.values() for one in of_module)
+        commands = (name for *_, of_module in lambdify.MODULES.values() for name in of_module)
         self._imports = frozenset([*commands, "from sympy import *"])
         self._own = MonomialOps._build.__code__
         self.on = False

@@ -107,9 +107,9 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
-        return {str(name): _as_json(one) for name, one in value.items()}
+        return {str(name): _as_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_as_json(one) for one in value]
+        return [_as_json(element) for element in value]
     return _as_json(value.tolist()) if hasattr(value, "tolist") else value  # of numpy
 
 
@@ -128,7 +128,7 @@ def _output(body: bytes, config: RemoteConfig) -> RewardOutput:
     return RewardOutput(
         reward=float(value),
         exact=bool(fields.get("exact", value == 1)),
-        parts={key: float(one) for key, one in fields.items() if key not in known and _is_number(one)} or None,
+        parts={key: float(field) for key, field in fields.items() if key not in known and _is_number(field)} or None,
         why=str(fields.get("why", "")),
     )
 

@@ -161,7 +161,7 @@ class _Visitor(ast.NodeVisitor):
             return isinstance(node.func.value, ast.Attribute) and node.func.value.attr in STREAMS
         if last not in METHODS or _is_class(node.func.value) or (last == "get" and len(node.args) > 1):
             return False
-        if any(one.arg is not None and one.arg.endswith("_s") for one in node.keywords):
+        if any(keyword.arg is not None and keyword.arg.endswith("_s") for keyword in node.keywords):
             return False  # a method of Relax with a deadline in seconds, under another name
         if "False" in [_keyword(node, key) for key in NOT_WAITING] + [ast.unparse(first) for first in node.args[:1]]:
             return False
@@ -188,7 +188,7 @@ _BY_LAST_NAME = {"init_process_group", "new_group", "initialize_model_parallel",
 
 def _has_deadline(node: ast.Call, keyword: str, positional: int | None) -> bool:
     given = _keyword(node, keyword) or (_keyword(node, "timeout_s") if keyword == "timeout" else None)
-    if given is None and any(one.arg is None for one in node.keywords):
+    if given is None and any(option.arg is None for option in node.keywords):
         return True  # **options may have a deadline; not checked
     if given is None and positional is not None and len(node.args) >= positional:
         given = ast.unparse(node.args[positional - 1])
@@ -196,7 +196,7 @@ def _has_deadline(node: ast.Call, keyword: str, positional: int | None) -> bool:
 
 
 def _keyword(node: ast.Call, name: str) -> str | None:
-    return next((ast.unparse(one.value) for one in node.keywords if one.arg == name), None)
+    return next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == name), None)
 
 
 def _is_class(node: ast.expr) -> bool:

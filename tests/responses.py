@@ -36,9 +36,9 @@ def response(
         np.array([-0.5] * len(ids) if logprobs is None else logprobs, dtype=np.float32),
         np.array([versions] * len(ids) if isinstance(versions, int) else versions, dtype=np.int32),
     ]
-    assert len({len(one) for one in arrays}) == 1
-    for one in arrays:
-        one.flags.writeable = False
+    assert len({len(array) for array in arrays}) == 1
+    for array in arrays:
+        array.flags.writeable = False
     return Generated(
         rid=rid,
         prompt=prompt,
@@ -75,8 +75,8 @@ def scored(
     request = PromptRequest(rid=uid, input_ids=list(prompt_ids), sampling_seed=0)
     episodes = one_turn_episodes(uid, request, responses, tokenizer=NoText())  # type: ignore[arg-type]
     of = {int(episode.uid.rsplit(".", 1)[1]): episode for episode in episodes}
-    for one, reward in zip(responses, rewards, strict=True):
-        of[one.sample].output = reward if isinstance(reward, RewardOutput) else RewardOutput(reward=reward)
+    for generated, reward in zip(responses, rewards, strict=True):
+        of[generated.sample].output = reward if isinstance(reward, RewardOutput) else RewardOutput(reward=reward)
     return episodes
 
 
@@ -86,20 +86,24 @@ def admitted(index: int, row: DataRow, *, rid: str, evaluation: str = "") -> Adm
     return AdmittedPrompt(index=index, row=row, where=f"row {index}", request=request, evaluation=evaluation)
 
 
-def content(one: Generated) -> dict[str, object]:
+def content(generated: Generated) -> dict[str, object]:
     """Returns the fields of a response for bitwise comparison by ``==``: arrays as dtype, shape and bytes.
 
     The times of queue and prefill are left out, because they always differ.
     """
-    fields = msgspec.structs.asdict(msgspec.structs.replace(one, prefill_ms=0.0, queue_ms=0.0))
+    fields = msgspec.structs.asdict(msgspec.structs.replace(generated, prefill_ms=0.0, queue_ms=0.0))
     return {
         name: (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
         for name, value in fields.items()
     }
 
 
-def check_arrays(one: Generated, *, ids: Sequence[int], versions: Sequence[int]) -> None:
+def check_arrays(generated: Generated, *, ids: Sequence[int], versions: Sequence[int]) -> None:
     """Asserts these ids and versions in read-only arrays of the contract's types, with a log-prob for each token."""
-    for array, dtype in ((one.output_ids, np.int32), (one.logprobs, np.float32), (one.versions, np.int32)):
+    for array, dtype in (
+        (generated.output_ids, np.int32),
+        (generated.logprobs, np.float32),
+        (generated.versions, np.int32),
+    ):
         assert array.dtype == dtype and array.shape == (len(ids),) and not array.flags.writeable
-    assert (one.output_ids.tolist(), one.versions.tolist()) == (list(ids), list(versions))
+    assert (generated.output_ids.tolist(), generated.versions.tolist()) == (list(ids), list(versions))

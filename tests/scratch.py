@@ -67,7 +67,9 @@ class Scratch:
         self._undo.close()
 
     def _names(self) -> dict[str, None]:
-        inside = (path for path in self.folder.iterdir() if not any(fnmatch.fnmatch(path.name, one) for one in STAYS))
+        inside = (
+            path for path in self.folder.iterdir() if not any(fnmatch.fnmatch(path.name, pattern) for pattern in STAYS)
+        )
         return dict.fromkeys(map(str, [*inside, *self._shared_memory()]))
 
     def _shared_memory(self) -> Iterator[Path]:

@@ -19,12 +19,14 @@ def words(findings: list[Finding]) -> str:
 
 
 def test_every_wait_has_a_deadline_or_a_reason() -> None:
-    unexplained = [one for one in unbounded_waits_below(ROOT, FOLDERS) if (one.file, one.function) not in REASONS]
+    unexplained = [
+        finding for finding in unbounded_waits_below(ROOT, FOLDERS) if (finding.file, finding.function) not in REASONS
+    ]
     assert not unexplained, f"give these a deadline that names its blocker:\n{words(unexplained)}"
 
 
 def test_no_reason_outlives_its_wait() -> None:
-    found = {(one.file, one.function) for one in unbounded_waits_below(ROOT, FOLDERS)}
+    found = {(finding.file, finding.function) for finding in unbounded_waits_below(ROOT, FOLDERS)}
     assert not REASONS.keys() - found, "these functions no longer wait without a deadline: remove their reasons"
 
 

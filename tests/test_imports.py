@@ -179,8 +179,8 @@ def test_no_core_file_names_a_plug_in() -> None:
     """Plug-ins are found only by names in the configuration. Longer texts, such as help pages, may mention them."""
     # `env` is a kind and also a reward's name; `agent` is an env's name and also a section and a field of an env's
     # SPEC.
-    others = {*KINDS, LANGUAGE, "agent"}
-    named = {name for kind in KINDS for name in names(kind)} - others
+    neutral = {*KINDS, LANGUAGE, "agent"}
+    named = {name for kind in KINDS for name in names(kind)} - neutral
     found = {
         (str(file.relative_to(REPOSITORY)), node.value)
         for module, file in sources().items()

@@ -38,7 +38,9 @@ def test_ray_listens_on_loopback_only(tmp_path: Path) -> None:
         [sys.executable, "-c", SESSION, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    addresses = [ipaddress.ip_address(one) for one in json.loads(done.stdout.splitlines()[-1])]
+    addresses = [ipaddress.ip_address(address) for address in json.loads(done.stdout.splitlines()[-1])]
     assert addresses, "Ray listens somewhere"
-    beyond = [str(one) for one in addresses if not (getattr(one, "ipv4_mapped", None) or one).is_loopback]
+    beyond = [
+        str(address) for address in addresses if not (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    ]
     assert not beyond, f"Ray listens on {beyond}"

@@ -36,13 +36,15 @@ def test_the_loop_is_strictly_on_policy_needs_no_ray_and_leaves_nothing(tmp_path
     assert "torch" in imported and "ray" not in imported
     *steps, books = ran.stdout.splitlines()
     told = [figures(line) for line in steps]
-    assert [one["step"] for one in told] == [str(step) for step in range(STEPS)]
-    for step, one in enumerate(told):
-        assert one["sampled by weights"] == f"{{{step}}}", "step t trains samples of weight version t"
-        assert 0.0 < float(one["log-prob gap"]) <= 2e-5
-        assert float(one["ratio"]) == pytest.approx(1.0, abs=2e-5)
-        assert 0.2 < float(one["reward"]) < 0.6, "the tiny model begins between guessing and knowing"
+    assert [row["step"] for row in told] == [str(step) for step in range(STEPS)]
+    for step, row in enumerate(told):
+        assert row["sampled by weights"] == f"{{{step}}}", "step t trains samples of weight version t"
+        assert 0.0 < float(row["log-prob gap"]) <= 2e-5
+        assert float(row["ratio"]) == pytest.approx(1.0, abs=2e-5)
+        assert 0.2 < float(row["reward"]) < 0.6, "the tiny model begins between guessing and knowing"
     assert f"issued={STEPS * EPISODES}, trained={STEPS * EPISODES}, dropped={{}}, open=0" in books
     assert list(tmp_path.glob("relax*")) == []
-    left = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(one.info)]
+    left = [
+        process.info["cmdline"] for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info)
+    ]
     assert left == []

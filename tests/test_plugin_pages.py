@@ -85,7 +85,7 @@ def test_reward() -> None:
     config = load_config([f"reward.name={file}", "reward.target=3"]).reward
     score: Any = find_reward(file).score
     given = [RewardInput(response=text, stopped=True, answer="", row={}) for text in ("abc", "abcd")]
-    assert [score(one, config).reward for one in given] == [1.0, 0.0]
+    assert [score(reward_input, config).reward for reward_input in given] == [1.0, 0.0]
     with pytest.raises(ConfigError, match=r"reward.target=0: an answer has at least one character"):
         load_config([f"reward.name={file}", "reward.target=0"])
 

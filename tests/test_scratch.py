@@ -28,44 +28,44 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scratch]:
+def own_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scratch]:
     monkeypatch.setattr(scratch, "GONE_S", 0.0)
-    one = Scratch()
-    yield one
-    if one.folder.exists():
-        one.close()
+    made = Scratch()
+    yield made
+    if made.folder.exists():
+        made.close()
 
 
-def test_nothing_left_is_nothing_told(one: Scratch) -> None:
-    assert one.left() == []
-    one.close()
-    assert not one.folder.exists()
+def test_nothing_left_is_nothing_told(own_scratch: Scratch) -> None:
+    assert own_scratch.left() == []
+    own_scratch.close()
+    assert not own_scratch.folder.exists()
 
 
-def test_folders_memory_and_processes_are_told_with_their_test(one: Scratch) -> None:
+def test_folders_memory_and_processes_are_told_with_their_test(own_scratch: Scratch) -> None:
     weights = SHARED_MEMORY / f"relax-0-{os.urandom(4).hex()}"
     weights.mkdir()
-    with owned(weights, f"a run, beside {one.folder}/rlx-1"):
+    with owned(weights, f"a run, beside {own_scratch.folder}/rlx-1"):
         pass
-    one.note("test_a")
-    (one.folder / "left").touch()
-    one.note("test_b")
-    environment = {**os.environ, "TMPDIR": str(one.folder), "PYTEST_CURRENT_TEST": "test_c (call)"}
+    own_scratch.note("test_a")
+    (own_scratch.folder / "left").touch()
+    own_scratch.note("test_b")
+    environment = {**os.environ, "TMPDIR": str(own_scratch.folder), "PYTEST_CURRENT_TEST": "test_c (call)"}
     with subprocess.Popen(["sleep", "600"], env=environment) as process:
-        assert one.left() == [
+        assert own_scratch.left() == [
             f"{weights}, first seen after test_a",
-            f"{one.folder}/left, first seen after test_b",
+            f"{own_scratch.folder}/left, first seen after test_b",
             f"process {process.pid}: sleep 600 (of test_c (call))",
         ]
-        one.close()
+        own_scratch.close()
     assert process.returncode == -signal.SIGKILL
-    assert not weights.exists() and not one.folder.exists()
+    assert not weights.exists() and not own_scratch.folder.exists()
 
 
-def test_a_killed_session_is_removed_by_the_next(one: Scratch) -> None:
+def test_a_killed_session_is_removed_by_the_next(own_scratch: Scratch) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     Scratch().close()
     folder = Path(killed.stdout.strip())
     assert not folder.exists() and not processes_in(folder)
-    assert one.folder.exists(), "this one lives"
+    assert own_scratch.folder.exists(), "this one lives"

@@ -76,7 +76,7 @@ def tree_of(row: Group) -> TokenTree:
 
 
 def rewards_of(tree: TokenTree) -> list[float | None]:
-    return [one.reward for one in tree.episodes]
+    return [episode.reward for episode in tree.episodes]
 
 
 def answer_ids(tree: TokenTree) -> np.ndarray:

@@ -44,8 +44,8 @@ def make_seeing_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, 
             if parameter.ndim == 1:
                 # In Qwen3.5 the norms of the language model multiply by 1 + weight, except those of delta nets.
                 centred = name in HYBRIDS and "language_model" in label and "linear_attn" not in label
-                one = 1.0 if "norm" in label and not centred else 0.0
-                parameter.copy_(one + 0.2 * torch.randn_like(parameter))
+                centre = 1.0 if "norm" in label and not centred else 0.0
+                parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
             elif label.endswith("conv1d.weight"):
                 parameter.normal_(std=0.5)
             else:
@@ -118,7 +118,7 @@ class Seen:
             ("image", "pixel_values", "image_grid_thw"),
             ("video", "pixel_values_videos", "video_grid_thw"),
         ):
-            items = [one.item for one in media if one.item.kind == kind]
+            items = [medium.item for medium in media if medium.item.kind == kind]
             if items:
                 patches = [patches_of(reader.tensors(item)["frames"], self.tower) for item in items]
                 given[pixels] = torch.cat(patches)

@@ -51,9 +51,9 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
         centred = centred / (values.std(correction=1) + std_epsilon)
     elif deviation == "others":
         for index in range(count if count > 2 else 0):  # one other reward has no deviation
-            others = values[[other for other in range(count) if other != index]]
-            std = others.std(correction=1)
-            if std > ROUNDING * others.abs().max():
+            peers = values[[peer for peer in range(count) if peer != index]]
+            std = peers.std(correction=1)
+            if std > ROUNDING * peers.abs().max():
                 centred[index] = (centred[index] / (std + std_epsilon)).clamp(-LARGEST_OF_OTHERS, LARGEST_OF_OTHERS)
     return centred.float()
 

@@ -24,14 +24,16 @@ def normalize_weights(
     if config.correction != "tis_normalized":
         return list(advantages)
     weights = []
-    for one in inputs:
-        assert one.old_logprobs is not None and one.rollout_logprobs is not None, "requirements() requests both"
+    for group_input in inputs:
+        assert group_input.old_logprobs is not None and group_input.rollout_logprobs is not None, (
+            "requirements() requests both"
+        )
         of_tokens, _ = F.correction_weights(
-            old_logprobs=one.old_logprobs,
-            rollout_logprobs=one.rollout_logprobs,
-            loss_mask=one.loss_mask,
-            sample_ids=one.sample_ids,
-            num_samples=one.rewards.numel(),
+            old_logprobs=group_input.old_logprobs,
+            rollout_logprobs=group_input.rollout_logprobs,
+            loss_mask=group_input.loss_mask,
+            sample_ids=group_input.sample_ids,
+            num_samples=group_input.rewards.numel(),
             method=config.correction,
             level=config.correction_level,
             low=config.correction_low,
@@ -40,9 +42,9 @@ def normalize_weights(
         weights.append(
             F.weights_to_average(
                 weights=of_tokens,
-                loss_mask=one.loss_mask,
-                sample_ids=one.sample_ids,
-                num_samples=one.rewards.numel(),
+                loss_mask=group_input.loss_mask,
+                sample_ids=group_input.sample_ids,
+                num_samples=group_input.rewards.numel(),
                 level=config.correction_level,
             )
         )
@@ -64,7 +66,7 @@ def normalize_group(
     if config.normalize_std == "batch":
         advantages = F.divide_by_step_deviation(
             advantages=advantages,
-            rewards=[penalized_rewards(one, config) for one in inputs] if rewards is None else rewards,
+            rewards=[penalized_rewards(group_input, config) for group_input in inputs] if rewards is None else rewards,
             std_epsilon=config.std_epsilon,
         )
     return normalize_weights(advantages, inputs, config)

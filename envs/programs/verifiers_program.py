@@ -43,7 +43,7 @@ async def play(row: dict[str, Any], taskset: str, harness: str) -> dict[str, Any
     )
     trace = await agent.run(task)
     if trace.errors:
-        return {"error": "; ".join(f"{one.type}: {one.message}" for one in trace.errors)}
+        return {"error": "; ".join(f"{error.type}: {error.message}" for error in trace.errors)}
     return {"reward": trace.reward, "metrics": {"turns": trace.num_turns}}
 
 

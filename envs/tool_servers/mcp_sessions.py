@@ -64,7 +64,7 @@ class McpSessions:
         finally:
             opened.cancel()
         if self._task.done():
-            name = next((one for one in self._servers if one not in self.clients), "")
+            name = next((server for server in self._servers if server not in self.clients), "")
             raise RuntimeError(f"the server {name} opens no session: {self._why(name, self._task.exception())}")
 
     async def _hold(self) -> None:

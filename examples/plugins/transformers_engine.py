@@ -160,7 +160,7 @@ class Decoder(threading.Thread):
         """Samples one token of every running sample of the job."""
         import torch
 
-        ids = [job.prompt + one.ids if job.cache is None else one.ids[-1:] for one in job.running]
+        ids = [job.prompt + response.ids if job.cache is None else response.ids[-1:] for response in job.running]
         with torch.inference_mode():
             found = self._model(torch.tensor(ids), past_key_values=job.cache, use_cache=True, logits_to_keep=1)
             job.cache = found.past_key_values
@@ -169,19 +169,19 @@ class Decoder(threading.Thread):
             logprobs = (logits / (job.params.temperature or 1.0)).log_softmax(-1)
             sums = logprobs.double().exp().cumsum(-1).numpy()
         stays = []
-        for row, one in enumerate(job.running):
+        for row, response in enumerate(job.running):
             if job.params.temperature == 0.0:
                 token = int(logits[row].argmax())
             else:
-                token = int(sums[row].searchsorted(one.random.random() * sums[row, -1], side="right"))
-            if not one.marks or one.marks[-1][1] != self.version:
-                one.marks.append((len(one.ids), self.version))
-            one.ids.append(token)
-            one.logprobs.append(float(logprobs[row, token]))
+                token = int(sums[row].searchsorted(response.random.random() * sums[row, -1], side="right"))
+            if not response.marks or response.marks[-1][1] != self.version:
+                response.marks.append((len(response.ids), self.version))
+            response.ids.append(token)
+            response.logprobs.append(float(logprobs[row, token]))
             if token in self._end_ids or token in job.params.stop_token_ids:
-                job.finished.put((job, one, "stop"))
-            elif len(one.ids) >= job.params.max_new_tokens:
-                job.finished.put((job, one, "length"))
+                job.finished.put((job, response, "stop"))
+            elif len(response.ids) >= job.params.max_new_tokens:
+                job.finished.put((job, response, "length"))
             else:
                 stays.append(row)
         if not stays:
@@ -194,8 +194,8 @@ class Decoder(threading.Thread):
     def abort(self, chosen: Callable[[Job], bool]) -> None:
         for job in [job for job in self.jobs if chosen(job)]:
             self.jobs.remove(job)
-            for one in job.running:
-                job.finished.put((job, one, "abort"))
+            for response in job.running:
+                job.finished.put((job, response, "abort"))
 
     def release_memory(self) -> None:
         """Frees keys and values, which are recomputed from the tokens when the jobs continue."""
@@ -218,7 +218,9 @@ class Decoder(threading.Thread):
         if (manifest.version, manifest.digest) != (self.version, self.digest):
             own = dict(self._model.named_parameters())  # A tied head is no parameter of its own.
             new = dict(read_weights(manifest))
-            if {name: value.shape for name, value in own.items()} != {name: one.shape for name, one in new.items()}:
+            if {name: value.shape for name, value in own.items()} != {
+                name: tensor.shape for name, tensor in new.items()
+            }:
                 raise ValueError(f"weights {manifest.version}: names or shapes are not those of the model")
             with torch.no_grad():
                 for name, value in own.items():
@@ -234,31 +236,31 @@ def jobs_of(body: GenerateBody, *, context: int, vocabulary: int) -> list[Job]:
     jobs, finished = [], queue.SimpleQueue[tuple[Job, Response, FinishReason]]()
     for place, (rid, ids, seed) in enumerate(zip(body.rid, body.input_ids, body.sampling_seed, strict=True)):
         params = body.sampling_params if isinstance(body.sampling_params, Sampling) else body.sampling_params[place]
-        if not ids or not all(0 <= one < vocabulary for one in (*ids, *body.banned_token_ids)):
+        if not ids or not all(0 <= token_id < vocabulary for token_id in (*ids, *body.banned_token_ids)):
             raise ValueError(f"input_ids[{place}]: give one token or more, each 0 to {vocabulary - 1}")
         if params.max_new_tokens < 1 or len(ids) + params.max_new_tokens > context:
             raise ValueError(f"input_ids[{place}]: {len(ids)} tokens and max_new_tokens must fit into {context}")
         asked = (body.samples[place] if body.samples else None) or range(params.n)
         running = [Response(sample, np.random.default_rng([seed, sample])) for sample in asked]
-        for one in running:
-            one.random.random(body.generated[place] if body.generated else 0)  # skips those of its existing tokens
+        for response in running:
+            response.random.random(body.generated[place] if body.generated else 0)  # skips those of its existing tokens
         least = max(0, body.min_version[place])
         jobs.append(Job(place, rid, ids, params, least, body.banned_token_ids, running, finished))
     return jobs
 
 
-def frame_of(job: Job, one: Response, reason: FinishReason) -> bytes:
+def frame_of(job: Job, response: Response, reason: FinishReason) -> bytes:
     """Returns a finished response in the format of `EngineClient`."""
     from relax_core.engines.protocol.generate_messages import FLOAT32, INT32, Finished, VersionSpan, encode_frames
 
-    ends = [start for start, _ in one.marks[1:]] + [len(one.ids)]
+    ends = [start for start, _ in response.marks[1:]] + [len(response.ids)]
     frame = Finished(
         rid=job.rid,
         prompt=job.place,
-        sample=one.sample,
-        output_ids=np.array(one.ids, INT32).tobytes(),
-        logprobs=np.array(one.logprobs, FLOAT32).tobytes(),
-        weight_versions=[VersionSpan(start, end, ver) for (start, ver), end in zip(one.marks, ends, strict=False)],
+        sample=response.sample,
+        output_ids=np.array(response.ids, INT32).tobytes(),
+        logprobs=np.array(response.logprobs, FLOAT32).tobytes(),
+        weight_versions=[VersionSpan(start, end, ver) for (start, ver), end in zip(response.marks, ends, strict=False)],
         finish_reason=reason,
     )
     return encode_frames([frame])

@@ -77,8 +77,8 @@ def submit(
             jobs = [executor.submit(SlurmTask(config.run.dir)) for config in prepared]
         ids = [job.job_id for job in jobs]
     except (FailedJobError, FailedSubmissionError) as error:
-        for one in made:
-            shutil.rmtree(one)
+        for path in made:
+            shutil.rmtree(path)
         raise RuntimeError(f"Slurm did not take the job: {_slurm_error(error)}") from error
     runs = []
     for config, job_id in zip(prepared, ids, strict=True):

@@ -69,7 +69,7 @@ class DataCursor:
         return Snapshot(
             version=core.version,
             next_index=self.next_index,
-            open_groups=[(one.admission.index, one.admission.attempt) for one in groups] + list(self._reissue),
+            open_groups=[(group.admission.index, group.admission.attempt) for group in groups] + list(self._reissue),
             staleness_histogram=dict(core.staleness),
             ledger=core.ledger.state(),
         )
@@ -99,20 +99,20 @@ class MixedCursor(DataCursor):
         """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
         found: list[tuple[int, int, Draw]] = []  # (sort key, sort key, draw): a snapshot's groups keep their old order
         for modality in self._order.names:
-            again = [one for one in self._reissue if self._order.at(self._drawn[one[0]])[0] == modality]
+            again = [entry for entry in self._reissue if self._order.at(self._drawn[entry[0]])[0] == modality]
             versions = self._admissible_versions(core, modality, max_groups)
             for (index, attempt), version in zip(again, versions, strict=False):
                 found.append((0, index, Draw(index, attempt + 1, version, self._drawn[index], modality)))
             for number, version in enumerate(versions[len(again) :], start=self._given[modality]):
                 drawn = self._order.index(modality, number)
                 found.append((1, drawn, Draw(-1, 0, version, drawn, modality)))
-        found.sort(key=lambda one: (one[2].min_version, one[0], one[1]))
+        found.sort(key=lambda entry: (entry[2].min_version, entry[0], entry[1]))
         return [self._take(draw) for _, _, draw in found[:max_groups]]
 
     def _take(self, draw: Draw) -> Draw:
         if draw.attempt:
             del self._drawn[draw.index]
-            self._reissue = deque(one for one in self._reissue if one[0] != draw.index)
+            self._reissue = deque(entry for entry in self._reissue if entry[0] != draw.index)
             return draw
         self._given[draw.modality] += 1
         self.next_index += 1

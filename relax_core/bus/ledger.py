@@ -277,7 +277,7 @@ class ModalityEnds:
         """Restores ``state``."""
         counts = {} if state is None else state.counts
         self._codes = bytearray() if state is None else bytearray(state.codes)
-        self._issued = Counter({name: one.issued for name, one in counts.items()})
-        self._trained = Counter({name: one.trained for name, one in counts.items()})
-        self._dropped = {name: Counter(one.dropped) for name, one in counts.items()}
-        self._staleness = {name: Counter(one.staleness) for name, one in counts.items()}
+        self._issued = Counter({name: count.issued for name, count in counts.items()})
+        self._trained = Counter({name: count.trained for name, count in counts.items()})
+        self._dropped = {name: Counter(count.dropped) for name, count in counts.items()}
+        self._staleness = {name: Counter(count.staleness) for name, count in counts.items()}

@@ -191,7 +191,7 @@ class LedgerFile:
         if row is None:
             return None
         if row[0] not in self._made:
-            self._made[row[0]] = {one.uid: one for one in decode_episodes(row[1])}
+            self._made[row[0]] = {episode.uid: episode for episode in decode_episodes(row[1])}
         return self._made[row[0]].get(uid)
 
     def counts(self, *, run_over: bool) -> FileCounts:
@@ -229,10 +229,10 @@ class LedgerFile:
         """Returns each engine's share of all groups that were put on the bus, including undone groups."""
         shares: defaultdict[str, EngineShare] = defaultdict(EngineShare)
         for (episodes,) in self._rows("SELECT episodes FROM generated"):
-            for one in decode_episodes(episodes):
-                for engine in {turn.engine for turn in one.turns}:
+            for episode in decode_episodes(episodes):
+                for engine in {turn.engine for turn in episode.turns}:
                     shares[engine].samples += 1
-                for turn in one.turns:
+                for turn in episode.turns:
                     shares[turn.engine].tokens += sum(tokens for _, tokens in turn.versions)
         return dict(shares)
 

@@ -274,9 +274,9 @@ class MediaNodes:
             lacking = [digest for digest in dict.fromkeys(digests) if node_id not in self._places.get(digest, ())]
             if not lacking:
                 return
-            others = {self._copying[digest, node_id] for digest in lacking if (digest, node_id) in self._copying}
-            if others:  # this call then copies the items that the other calls failed to copy
-                await asyncio.wait(others, timeout=timeout_s)
+            copies = {self._copying[digest, node_id] for digest in lacking if (digest, node_id) in self._copying}
+            if copies:  # this call then copies the items that the other calls failed to copy
+                await asyncio.wait(copies, timeout=timeout_s)
                 continue
             task = asyncio.get_running_loop().create_task(self._copy(lacking, node_id, timeout_s=timeout_s))
             self._copying |= dict.fromkeys([(digest, node_id) for digest in lacking], task)

@@ -473,7 +473,7 @@ class RetiredGroups:
 
         A worker that has exited gets no new groups, so few groups of such workers stay here.
         """
-        self._retired = [one for one in self._retired if one[0] > version or one[1].worker != worker]
+        self._retired = [entry for entry in self._retired if entry[0] > version or entry[1].worker != worker]
         return [group.admission.group_uid for _, group in self._retired if group.worker == worker]
 
     def clear(self) -> None:

@@ -67,8 +67,8 @@ def plan_admissions(
     ``settings.spare_groups`` are admitted in addition: for each step if ``surplus`` is "drop", and once for the whole
     run if it is "keep", as unused groups then count for the next step.
     """
-    steps, each = window_steps(version, settings), settings.spare_groups
-    spares = [each if settings.surplus == "keep" else each * (ahead + 1) for ahead in range(steps)]
+    steps, spare_groups = window_steps(version, settings), settings.spare_groups
+    spares = [spare_groups if settings.surplus == "keep" else spare_groups * (ahead + 1) for ahead in range(steps)]
     wanted = [slots_left + ahead * settings.groups_per_step + spares[ahead] for ahead in range(steps)]
     return fill(wanted, supply_versions, settings, version=version, max_groups=max_groups)
 
@@ -202,7 +202,7 @@ def newest_version(columns: Mapping[str, bytes]) -> int | None:
     """Returns the version of a group's newest token; None if the columns do not contain the episodes."""
     if EPISODES not in columns:
         return None
-    turns = [turn for one in decode_episodes(columns[EPISODES]) for turn in one.turns]
+    turns = [turn for episode in decode_episodes(columns[EPISODES]) for turn in episode.turns]
     return max(version for turn in turns for version, _ in turn.versions)
 
 

@@ -106,11 +106,11 @@ class TransferQueueBus(RayBus):
         if message is None:
             return None
         lease, stored = message
-        wanted = [one for samples in stored for one in samples]
+        wanted = [sample for samples in stored for sample in samples]
         client = await self._opened()
         request = client.get(self.location.partition, wanted)
         found = await client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
-        payloads = {one.key: group for one, group in zip(wanted, found, strict=True)}
+        payloads = {sample.key: group for sample, group in zip(wanted, found, strict=True)}
         groups = [_joined(group, samples, payloads) for group, samples in zip(lease.rows, stored, strict=True)]
         return msgspec.structs.replace(lease, rows=groups)
 
@@ -163,8 +163,8 @@ def _pack_groups(groups: Sequence[Group], stored: Sequence[list[StoredColumns]])
 
 def _joined(group: Group, stored: Sequence[StoredColumns], payloads: Mapping[str, Columns]) -> Group:
     columns = dict(group.columns)
-    for one in stored:
-        columns |= payloads[one.key]
+    for stored_columns in stored:
+        columns |= payloads[stored_columns.key]
     return msgspec.structs.replace(group, columns=columns)
 
 
@@ -246,11 +246,11 @@ class TransferQueueBusActor(BusActor):
 
     def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:
         payloads: dict[str, Any] = {}
-        for one in stored:
-            sample = _Sample(one.key, one.index)
-            self._known[one.key] = sample
-            weakref.finalize(sample, self._free, one.key).atexit = False
-            payloads |= {column: _StoredPayload(sample, nbytes) for column, nbytes in one.sizes.items()}
+        for stored_columns in stored:
+            sample = _Sample(stored_columns.key, stored_columns.index)
+            self._known[stored_columns.key] = sample
+            weakref.finalize(sample, self._free, stored_columns.key).atexit = False
+            payloads |= {column: _StoredPayload(sample, nbytes) for column, nbytes in stored_columns.sizes.items()}
         return payloads
 
     def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
@@ -262,8 +262,8 @@ class TransferQueueBusActor(BusActor):
             for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
                 if isinstance(payload, _StoredPayload):
                     sample = payload.sample
-                    one = stored.setdefault(sample.key, StoredColumns(sample.key, sample.index, {}))
-                    one.sizes[column] = payload.nbytes
+                    stored_columns = stored.setdefault(sample.key, StoredColumns(sample.key, sample.index, {}))
+                    stored_columns.sizes[column] = payload.nbytes
                 else:
                     inline[column] = payload
             groups.append(msgspec.structs.replace(group, columns=inline))

@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _listener(port: int | None) -> socket.socket:
     """Returns a socket that is bound to loopback, by default to the first free port."""
     ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
-    for one in ports[:-1]:
+    for candidate in ports[:-1]:
         try:
-            return socket.create_server((LOOPBACK, one))
+            return socket.create_server((LOOPBACK, candidate))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

@@ -94,12 +94,12 @@ def _python() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    for one in versions():
-        if one.found is None:
-            words = f"{one.name} is missing. Install it: make env"
+    for library in versions():
+        if library.found is None:
+            words = f"{library.name} is missing. Install it: make env"
             yield Finding(topic="library", verdict=Verdict.bad, words=words)
-        elif one.tested not in (None, one.found):
-            words = f"{one.name} {one.found}, tested with {one.tested} (constraints.txt)"
+        elif library.tested not in (None, library.found):
+            words = f"{library.name} {library.found}, tested with {library.tested} (constraints.txt)"
             yield Finding(topic="library", verdict=Verdict.note, words=words)
     count = len(versions())
     yield Finding(topic="libraries", verdict=Verdict.good, words=f"{count} checked; those not named are as tested")
@@ -199,7 +199,7 @@ def _optional() -> Iterator[Finding]:
             continue
         words = f"{package} is missing. Only {what} needs it: pip install 'relax-core[{extra}]'"
         yield Finding(topic="optional", verdict=Verdict.note, words=words)
-    missing = [one for one in _NLTK_DATA if not _has_nltk_data(one)] if _INSTRUCTIONS in found else []
+    missing = [resource for resource in _NLTK_DATA if not _has_nltk_data(resource)] if _INSTRUCTIONS in found else []
     if missing:
         words = (
             f"data of nltk is missing: {', '.join(missing)}. Only some instructions of reward=ifeval and ifbench need "

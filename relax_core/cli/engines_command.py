@@ -158,7 +158,7 @@ def _table(client: GatewayClient) -> Iterator[str]:
     yield f"step {run['step']} of {run['steps']}" + (", stopping" if run["stopping"] else "")
     loads = f"{'runs':>5} {'waits':>5} {'tokens/s':>8} {'cache':>5}"
     yield f"{'engine':<11} {'state':<8} {'origin':<6} {'weights':>7} {loads}  address"
-    for row in sorted(rows, key=lambda one: one["state"] in GONE):
+    for row in sorted(rows, key=lambda engine: engine["state"] in GONE):
         runs, waits, rate = (_count(row[name]) for name in ("samples_running", "samples_waiting", "tokens_per_s"))
         share = "–" if row["cache_share"] is None else f"{row['cache_share']:.0%}"
         loads = f"{runs:>5} {waits:>5} {rate:>8} {share:>5}"

@@ -162,16 +162,16 @@ INTERVALS = (
 
 def as_result(found: Sequence[SetAnswers], *, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contents of evaluation.json."""
-    return {**meta, "intervals": INTERVALS, "sets": [_set(one) for one in found]}
+    return {**meta, "intervals": INTERVALS, "sets": [_set(set_answers) for set_answers in found]}
 
 
 def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAnswers]) -> Path:
     """Writes the result and all answers into ``folder``; returns the result's path."""
     with (folder / ANSWERS_FILE).open("w", encoding="utf-8") as file:
-        for one in found:
-            for prompt, answers in zip(one.of.rows, one.answers, strict=True):
+        for set_answers in found:
+            for prompt, answers in zip(set_answers.of.rows, set_answers.answers, strict=True):
                 line = {
-                    "set": one.of.name,
+                    "set": set_answers.of.name,
                     "prompt": shown_prompt(prompt.row["prompt"], [media.item for media in prompt.media])
                     if prompt.media
                     else prompt.row["prompt"],
@@ -194,52 +194,52 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
     table = Table(show_edge=False)
     for heading in ("set", "figure", "value", "from", "to"):
         table.add_column(heading, justify="left" if heading in ("set", "figure") else "right")
-    for one in result["sets"]:
-        first = f"{one['name'] or HELD_OUT}, {one['rows']} prompts"
-        for name, figure in one["figures"].items():
+    for eval_set in result["sets"]:
+        first = f"{eval_set['name'] or HELD_OUT}, {eval_set['rows']} prompts"
+        for name, figure in eval_set["figures"].items():
             table.add_row(first, name, *(f"{figure[key]:.4f}" for key in ("value", "low", "high")))
             first = ""
     console.print(table)
-    for one in result["sets"]:
-        for words in _remarks(one):
-            console.print(f"{one['name'] or HELD_OUT}: {words}", soft_wrap=True)
+    for eval_set in result["sets"]:
+        for words in _remarks(eval_set):
+            console.print(f"{eval_set['name'] or HELD_OUT}: {words}", soft_wrap=True)
 
 
-def _remarks(one: Mapping[str, Any]) -> list[str]:
+def _remarks(eval_set: Mapping[str, Any]) -> list[str]:
     """Returns facts about a set that its metrics do not show."""
-    words = [f"{one['truncated']:.1%} of {one['answers']} answers reached the token limit"]
-    if one["bad_rows"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in one["bad_rows"].items())
-        words.append(f"{sum(one['bad_rows'].values())} data rows cannot be used and are left out ({reasons})")
-    if one["unscored"]:
-        words.append(f"{one['unscored']} answers have no reward and count as not exact")
-    if "shadow" in one:
-        words.append(f"by reward.shadow {one['shadow']:.4f} of the answers that it scored are right")
+    words = [f"{eval_set['truncated']:.1%} of {eval_set['answers']} answers reached the token limit"]
+    if eval_set["bad_rows"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in eval_set["bad_rows"].items())
+        words.append(f"{sum(eval_set['bad_rows'].values())} data rows cannot be used and are left out ({reasons})")
+    if eval_set["unscored"]:
+        words.append(f"{eval_set['unscored']} answers have no reward and count as not exact")
+    if "shadow" in eval_set:
+        words.append(f"by reward.shadow {eval_set['shadow']:.4f} of the answers that it scored are right")
     return words
 
 
-def _set(one: SetAnswers) -> dict[str, Any]:
-    answers = [answer for of_prompt in one.answers for answer in of_prompt]
-    figures = _figures(one)
-    for part, its in one.by_part().items():
+def _set(set_answers: SetAnswers) -> dict[str, Any]:
+    answers = [answer for of_prompt in set_answers.answers for answer in of_prompt]
+    figures = _figures(set_answers)
+    for part, its in set_answers.by_part().items():
         figures |= {f"{part}/{name}": figure for name, figure in _figures(its).items()}
     return {
-        "name": one.of.name,
-        "rows": len(one.answers),
+        "name": set_answers.of.name,
+        "rows": len(set_answers.answers),
         "answers": len(answers),
         "figures": figures,
         "truncated": fmean(answer.cut for answer in answers) if answers else 0.0,
         "response_tokens": fmean(answer.tokens for answer in answers) if answers else 0.0,
-        "unscored": one.unscored,
-        "bad_rows": dict(Counter(error.reason for error in one.of.bad)),
-        "bad_rows_named": [str(error) for error in one.of.bad[:NAMED_ROWS]],
-        **shadow_values(one.answers),
+        "unscored": set_answers.unscored,
+        "bad_rows": dict(Counter(error.reason for error in set_answers.of.bad)),
+        "bad_rows_named": [str(error) for error in set_answers.of.bad[:NAMED_ROWS]],
+        **shadow_values(set_answers.answers),
     }
 
 
-def _figures(one: SetAnswers) -> dict[str, dict[str, float]]:
-    figures = {name: _as_dict(estimate) for name, estimate in one.estimates().items()}
-    reward = mean_reward(one.answers)
+def _figures(set_answers: SetAnswers) -> dict[str, dict[str, float]]:
+    figures = {name: _as_dict(estimate) for name, estimate in set_answers.estimates().items()}
+    reward = mean_reward(set_answers.answers)
     return figures if reward is None else figures | {"reward": _as_dict(reward)}
 
 
@@ -486,7 +486,7 @@ def _ask(
     media: EvalMedia | None,
 ) -> list[SetAnswers]:
     media_folder = None if media is None else media.folder
-    total = sum(len(one.rows) for one in sets)
+    total = sum(len(eval_set.rows) for eval_set in sets)
     print(f"relax: {total} prompts x {config.eval.samples} answers; {config.engine.name} engines start", flush=True)
     reward, log_dir = find_reward(config.reward.name), Path(config.run.dir) / "logs"
     with (

@@ -69,8 +69,8 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
     if isinstance(found, dict) and key in (*section_types(), *KINDS):
         yield from _section(key, found, documents)
         return
-    said = [one for one in documents if one.key == key]
-    comments = [one.comment for one in said if one.comment]
+    said = [document for document in documents if document.key == key]
+    comments = [document.comment for document in said if document.comment]
     yield f"{key}={_as_typed(found)}"
     yield f"  {'meaning':<8} {comments[0] if comments else 'see the section of the key'}"
     holder, leaf = _holder(config, key)
@@ -104,7 +104,7 @@ def _look_up(values: Any, key: str) -> tuple[Any, bool]:
 
 
 def _section(section: str, values: dict[str, Any], documents: Sequence[DocumentedKey]) -> Iterator[str]:
-    comments = {one.key: one.comment for one in documents if one.comment}
+    comments = {document.key: document.comment for document in documents if document.comment}
     typed = {f"{section}.{key}": f"{section}.{key}={_as_typed(value)}" for key, value in values.items()}
     width = min(44, max(map(len, typed.values())))
     for key, word in typed.items():
@@ -116,7 +116,7 @@ def _as_typed(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_as_typed(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_as_typed(inner)}" for key, inner in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -133,7 +133,7 @@ def _declared_in(holder: Any, leaf: str) -> str:
     """Returns the settings class that declares a key, and its file; code that reads the key uses that class."""
     if not dataclasses.is_dataclass(holder):
         return "a mapping of the user"
-    declared = next(one for one in inspect.getmro(type(holder)) if leaf in inspect.get_annotations(one))
+    declared = next(base for base in inspect.getmro(type(holder)) if leaf in inspect.get_annotations(base))
     file = Path(inspect.getfile(declared))
     return f"{declared.__name__} in {file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file}"
 
@@ -144,7 +144,7 @@ def _words_of(kind: Any) -> str:
     if typing.get_origin(kind) in (list, dict):
         return "a list" if typing.get_origin(kind) is list else "a mapping"
     if arguments := typing.get_args(kind):
-        choices = [repr(one) if isinstance(one, str) else _words_of(one) for one in arguments]
+        choices = [repr(argument) if isinstance(argument, str) else _words_of(argument) for argument in arguments]
         return " or ".join(choices)
     return _TYPES.get(kind, "any value")
 

@@ -106,7 +106,7 @@ def _tools_words(env: EnvSpec) -> str:
         described: Any = env.tools({"prompt": "", "answer": ""}, env.config(name=env.name))
     except Exception:  # plug-in code may need settings or a real data row
         return " (tools: by settings and row)"
-    return f" (tools: {', '.join(one['function']['name'] for one in described)})"
+    return f" (tools: {', '.join(tool['function']['name'] for tool in described)})"
 
 
 def _file_line(file: str, broken: list[str]) -> str:

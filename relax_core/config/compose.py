@@ -216,12 +216,14 @@ def run(
         line = line if isinstance(line, CommandLine) else CommandLine.of(line)
         jobs = _Jobs(line, job, checks=checks, settle=settle, show_plan=show_plan, sweep=sweep)
 
-        def one(cfg: DictConfig) -> object:
+        def take_job(cfg: DictConfig) -> object:
             return jobs.take(cfg)
 
-        one.sweep = sweep  # type: ignore[attr-defined]  # the launcher in hydra_plugins receives this function
+        take_job.sweep = sweep  # type: ignore[attr-defined]  # the launcher in hydra_plugins receives this function
         register_schema()
-        decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(one)
+        decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(
+            take_job
+        )
         with _hydra_raises(), _argv(line.hydra):
             decorated()
         jobs.end()
@@ -287,8 +289,8 @@ class _Jobs:
 
     def end(self) -> None:
         """Executes the stored plans and runs, and starts the runs of the sweep."""
-        for one in self._kept:
-            self.codes.append(one())
+        for job in self._kept:
+            self.codes.append(job())
         if self._sweep is not None:
             self.codes.append(self._sweep.finish())
 
@@ -361,8 +363,10 @@ def _unknown_below(section: str, values: DictConfig) -> list[str]:
     kinds = {field.name: field.type for field in dataclasses.fields(section_type)}
     problems = [unknown_key(f"{section}.{key}") for key in map(str, values) if key not in kinds]
     for name in kinds:
-        if isinstance(one := values._get_node(name), DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(one)):
-            problems += _unknown_below(f"{section}.{name}", one)
+        if isinstance(node := values._get_node(name), DictConfig) and dataclasses.is_dataclass(
+            OmegaConf.get_type(node)
+        ):
+            problems += _unknown_below(f"{section}.{name}", node)
     return problems
 
 

@@ -125,7 +125,7 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
         here = [f"parallel.{size[1]}={size[2]}"]
     here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
     if group == "model" and not here and not near:
-        families = [one for one in options if choice.lower().replace(".", "_").startswith(one)]
+        families = [option for option in options if choice.lower().replace(".", "_").startswith(option)]
         here = [f"Here it is model={max(families, key=len)} model.path=FOLDER"] if families else []
     hint = f" {here[0]}." if here else f" Nearest: {near[0]}." if near else ""
     return f"{what}={choice} does not exist.{hint} What exists for {group}: {', '.join(options)}."

@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems
-        shown_problems = [type(one)(_printable(shown(one))) for one in dict.fromkeys(problems)]
+        shown_problems = [type(problem)(_printable(shown(problem))) for problem in dict.fromkeys(problems)]
         super().__init__("\n".join(shown_problems))
         self.problems = shown_problems
 
@@ -47,8 +47,8 @@ def _printable(text: str) -> str:
 
 def either(choices: Sequence[object]) -> str:
     """Returns the choices as text, such as "1, 2 or 4"."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
+    *earlier, last = map(str, choices)
+    return f"{', '.join(earlier)} or {last}" if earlier else last
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
@@ -59,4 +59,4 @@ def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
     by_lower = {choice.lower(): choice for choice in choices}
     swapped = [choice for choice in by_lower if sorted(choice) == sorted(word.lower())]
     near = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.7)
-    return [by_lower[one] for one in dict.fromkeys([*swapped, *near])][:count]
+    return [by_lower[lowered] for lowered in dict.fromkeys([*swapped, *near])][:count]

@@ -198,7 +198,9 @@ def _option_help(key: str, choice: str) -> str:
     if choice in yaml_options(group):
         about, keys = first_comment(group, choice), keys_of_option(group, conf_folder() / group / f"{choice}.yaml")
     else:
-        kind = next(one for one in GROUP_KINDS if one == group)  # every option of the other groups has a YAML
+        kind = next(
+            group_kind for group_kind in GROUP_KINDS if group_kind == group
+        )  # every option of the other groups has a YAML
         try:
             about, keys = find(kind, choice).summary, keys_of_plugin(kind, choice)
         except PluginError as error:
@@ -207,9 +209,9 @@ def _option_help(key: str, choice: str) -> str:
 
 
 def _key_lines(keys: Sequence[DocumentedKey]) -> list[str]:
-    typed = [f"{one.key}={one.value}" for one in keys if one.key != "name" and not one.key.endswith(".name")]
+    typed = [f"{field.key}={field.value}" for field in keys if field.key != "name" and not field.key.endswith(".name")]
     width = min(40, max(map(len, typed), default=0))
-    comments = [one.comment for one in keys if one.key != "name" and not one.key.endswith(".name")]
+    comments = [field.comment for field in keys if field.key != "name" and not field.key.endswith(".name")]
     return [f"  {word:<{width}}  {comment}".rstrip() for word, comment in zip(typed, comments, strict=True)]
 
 

@@ -193,7 +193,11 @@ def _option(folder: Path) -> str:
     except ValueError:
         family = None
     families = {name: find_family(name).model_option for name in names("family") if is_builtin("family", name)}
-    return f"model={families[family]}" if family in families else ", ".join(f"model={one}" for one in families.values())
+    return (
+        f"model={families[family]}"
+        if family in families
+        else ", ".join(f"model={known_family}" for known_family in families.values())
+    )
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
@@ -267,7 +271,7 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
         if part not in MODEL_PARTS:
             yield f"{written}: {part} is no part of a model. What exists: {', '.join(MODEL_PARTS)}."
         elif parts and part not in parts:
-            left = ",".join(one for one in asked if one != part)
+            left = ",".join(other_part for other_part in asked if other_part != part)
             yield f"{written}: model={name} has no {part}; it has {', '.join(parts)}. Use model.freeze=[{left}]."
     frozen = frozen_parts(config)
     if parts and set(parts) <= set(frozen):

@@ -106,12 +106,12 @@ def number_problem(number: str) -> str | None:
     known = _NAMES[source].split()
     if name in known or _OPEN.fullmatch(number):
         return None
-    near = nearest(number, [f"{source}/{one}" for one in known])
+    near = nearest(number, [f"{source}/{metric}" for metric in known])
     hint = f"nearest: {', '.join(near)}" if near else "docs/metrics.md lists the numbers"
     return f"no record has {number}; {hint}"
 
 
 def read_rules(texts: Iterable[str]) -> list[Rule]:
     """Returns the rules of texts and of names in `PRESETS`, each once. Raises ValueError for the first mistake."""
-    words = [one for text in texts for one in PRESETS.get(text.strip(), (text,))]
-    return [read_rule(one) for one in dict.fromkeys(words)]
+    words = [rule for text in texts for rule in PRESETS.get(text.strip(), (text,))]
+    return [read_rule(word) for word in dict.fromkeys(words)]

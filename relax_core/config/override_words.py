@@ -110,14 +110,18 @@ class CommandLine:
         Words that Relax quoted are returned without these quotes; words that Relax added are left out.
         """
         several = _is_sweep(self.typed)
-        single = [one for word in self.typed for one in (_one_by_one(word) if several else [word])]
+        single = [override for word in self.typed for override in (_one_by_one(word) if several else [word])]
         words = {_for_hydra(word, several=False, words=self.typed): word for word in single}
         added = set(self.hydra) - {_for_hydra(word, several=several, words=self.typed) for word in self.typed}
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
     def given_again(self) -> dict[str, str]:
         """Returns the last value of each key or group that the user set more than once, with different values."""
-        pairs = [one.partition("=")[::2] for one in self.typed if "=" in one and not one.startswith(("-", "~"))]
+        pairs = [
+            override.partition("=")[::2]
+            for override in self.typed
+            if "=" in override and not override.startswith(("-", "~"))
+        ]
         last = dict(pairs)
         return {key: last[key] for key, value in pairs if value != last[key]}
 
@@ -127,9 +131,11 @@ class CommandLine:
 
         words = [word for word in self.hydra if "=" in word and not word.startswith("-")]
         parsed = OverridesParser.create().parse_overrides(words)
-        fixed = {one.get_key_element().lstrip("+") for one in parsed if not one.is_sweep_override()}
-        keys = {one: one.partition("=")[0].lstrip("+") for one in overrides if one not in self.command}
-        return [one for one, key in keys.items() if key not in fixed]
+        fixed = {override.get_key_element().lstrip("+") for override in parsed if not override.is_sweep_override()}
+        keys = {
+            override: override.partition("=")[0].lstrip("+") for override in overrides if override not in self.command
+        }
+        return [override for override, key in keys.items() if key not in fixed]
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
@@ -219,7 +225,14 @@ def _unknown_flag(flag: str, value: str) -> str:
     told = f"{flag} is not a flag of relax"
     if value.endswith((".yaml", ".yml")):
         return f"{told}. {of_file(value)}."
-    key = next((one for one in known_keys() if name in (one, one.rpartition(".")[2]) and name != "name"), None)
+    key = next(
+        (
+            known_key
+            for known_key in known_keys()
+            if name in (known_key, known_key.rpartition(".")[2]) and name != "name"
+        ),
+        None,
+    )
     if key is None and name in groups():
         key = name
     meaning = meaning_of(name)
@@ -230,8 +243,8 @@ def _unknown_flag(flag: str, value: str) -> str:
     if key is not None:
         note = f" ({meaning.note})" if meaning is not None and meaning.note else ""
         return f"{told}. Settings are written as key=value: {key}={value or '...'}{note}"
-    if (other := synonym(name)) is not None:
-        return f"{told}. Settings are written as key=value. {other}"
+    if (hint := synonym(name)) is not None:
+        return f"{told}. Settings are written as key=value. {hint}"
     near = nearest(flag, _FLAGS, count=1)
     return f"{told}. " + (f"Nearest: {near[0]}." if near else "Settings are written as key=value. relax --help")
 
@@ -348,16 +361,16 @@ def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
     if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in has the types of data.config
         return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
     kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
-    if kind is None or all(PLAIN.fullmatch(one) or _SAME.fullmatch(one) for one in value.split(",")):
+    if kind is None or all(PLAIN.fullmatch(part) or _SAME.fullmatch(part) for part in value.split(",")):
         return None
     below = key.removeprefix(_section(kind) + ".")
     named, _, rest = below.partition(".")
-    chosen = {one.partition("=")[2].strip(SINGLE + DOUBLE) for one in words if _chooses(kind, one)}
+    chosen = {word.partition("=")[2].strip(SINGLE + DOUBLE) for word in words if _chooses(kind, word)}
     if kind == "sink":
         chosen, below = {named}, rest
     known = names(kind)
     found = set()
-    for plugin in {one for one in chosen if one in known or is_file_plugin(one)} or known:
+    for plugin in {choice for choice in chosen if choice in known or is_file_plugin(choice)} or known:
         try:
             found.add(without_null(type_below(find(kind, plugin).config, below)))
         except PluginError:  # its own check reports it, if it is used
@@ -500,7 +513,7 @@ def _without_secrets(word: str, words: Sequence[str]) -> str:
         return word
     if is_secret_place(path) and len(values) == 1 and isinstance(values[0], bool | int | float):
         values = [value]  # a variable is text: 1e5 stays as typed
-    written = ",".join(_written(one, path) for one in values)
+    written = ",".join(_written(element, path) for element in values)
     return f"{key}={written}" if has_withheld(written) else word
 
 
@@ -516,17 +529,17 @@ def _parsed(word: str, words: Sequence[str]) -> list[Any] | None:
         return None
     value = parsed._value
     if isinstance(value, ChoiceSweep):
-        return [parsed._convert_value(one) for one in value.list]
+        return [parsed._convert_value(element) for element in value.list]
     return None if parsed.is_sweep_override() else [parsed.value()]
 
 
 def _written(value: Any, path: tuple[str, ...]) -> str:
     """Returns a value in Hydra's grammar, with each secret replaced by a reference."""
     if isinstance(value, Mapping):
-        items = (f"{_text(str(name))}:{_written(one, (*path, str(name)))}" for name, one in value.items())
+        items = (f"{_text(str(name))}:{_written(inner, (*path, str(name)))}" for name, inner in value.items())
         return "{" + ",".join(items) + "}"
     if isinstance(value, list):
-        return f"[{','.join(_written(one, (*path, '-')) for one in value)}]"
+        return f"[{','.join(_written(element, (*path, '-')) for element in value)}]"
     if value is None:
         return "null"
     if is_reference(value):

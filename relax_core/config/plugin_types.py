@@ -72,9 +72,9 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
         if f"{section}.{key}" in REMOVED:
             problems.append(unknown_key(f"{section}.{key}"))
         elif key not in fields:
-            near = nearest(key, fields) or [one for one in fields if one.startswith(f"{key}_")]
+            near = nearest(key, fields) or [field for field in fields if field.startswith(f"{key}_")]
             if (meaning := meaning_of(key)) is not None and not near:
-                near = [name for one in meaning.keys if (name := one.removeprefix(f"{section}.")) in fields]
+                near = [name for long_key in meaning.keys if (name := long_key.removeprefix(f"{section}.")) in fields]
             hint = (
                 f"Nearest: {', '.join(f'{section}.{k}' for k in near)}."
                 if near
@@ -103,12 +103,12 @@ def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[
     if not dataclasses.is_dataclass(of := old._metadata.element_type):
         return value, []
     entries, problems = {}, []
-    for name, one in ((str(name), one) for name, one in value.items()):
-        if not isinstance(one, DictConfig):
-            problems.append(f"{section}.{name}={one}: write its settings, such as {section}.{name}.KEY=VALUE.")
+    for name, entry in ((str(name), entry) for name, entry in value.items()):
+        if not isinstance(entry, DictConfig):
+            problems.append(f"{section}.{name}={entry}: write its settings, such as {section}.{name}.KEY=VALUE.")
             continue
         entries[name] = OmegaConf.structured(of)
-        problems += _fill(entries[name], of, one, section=f"{section}.{name}", of=f"{section}.{name}")
+        problems += _fill(entries[name], of, entry, section=f"{section}.{name}", of=f"{section}.{name}")
     return entries, problems
 
 

@@ -218,14 +218,14 @@ def finite_problems(value: object, key: str = "") -> Iterator[str]:
         for field in dataclasses.fields(value):
             yield from finite_problems(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from finite_problems([one], f"{key}.{name}")
+        for name, inner in value.items():
+            yield from finite_problems([inner], f"{key}.{name}")
     elif isinstance(value, list | tuple):
-        for one in value:
-            if isinstance(one, float) and math.isnan(one):
-                yield f"{key}={one}: expected a number."
-            elif not isinstance(one, float):
-                yield from finite_problems(one, key)
+        for element in value:
+            if isinstance(element, float) and math.isnan(element):
+                yield f"{key}={element}: expected a number."
+            elif not isinstance(element, float):
+                yield from finite_problems(element, key)
     elif isinstance(value, float) and not math.isfinite(value) and key not in RANGES and key not in OPTIONAL:
         yield f"{key}={value}: expected a finite number."
 

@@ -79,10 +79,13 @@ def redacted(value: Any, path: Path = ()) -> Any:
     A `FromVariable` becomes its reference.
     """
     if isinstance(value, Mapping):
-        return {name: redacted(one, (*path, str(name))) for name, one in value.items()}
+        return {name: redacted(inner, (*path, str(name))) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         holder = is_secret_place(path, holds=True)
-        return [_assigned(one) if holder and isinstance(one, str) else redacted(one, (*path, "-")) for one in value]
+        return [
+            _assigned(element) if holder and isinstance(element, str) else redacted(element, (*path, "-"))
+            for element in value
+        ]
     if value is None or value == "":
         return value
     if is_secret_place(path) or _is_secret_key(path, value):
@@ -145,7 +148,7 @@ def is_reference(value: Any) -> bool:
 
 def shown(text: str) -> str:
     """Returns the text for output and files, with `REDACTED` in place of each secret of the command line."""
-    return without_values(_REFERENCE.sub(REDACTED, text), [one for one in _withheld if isinstance(one, str)])
+    return without_values(_REFERENCE.sub(REDACTED, text), [secret for secret in _withheld if isinstance(secret, str)])
 
 
 def without_values(text: str, secrets: Iterable[str]) -> str:
@@ -160,14 +163,14 @@ def without_values(text: str, secrets: Iterable[str]) -> str:
 def references(values: Any, path: Path = ()) -> dict[Path, str]:
     """Returns path → variable for each secret value ``${oc.env:NAME}``; ``values`` are not resolved yet."""
     if isinstance(values, Mapping):
-        items = [(str(name), one) for name, one in values.items()]
+        items = [(str(name), value) for name, value in values.items()]
     elif isinstance(values, list):
-        items = [(str(number), one) for number, one in enumerate(values)]
+        items = [(str(number), value) for number, value in enumerate(values)]
     else:
         variable = variable_of(values)
         secret = variable is not None and (is_secret_place(path) or _is_secret_key(path, ""))
         return {path: variable} if variable is not None and secret else {}
-    return {place: one for name, below in items for place, one in references(below, (*path, name)).items()}
+    return {place: reference for name, below in items for place, reference in references(below, (*path, name)).items()}
 
 
 def with_variable(value: Any, path: Path, variable: str) -> Any:
@@ -197,18 +200,18 @@ def as_text(values: Any, path: Path = ()) -> Any:
     A file of a run contains plain values, so ``${`` in a text is no interpolation.
     """
     if isinstance(values, Mapping):
-        return {name: as_text(one, (*path, str(name))) for name, one in values.items()}
+        return {name: as_text(value, (*path, str(name))) for name, value in values.items()}
     if isinstance(values, list):
-        return [as_text(one, (*path, str(number))) for number, one in enumerate(values)]
+        return [as_text(value, (*path, str(number))) for number, value in enumerate(values)]
     return values if references(values, path) else escaped(values)
 
 
 def escaped(value: Any) -> Any:
     """Returns a value with ``${`` escaped in its texts, so that OmegaConf does not resolve them."""
     if isinstance(value, Mapping):
-        return {name: escaped(one) for name, one in value.items()}
+        return {name: escaped(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [escaped(one) for one in value]
+        return [escaped(element) for element in value]
     if not isinstance(value, str) or "${" not in value:
         return value
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
@@ -217,5 +220,5 @@ def escaped(value: Any) -> Any:
 def secret_leaves(values: Any, path: Sequence[str] = ()) -> list[str]:
     """Returns the dotted keys of the redacted values in ``values``."""
     if isinstance(values, Mapping):
-        return [key for name, one in values.items() for key in secret_leaves(one, (*path, str(name)))]
+        return [key for name, value in values.items() for key in secret_leaves(value, (*path, str(name)))]
     return [".".join(path)] if REDACTED in str(values) else []

@@ -77,14 +77,14 @@ def powers(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]
     without a sandbox.
     """
     if isinstance(values, Mapping):
-        for name, one in values.items():
+        for name, value in values.items():
             if str(name).endswith(".py"):  # a plug-in with its settings
                 yield ".".join((*path, "")) + str(name), str(name)
-            yield from powers(one, (*path, str(name)))
+            yield from powers(value, (*path, str(name)))
         return
     if isinstance(values, list):
-        for one in values:
-            yield from powers(one, path)
+        for value in values:
+            yield from powers(value, path)
         return
     if not isinstance(values, str | bool) or values in ("", False) or not path:
         return
@@ -187,7 +187,7 @@ def check_powers(values: Mapping[str, Any], file: Path, *, but: Iterable[str] = 
 
 def _is_typed(key: str, typed: Iterable[str]) -> bool:
     """Returns whether the user typed the key, or a mapping that contains it."""
-    return any(key == one or key.startswith(f"{one}.") for one in typed)
+    return any(key == typed_key or key.startswith(f"{typed_key}.") for typed_key in typed)
 
 
 def _drop_secrets(values: Mapping[str, Any], typed: Iterable[str]) -> None:

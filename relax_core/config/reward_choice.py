@@ -78,13 +78,13 @@ class RewardChoice:
                         f"reward.parts: {part.label} has weight, when or optional with reward.by={config.by}, where "
                         "one reward scores a row. Drop them, or use reward=mix."
                     )
-        for one in self.known():
-            self._check_sandbox(one)
+        for reward in self.known():
+            self._check_sandbox(reward)
 
-        asking = [one for one in self.known() if one.spec.judges is not None]
+        asking = [reward for reward in self.known() if reward.spec.judges is not None]
         if len(asking) > 1:
             raise ValueError(
-                f"reward.parts: {' and '.join(one.label for one in asking)} ask judges, but only one reward may. "
+                f"reward.parts: {' and '.join(reward.label for reward in asking)} ask judges, but only one reward may. "
                 "Name all judges in one of them, and choose among them with its route."
             )
         self.judged = asking[0] if asking else None
@@ -103,7 +103,7 @@ class RewardChoice:
         """Returns the reward in ``config.shadow``. Raises ValueError (key, value, fix) if it cannot be a shadow."""
         entry = config.shadow
         if entry == AUTO:
-            entry = next((one.spec.shadow for one in self._trained() if one.spec.shadow), None)
+            entry = next((reward.spec.shadow for reward in self._trained() if reward.spec.shadow), None)
         if entry is None:
             if config.on_hack != REPORT:
                 raise ValueError(
@@ -122,7 +122,7 @@ class RewardChoice:
                 f"reward.shadow={part.reward}: a shadow is a rule for one answer, without judges or turns of an env. "
                 "Use a rule, such as final_answer."
             )
-        if any(one.spec.name == shadow.spec.name and _own(one) == _own(shadow) for one in self._trained()):
+        if any(reward.spec.name == shadow.spec.name and _own(reward) == _own(shadow) for reward in self._trained()):
             raise ValueError(
                 f"reward.shadow={part.reward}: it is the trained reward itself, so it would never differ. Name another "
                 "reward, such as final_answer, or null."
@@ -197,15 +197,15 @@ class RewardChoice:
             scorers = self.scorers(row)
         except ValueError as error:
             raise BadRow.because("reward", f"{where}: {error}") from error
-        for one in scorers:
-            if one.spec.check_row is None:
+        for scorer in scorers:
+            if scorer.spec.check_row is None:
                 continue
             try:
-                one.spec.check_row(row, one.config)
+                scorer.spec.check_row(row, scorer.config)
             except ValueError as error:
-                raise BadRow.because("label", f"{where}: reward {one.label}: {error}") from error
+                raise BadRow.because("label", f"{where}: reward {scorer.label}: {error}") from error
             except Exception as error:  # plug-in code
-                raise BadRow.because("label", f"{where}: reward {one.label}: {plugin_words(error)}") from error
+                raise BadRow.because("label", f"{where}: reward {scorer.label}: {plugin_words(error)}") from error
 
     def combined(self, given: RewardInput, found: Mapping[str, Outcome]) -> Outcome:
         """Returns the outcome of a combined reward, given the outcomes of its parts by label.
@@ -224,7 +224,7 @@ class RewardChoice:
         except Exception as error:  # plug-in code
             return RewardOutput(reward=None, reason=plugin_words(error), cause="raised"), error
         assert isinstance(made, RewardOutput), "the registry checks what a reward returns"
-        parts = {name: value for label, one in outputs.items() for name, value in labelled(label, one).items()}
+        parts = {name: value for label, output in outputs.items() for name, value in labelled(label, output).items()}
         return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MOST_WHY]), None
 
     def routed(self, chosen: ChosenReward, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -285,7 +285,9 @@ def choice_problems(spec: RewardSpec, config: RewardConfig) -> list[str]:
 def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
     """Returns the `RewardChoice` that checks data rows, or None if no row needs a check."""
     choice = RewardChoice(spec, config)
-    checks = any(one.spec.check_row is not None or one.spec.right_answers is not None for one in choice.known())
+    checks = any(
+        reward.spec.check_row is not None or reward.spec.right_answers is not None for reward in choice.known()
+    )
     return choice if checks or config.by is not None else None
 
 
@@ -297,4 +299,4 @@ def judged_reward(config: RewardConfig) -> ChosenReward | None:
 def may_be_isolated(config: RewardConfig) -> bool:
     """Returns whether a reward of the run may need worker processes; with ``reward.by`` the data may name one."""
     known = RewardChoice(find_reward(config.name), config).known()
-    return config.by is not None or any(one.spec.isolated for one in known)
+    return config.by is not None or any(reward.spec.isolated for reward in known)

@@ -91,10 +91,10 @@ def env_worker_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _too_few_places(env: object, why: str, *, needed: int) -> str:
-    workers, each = env.workers, env.episodes_per_worker  # type: ignore[attr-defined]
+    workers, most = env.workers, env.episodes_per_worker  # type: ignore[attr-defined]
     return (
-        f"env.workers={workers} with env.episodes_per_worker={each}: they have room for {workers * each} episodes, and "
-        f"{why}. Use env.workers={-(-needed // each)}."
+        f"env.workers={workers} with env.episodes_per_worker={most}: they have room for {workers * most} episodes, and "
+        f"{why}. Use env.workers={-(-needed // most)}."
     )
 
 

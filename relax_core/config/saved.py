@@ -139,7 +139,7 @@ def changes(
 
 
 def _below(key: str, keys: tuple[str, ...]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+    return any(key == section or key.startswith(f"{section}.") for section in keys)
 
 
 def _leaves(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,7 +155,7 @@ def _word(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_word(one)}" for name, one in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_word(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
         return f"[{','.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -47,7 +47,7 @@ REMOVED = {
     **dict.fromkeys([f"reward.{part}_weight" for part in ("right", "form", "tool")], "Those of DeepEyes are fixed now"),
     "reward.max_answer_chars": f"{_FIXED}, at 300",
     "tracker.samples_max_mb": f"{_FIXED}, at 2 GiB",
-    **{f"launcher.{one}": f'Use launcher.sbatch=["--{one}=..."]' for one in ("account", "qos", "constraint")},
+    **{f"launcher.{option}": f'Use launcher.sbatch=["--{option}=..."]' for option in ("account", "qos", "constraint")},
     "bus.storage_units": f"{_FIXED}, at 1",
     "data.row_group_mb": f"{_FIXED}, at 32 MB; the error of a larger row group shows how to write smaller ones",
     "engine.host": "Engines listen on loopback, or on the address of their node of a Ray cluster",
@@ -128,7 +128,9 @@ def launcher_keys() -> dict[str, tuple[str, ...]]:
 def unknown_key(key: str) -> str:
     """Returns the message for a key that the schema does not have."""
     leaf = key.rsplit(".", 1)[-1]
-    if (removed := next((one for one in REMOVED if key == one or key.startswith(f"{one}.")), None)) is not None:
+    if (
+        removed := next((old_key for old_key in REMOVED if key == old_key or key.startswith(f"{old_key}.")), None)
+    ) is not None:
         return f"{key} is not a key any more. {REMOVED[removed]}."
     if key.startswith("launcher."):
         return _unknown_launcher_key(key)
@@ -194,6 +196,6 @@ def type_below(root: Any, key: str) -> Any:
 def without_null(kind: Any) -> Any:
     """Returns T for the type T | None, and any other type unchanged."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        left = [one for one in typing.get_args(kind) if one is not types.NoneType]
+        left = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
         return left[0] if len(left) == 1 else kind
     return kind

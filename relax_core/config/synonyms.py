@@ -185,8 +185,8 @@ _BY_LETTERS = {_letters(name): meaning for name, meaning in _BY_NAME.items()}  #
 def meaning_of(name: str) -> Meaning | None:
     """Returns the meaning of a name, or of the last dotted part with a meaning."""
     parts = (name, *reversed(name.split(".")))
-    found = next((_BY_NAME[one] for one in parts if one in _BY_NAME), None)
-    return found or next((_BY_LETTERS[one] for one in map(_letters, parts) if one in _BY_LETTERS), None)
+    found = next((_BY_NAME[part] for part in parts if part in _BY_NAME), None)
+    return found or next((_BY_LETTERS[letters] for letters in map(_letters, parts) if letters in _BY_LETTERS), None)
 
 
 def synonym(name: str) -> str | None:

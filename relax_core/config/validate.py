@@ -69,16 +69,16 @@ def line_problems(config: RelaxConfig) -> Iterator[str]:
 
 def _below(values: Any, key: str) -> Iterator[str]:
     if isinstance(values, Mapping):
-        for name, one in values.items():
+        for name, value in values.items():
             below = f"{key}.{name}" if key else str(name)
             if below in _TEXTS or (key in _PLUGINS and name != "name"):
                 continue
             if odd := _odd(str(name)):
                 yield f"{key or 'the configuration'} has the name {str(name)!r} with the character {odd}. Drop it."
-            yield from _below(one, below)
+            yield from _below(value, below)
     elif isinstance(values, list):
-        for one in values:
-            yield from _below(one, key)
+        for value in values:
+            yield from _below(value, key)
     elif isinstance(values, str) and (odd := _odd(values)):
         yield f"{key}={values!r} has the character {odd}, which would break a line or reverse a text. Drop it."
 
@@ -87,7 +87,7 @@ def _odd(text: str) -> str:
     """Returns the code of the first control or direction character in a text, or ""."""
     if text.isascii() and text.isprintable():
         return ""
-    found = next((one for one in text if unicodedata.category(one) in _BEGINS_LINE or one in _TURNS_TEXT), "")
+    found = next((char for char in text if unicodedata.category(char) in _BEGINS_LINE or char in _TURNS_TEXT), "")
     return f"U+{ord(found):04X}" if found else ""
 
 
@@ -273,7 +273,7 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
 
 
 def _divisors(number: int, *, most: int) -> str:
-    return either([one for one in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % one == 0])
+    return either([divisor for divisor in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % divisor == 0])
 
 
 def _check_engine(config: RelaxConfig) -> Iterator[str]:
@@ -422,11 +422,11 @@ def _check_notify(config: RelaxConfig) -> Iterator[str]:
         except ValueError as error:
             yield f"notify.rules: {error}."
             continue
-        for one in read:
-            if (why := number_problem(one.number)) is not None:
-                yield f"notify.rules: {one.words!r} can never be true: {why}."
-            elif one.source == EVAL_SOURCE and not config.eval.every:
-                yield f"notify.rules: {one.words!r} with eval.every=0: nothing is evaluated. Set eval.every."
+        for notify_rule in read:
+            if (why := number_problem(notify_rule.number)) is not None:
+                yield f"notify.rules: {notify_rule.words!r} can never be true: {why}."
+            elif notify_rule.source == EVAL_SOURCE and not config.eval.every:
+                yield f"notify.rules: {notify_rule.words!r} with eval.every=0: nothing is evaluated. Set eval.every."
 
 
 def _check_run_folder(config: RelaxConfig) -> Iterator[str]:

@@ -73,10 +73,10 @@ def concatenate_chains(forests: Sequence[Chains]) -> Chains:
         return forests[0]
     rows = np.cumsum([0, *(runs.stop[-1] for runs in forests[:-1])])
     before = np.cumsum([0, *(len(runs.start) for runs in forests[:-1])])
-    each = [len(runs.start) for runs in forests]
+    counts = [len(runs.start) for runs in forests]
     start, stop, end, parent, depth = (np.concatenate(column) for column in zip(*forests, strict=True))
-    shift = np.repeat(rows, each)
-    parent = np.where(parent < 0, -1, parent + np.repeat(before, each))
+    shift = np.repeat(rows, counts)
+    parent = np.where(parent < 0, -1, parent + np.repeat(before, counts))
     return Chains(start + shift, stop + shift, end + shift, parent, depth)
 
 

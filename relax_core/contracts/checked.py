@@ -115,13 +115,15 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
             raise source.wrong(not_awaited(came), wanted)
         if len(came) != count:
             raise source.wrong(came, f"{wanted}; {len(came)} came")
-        return [_one_reward(one, spec.name, source, what=f"entry {position}") for position, one in enumerate(came)]
+        return [
+            _one_reward(output, spec.name, source, what=f"entry {position}") for position, output in enumerate(came)
+        ]
 
     def score_group(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
-        return outputs(given_score([_own_input(one) for one in given], config), len(given))
+        return outputs(given_score([_own_input(reward_input) for reward_input in given], config), len(given))
 
     async def score_group_async(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
-        return outputs(await given_score([_own_input(one) for one in given], config), len(given))
+        return outputs(await given_score([_own_input(reward_input) for reward_input in given], config), len(given))
 
     return score_group_async if spec.is_async else score_group
 
@@ -233,7 +235,7 @@ def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[...
         if not isinstance(came, list | tuple) or len(came) != len(inputs):
             raise source.wrong(came, f"a list of {len(inputs)} tensors, one a group")
         groups = enumerate(zip(came, inputs, strict=True))
-        return [_per_token(one, len(group.loss_mask), source, what=f"group {k}") for k, (one, group) in groups]
+        return [_per_token(values, len(group.loss_mask), source, what=f"group {k}") for k, (values, group) in groups]
 
     return checked
 

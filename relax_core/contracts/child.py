@@ -551,7 +551,7 @@ def ends_with_parent(
     command: Sequence[str], number: signal.Signals, *, ignored: Collection[signal.Signals] = ()
 ) -> list[str]:
     """Returns the command that runs a program so that it gets signal ``number`` when the thread that starts it ends."""
-    words = [str(int(number)), str(os.getpid()), " ".join(str(int(one)) for one in ignored)]
+    words = [str(int(number)), str(os.getpid()), " ".join(str(int(signum)) for signum in ignored)]
     return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, *words, *command]
 
 

@@ -94,7 +94,7 @@ def media_sizes(columns: Mapping[str, bytes]) -> dict[str, int]:
     if payload == _NO_MEDIA:
         return {}
     try:
-        return {one.item.digest: one.item.nbytes for one in _named_decoder.decode(payload)}
+        return {medium.item.digest: medium.item.nbytes for medium in _named_decoder.decode(payload)}
     except msgspec.DecodeError as error:
         raise ValueError(f"column {MEDIA} is no list of media items: {error}") from error
 

@@ -199,9 +199,9 @@ def checked_family(family: Family) -> Family:
 
     Raises ValueError for a field of a wrong type.
     """
-    if not family.name or not all(isinstance(one, str) for one in (family.name, family.summary)):
+    if not family.name or not all(isinstance(text, str) for text in (family.name, family.summary)):
         raise ValueError(f"SPEC.name={family.name!r}: a family's name is config.json's model_type.")
-    if not isinstance(family.only, tuple) or not all(isinstance(one, Only) for one in family.only):
+    if not isinstance(family.only, tuple) or not all(isinstance(only, Only) for only in family.only):
         raise ValueError(f"SPEC.only={family.only!r}: give a tuple of Only(key, value, why).")
     for name in ("qkv_bias", "qk_norm", "tied_by_default"):
         if not isinstance(value := getattr(family, name), bool):

@@ -46,10 +46,10 @@ def clean_value(value: Any, *, depth: int = MOST_DEPTH) -> Any:
         raise ValueError(_too_deep())
     if isinstance(value, Mapping):
         return {
-            clean_text(name) if isinstance(name, str) else name: clean_value(one, depth=depth - 1)
-            for name, one in value.items()
+            clean_text(name) if isinstance(name, str) else name: clean_value(inner, depth=depth - 1)
+            for name, inner in value.items()
         }
-    return [clean_value(one, depth=depth - 1) for one in value]
+    return [clean_value(element, depth=depth - 1) for element in value]
 
 
 def check_depth(value: Any, *, depth: int = MOST_DEPTH) -> None:
@@ -58,8 +58,8 @@ def check_depth(value: Any, *, depth: int = MOST_DEPTH) -> None:
     for _ in range(depth):
         level = [
             inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, _NESTS)
         ]
     if level:
@@ -70,13 +70,13 @@ def holds_huge_integer(value: Any) -> bool:
     """Returns whether a JSON value contains an integer beyond 64 bits, which messages between processes cannot hold."""
     level = [value]
     while level:
-        if any(type(one) is int and not -(1 << 63) <= one < 1 << 64 for one in level):
+        if any(type(element) is int and not -(1 << 63) <= element < 1 << 64 for element in level):
             return True
         level = [
             inner
-            for one in level
-            if isinstance(one, _NESTS)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            if isinstance(outer, _NESTS)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     return False
 

@@ -73,9 +73,9 @@ def clients(port: int) -> list[Client]:
     found = []
     for fields in rows:
         if fields[3] in (_ESTABLISHED, _CLOSED_BY_CLIENT) and fields[9] in own and _port(fields[1]) == port:
-            other = ends.get((fields[2], fields[1]))
+            far_end = ends.get((fields[2], fields[1]))
             # A socket that its process has closed has no inode, and its uid is shown as 0.
-            uid = int(other[7]) if other is not None and other[9] != "0" else None
+            uid = int(far_end[7]) if far_end is not None and far_end[9] != "0" else None
             found.append(Client(fields[2], uid))
     return found
 
@@ -173,6 +173,6 @@ def except_loopback(environ: MutableMapping[str, str] | None = None) -> None:
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in variables):
         return
     for name in ("no_proxy", "NO_PROXY"):
-        given = [one.strip() for one in variables.get(name, variables.get(name.swapcase(), "")).split(",")]
+        given = [part.strip() for part in variables.get(name, variables.get(name.swapcase(), "")).split(",")]
         if "*" not in given:
-            variables[name] = ",".join([*filter(None, given), *(one for one in LOOPBACK if one not in given)])
+            variables[name] = ",".join([*filter(None, given), *(host for host in LOOPBACK if host not in given)])

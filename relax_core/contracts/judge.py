@@ -117,6 +117,6 @@ class JudgedInput(RewardInput):
     @classmethod
     def of(cls, given: RewardInput, judges: Judges) -> JudgedInput:
         """Returns the same input with ``judges``."""
-        made = cls(**{one.name: getattr(given, one.name) for one in fields(RewardInput)})
+        made = cls(**{struct_field.name: getattr(given, struct_field.name) for struct_field in fields(RewardInput)})
         object.__setattr__(made, "judges", judges)
         return made

@@ -112,7 +112,9 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
     def joined(parts: Sequence[KeptTokens]) -> KeptTokens:
         """Concatenates sets of the same vocabulary; ``parts`` has at least one entry."""
         assert len({part.vocab_size for part in parts}) == 1, "kept sets of different vocabularies"
-        counts, words = (b"".join(one) for one in zip(*((part.counts, part.words) for part in parts), strict=True))
+        counts, words = (
+            b"".join(column) for column in zip(*((part.counts, part.words) for part in parts), strict=True)
+        )
         return KeptTokens(parts[0].vocab_size, counts, words)
 
     # -- decoding ---------------------------------------------------------------------------------------------------

@@ -199,8 +199,8 @@ def short_form(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
     """
     short: list[int] = []
     done = 0
-    for one in media:
-        short += token_ids[done : one.start]
-        short += one.item.placeholder
-        done = one.end
+    for medium in media:
+        short += token_ids[done : medium.start]
+        short += medium.item.placeholder
+        done = medium.end
     return short + list(token_ids[done:])

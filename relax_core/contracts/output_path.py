@@ -38,7 +38,11 @@ def numbered(path: Path, *, suffix: str = "") -> Iterator[Path]:
 
 def next_free(path: Path) -> Path:
     """Returns the first free path of ``path`` and its numbered names: trace.json, trace-2.json, trace-3.json."""
-    return next(each for each in numbered(path, suffix=path.suffix) if not (each.exists() or each.is_symlink()))
+    return next(
+        candidate
+        for candidate in numbered(path, suffix=path.suffix)
+        if not (candidate.exists() or candidate.is_symlink())
+    )
 
 
 def new_private_folder(wanted: Path, *, key: str) -> Path:

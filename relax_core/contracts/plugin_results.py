@@ -112,7 +112,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def contained_spec(spec: Any) -> Any:
     """Returns a SPEC with all its functions wrapped in `Contained`."""
-    values = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "config"}
+    values = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "config"}
     return replace(spec, **{name: contained(value) for name, value in values.items() if callable(value)})
 
 
@@ -122,9 +122,9 @@ def own_copy(value: Any) -> Any:
     So a plug-in's changes do not affect other samples, epochs or evaluations.
     """
     if isinstance(value, Mapping):
-        return {name: own_copy(one) for name, one in value.items()}
+        return {name: own_copy(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [own_copy(one) for one in value]
+        return [own_copy(element) for element in value]
     if type(value) is tuple:
         return tuple(map(own_copy, value))
     if isinstance(value, set | bytearray) or hasattr(value, "__array__"):

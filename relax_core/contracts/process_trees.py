@@ -96,8 +96,8 @@ class OwnedProcesses:
     def _end(self, name: str) -> None:
         for process in self._owners.pop(name)[1]:
             with suppress(psutil.NoSuchProcess):  # psutil raises it also if another process has the process id now
-                for one in (process, *process.children(recursive=True)):
-                    one.kill()
+                for member in (process, *process.children(recursive=True)):
+                    member.kill()
 
 
 def process_state(pid: int) -> str:
@@ -125,7 +125,7 @@ def end_children(*, spare: int | None = None) -> None:
     Raises RuntimeError, which names the processes that SIGKILL does not end within `EXIT_TIMEOUT_S` seconds.
     """
     began = time.monotonic()
-    while children := [one for one in psutil.Process().children(recursive=True) if one.pid != spare]:
+    while children := [child for child in psutil.Process().children(recursive=True) if child.pid != spare]:
         if time.monotonic() - began > EXIT_TIMEOUT_S:
             names = ", ".join(f"{child.pid} ({child.name()})" for child in children)
             raise RuntimeError(f"processes of the run that SIGKILL does not end within {EXIT_TIMEOUT_S:.0f} s: {names}")

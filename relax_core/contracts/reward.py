@@ -222,7 +222,7 @@ def reward_parts(config: RewardConfig) -> list[RewardPart]:
     found: list[RewardPart] = []
     for number, entry in enumerate(config.parts):
         part = reward_part(entry, where=f"reward.parts[{number}]")
-        if part.label in [one.label for one in found]:
+        if part.label in [earlier_part.label for earlier_part in found]:
             raise ValueError(f"reward.parts[{number}]: {part.label} is there twice. Give it a name: name=…")
         found.append(part)
     return found

@@ -20,22 +20,22 @@ def rotary_positions(runs: Chains, media: Sequence[Media]) -> np.ndarray:
     An item's rows lie in one chain.
     """
     rows = int(runs.stop[-1])
-    fractional = any(one.item.fractional for one in media)
+    fractional = any(medium.item.fractional for medium in media)
     advances = np.ones(rows, dtype=np.float64 if fractional else np.int64)
-    for one in media:
-        advances[one.start : one.end] = 0
-        advances[one.end - 1] = one.item.advance
+    for medium in media:
+        advances[medium.start : medium.end] = 0
+        advances[medium.end - 1] = medium.item.advance
     sums = _path_sums(runs, advances)
     positions = np.repeat((sums - advances)[None], 3, axis=0)
-    for one in media:
-        positions[:, one.start : one.end] = positions[:, one.start, None] + one.item.rotary_offsets
+    for medium in media:
+        positions[:, medium.start : medium.end] = positions[:, medium.start, None] + medium.item.rotary_offsets
     return positions
 
 
 def rotary_of_sequence(length: int, media: Sequence[Media]) -> tuple[np.ndarray, float]:
     """Returns the rotary positions of one sequence, ``[3, length]``, and the position of the token that follows it."""
     whole = Chains(*(np.array([number]) for number in (0, length, length, -1, 0)))
-    moved = sum(one.item.advance - (one.end - one.start) for one in media)
+    moved = sum(medium.item.advance - (medium.end - medium.start) for medium in media)
     return rotary_positions(whole, media), length + moved
 
 

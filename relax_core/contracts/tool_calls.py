@@ -73,7 +73,9 @@ def json_types(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
         if not isinstance(part, Mapping):
             continue
         named = part.get("type")
-        found.update(one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str))
+        found.update(
+            type_name for type_name in (named if isinstance(named, list) else [named]) if isinstance(type_name, str)
+        )
         if not named:
             values = part.get("enum", [part["const"]] if "const" in part else [])
             found.update(*(json_type(value) for value in values if isinstance(values, list)))
@@ -101,14 +103,14 @@ def json_type(value: Any) -> frozenset[str]:
 
 def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[ToolSchema]:
     """Returns the schemas of an env's tools. Raises ValueError for a wrong schema and for two tools of one name."""
-    schemas = [tool_schema(one) if callable(one) else one for one in tools]
+    schemas = [tool_schema(tool) if callable(tool) else tool for tool in tools]
     names: list[str] = []
-    for one in schemas:
-        inner = one.get("function") if isinstance(one, dict) else None
+    for schema in schemas:
+        inner = schema.get("function") if isinstance(schema, dict) else None
         name = inner.get("name") if isinstance(inner, dict) else None
         if not isinstance(name, str) or not name or not isinstance(inner.get("parameters", {}), dict):  # type: ignore[union-attr]
             raise ValueError(
-                f"tool {str(one)[:80]}: wanted a typed function, or "
+                f"tool {str(schema)[:80]}: wanted a typed function, or "
                 '{"type": "function", "function": {"name": text, "description": text, "parameters": JSON schema}}.'
             )
         if name in names:

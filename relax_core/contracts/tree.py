@@ -119,7 +119,7 @@ class TokenTree:
         whole = self._one_branch_an_episode()
         if whole is not None:
             return whole
-        return rows_of_episodes(self.runs, [one.leaves for one in self.episodes], self.versions >= 0)
+        return rows_of_episodes(self.runs, [episode.leaves for episode in self.episodes], self.versions >= 0)
 
     def _one_branch_an_episode(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns `tokens` if every sampled row is in the last chain of one episode's only segment, else None.
@@ -127,12 +127,12 @@ class TokenTree:
         Single-turn groups are such trees, and the general algorithm takes three times as long for them.
         """
         runs, sampled = self.runs, self.sampled
-        leaves = np.array([one.leaves[0] for one in self.episodes])
+        leaves = np.array([episode.leaves[0] for episode in self.episodes])
         run = np.searchsorted(runs.stop, leaves, side="right")
         first, behind = np.searchsorted(sampled, (runs.start[run], runs.stop[run]))
         counts = behind - first
         alone = (leaves == runs.stop[run] - 1).all() and (run[1:] > run[:-1]).all()
-        if not alone or counts.sum() != len(sampled) or any(len(one.leaves) > 1 for one in self.episodes):
+        if not alone or counts.sum() != len(sampled) or any(len(episode.leaves) > 1 for episode in self.episodes):
             return None
         return np.repeat(np.arange(len(counts)), counts), sampled
 
@@ -144,7 +144,7 @@ class TokenTree:
     @property
     def rewards(self) -> np.ndarray:
         """Returns the rewards of the episodes as `reward_array` does, ``[episodes]``; each episode must have one."""
-        return reward_array([math.nan if one.reward is None else one.reward for one in self.episodes])
+        return reward_array([math.nan if episode.reward is None else episode.reward for episode in self.episodes])
 
     @cached_property
     def computed(self) -> np.ndarray:
@@ -207,9 +207,9 @@ class TokenTree:
         """Returns the tree with another loss mask."""
         return self._same_rows(replace(self, loss_mask=loss_mask))
 
-    def _same_rows(self, other: TokenTree) -> TokenTree:
-        other.__dict__.update({name: self.__dict__[name] for name in _CACHED & self.__dict__.keys()})
-        return other
+    def _same_rows(self, tree: TokenTree) -> TokenTree:
+        tree.__dict__.update({name: self.__dict__[name] for name in _CACHED & self.__dict__.keys()})
+        return tree
 
     def take(self, numbers: Sequence[int]) -> TokenTree:
         """Returns the tree of the episodes with these numbers, ascending, and of the rows on their paths.
@@ -229,9 +229,9 @@ class TokenTree:
             logprobs=self.logprobs[rows],
             versions=self.versions[rows],
             episodes=[_moved(self.episodes[number], before) for number in numbers],
-            media=[_media(one, before) for one in self.media if kept[one.start]],
+            media=[_media(medium, before) for medium in self.media if kept[medium.start]],
             kept=None if self.kept is None else self.kept.take(rows),
-            extras={name: one[of_tokens if name in BY_TOKEN else rows] for name, one in self.extras.items()},
+            extras={name: extra[of_tokens if name in BY_TOKEN else rows] for name, extra in self.extras.items()},
             counts_group=False,
         )
 
@@ -276,14 +276,14 @@ def check_tree(tree: TokenTree) -> None:
         raise wrong(f"row {row}: its log-prob is {tree.logprobs[row]}. Does the engine give finite log-probs?")
     if sampled[runs.start[runs.parent < 0]].any():
         raise wrong("a sampled row has no row before it: a tree begins with its prompt")
-    for one in tree.episodes:
-        if any(turn.start >= turn.end for turn in one.turns):
-            raise wrong(f"episode {one.uid} has a turn without a token: such an answer is dropped, not put")
-        if not all(turn.reward is None or math.isfinite(turn.reward) for turn in one.turns):
-            raise wrong(f"episode {one.uid} has a turn whose reward is not finite: a turn without one has None")
-        rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
-        if not one.leaves or min(rows) < 0 or max(rows) >= tree.rows:
-            raise wrong(f"episode {one.uid} names row {rows}, but its group has {tree.rows} rows")
+    for episode in tree.episodes:
+        if any(turn.start >= turn.end for turn in episode.turns):
+            raise wrong(f"episode {episode.uid} has a turn without a token: such an answer is dropped, not put")
+        if not all(turn.reward is None or math.isfinite(turn.reward) for turn in episode.turns):
+            raise wrong(f"episode {episode.uid} has a turn whose reward is not finite: a turn without one has None")
+        rows = [*episode.leaves, *(row for turn in episode.turns for row in (turn.start, turn.end - 1))]
+        if not episode.leaves or min(rows) < 0 or max(rows) >= tree.rows:
+            raise wrong(f"episode {episode.uid} names row {rows}, but its group has {tree.rows} rows")
     if (fault := _fault_of_turns(tree) or _fault_of_media(tree)) is not None:
         raise wrong(fault)
 
@@ -293,19 +293,20 @@ def _fault_of_turns(tree: TokenTree) -> str | None:
 
     The caller has checked that the turns name rows of the tree.
     """
-    turns = [(one, turn) for one in tree.episodes for turn in one.turns]
+    turns = [(episode, turn) for episode in tree.episodes for turn in episode.turns]
     bounds = np.array([(turn.start, turn.end) for _, turn in turns], dtype=np.int64).ravel()
     if not len(bounds):
         return None
     # One entry is appended, so that a turn may end at the last row. The results between two turns are ignored.
     oldest = np.minimum.reduceat(np.append(tree.versions, 0), bounds)[::2].tolist()
     reaches = np.minimum.reduceat(np.append(tree.end, 0), bounds)[::2].tolist()
-    for (one, turn), version, reach in zip(turns, oldest, reaches, strict=True):
+    for (episode, turn), version, reach in zip(turns, oldest, reaches, strict=True):
         if version < 0:
-            return f"episode {one.uid} has a turn with rows that nothing sampled"
-        if not any(turn.end <= leaf + 1 <= reach for leaf in one.leaves):
+            return f"episode {episode.uid} has a turn with rows that nothing sampled"
+        if not any(turn.end <= leaf + 1 <= reach for leaf in episode.leaves):
             return (
-                f"episode {one.uid} has a turn of rows {turn.start} to {turn.end}, which are on no path to its leaves"
+                f"episode {episode.uid} has a turn of rows {turn.start} to {turn.end}, which are on no "
+                "path to its leaves"
             )
     return None
 
@@ -316,21 +317,21 @@ def _fault_of_media(tree: TokenTree) -> str | None:
     A tree that was decoded without its tokens has negative ids, which are not compared.
     """
     runs, behind = tree.runs, 0
-    for one in tree.media:
-        what = f"item {one.item.digest} {one.item.words} of rows {one.start} to {one.end}"
-        if not 0 <= one.start < one.end <= tree.rows or one.end - one.start != one.item.rows:
-            return f"{what}: it stands for {one.item.rows} rows, and its group has {tree.rows}"
-        if one.start < behind:
+    for medium in tree.media:
+        what = f"item {medium.item.digest} {medium.item.words} of rows {medium.start} to {medium.end}"
+        if not 0 <= medium.start < medium.end <= tree.rows or medium.end - medium.start != medium.item.rows:
+            return f"{what}: it stands for {medium.item.rows} rows, and its group has {tree.rows}"
+        if medium.start < behind:
             return f"{what}: it overlaps the item before it, or the items are not in order of rows"
-        first, last = runs.of_rows(np.array([one.start, one.end - 1]))
+        first, last = runs.of_rows(np.array([medium.start, medium.end - 1]))
         if first != last:
             return f"{what}: a branch begins inside it, but an item lies in one chain"
-        own = tree.token_ids[one.start : one.end]
-        if own[0] >= 0 and not np.array_equal(own, one.item.ids):
+        own = tree.token_ids[medium.start : medium.end]
+        if own[0] >= 0 and not np.array_equal(own, medium.item.ids):
             return f"{what}: the ids of its rows are not those of the item"
-        if (tree.versions[one.start : one.end] >= 0).any():
+        if (tree.versions[medium.start : medium.end] >= 0).any():
             return f"{what}: a weight version sampled one of its rows, but no engine samples media"
-        behind = one.end
+        behind = medium.end
     return None
 
 
@@ -345,8 +346,8 @@ def _moved(episode: Episode, before: np.ndarray) -> Episode:
     )
 
 
-def _media(one: Media, before: np.ndarray) -> Media:
-    return msgspec.structs.replace(one, start=int(before[one.start]), end=int(before[one.end - 1]) + 1)
+def _media(medium: Media, before: np.ndarray) -> Media:
+    return msgspec.structs.replace(medium, start=int(before[medium.start]), end=int(before[medium.end - 1]) + 1)
 
 
 def group_uid(index: int) -> str:

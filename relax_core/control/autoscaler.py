@@ -169,18 +169,22 @@ class Autoscaler:
 
     def _note_load(self, now: float, beats: Mapping[str, Beat]) -> None:
         statuses = [status for beat in beats.values() if (status := beat.alive) is not None]
-        loads = [one.engine for one in statuses if one.engine is not None and one.engine.running is not None]
+        loads = [
+            worker_status.engine
+            for worker_status in statuses
+            if worker_status.engine is not None and worker_status.engine.running is not None
+        ]
         if loads:
             self._window.add_load(
                 now,
-                running=sum(one.running or 0 for one in loads),
-                waiting=sum(one.waiting or 0 for one in loads),
-                cache_share=sum(one.cache_share or 0.0 for one in loads) / len(loads),
+                running=sum(load.running or 0 for load in loads),
+                waiting=sum(load.waiting or 0 for load in loads),
+                cache_share=sum(load.cache_share or 0.0 for load in loads) / len(loads),
             )
 
     def _decide(self, now: float) -> None:
         engines = sum(row.present for row in self._book.engines())
-        if busy := next((one.request_id for one in self._book.open_orders()), None):
+        if busy := next((order.request_id for order in self._book.open_orders()), None):
             self._window.clear()
             reason = f"order {busy} is under way"
             self._book.decided(

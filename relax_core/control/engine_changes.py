@@ -125,7 +125,7 @@ class EngineChanges:
         self._drain_timeout_s = drain_timeout_s
         self._probe = probe
         self._clock = clock
-        self._joining = {one: self._deadline_of_join() for one in engines.added("joining")}
+        self._joining = {engine: self._deadline_of_join() for engine in engines.added("joining")}
         self._leaving: dict[int, _Leaving] = {}
         self._ending: dict[int, _Ending] = {}
 
@@ -214,7 +214,7 @@ class EngineChanges:
     def _reference(self, beats: Mapping[str, Beat]) -> str | None:
         """Returns the address of an engine of the configuration that has weights, or None."""
         reports = (_report(beats, number) for number in range(self._engines.count))
-        return next((one.url for one in reports if one is not None and one.version >= 0), None)
+        return next((report.url for report in reports if report is not None and report.version >= 0), None)
 
     def _newest(self) -> int | None:
         try:
@@ -317,30 +317,35 @@ class EngineProbe:
         )
         item = TokensToScore(input_ids=tokens, first=1)
         clients = [
-            engine_client(self._context, one, attached=others, request_timeout_s=PROBE_S, control_timeout_s=PROBE_S)
-            for one, others in ((url, attached), (reference, False))  # engine.urls decides for the reference
+            engine_client(
+                self._context, engine_url, attached=is_attached, request_timeout_s=PROBE_S, control_timeout_s=PROBE_S
+            )
+            for engine_url, is_attached in (
+                (url, attached),
+                (reference, False),
+            )  # engine.urls decides for the reference
         ]
         deadline, last = time.monotonic() + PROBE_S, ""
         try:
             with ThreadPoolExecutor(2, thread_name_prefix="engine-probe") as pool:
                 while time.monotonic() < deadline:
-                    calls = [pool.submit(partial(one.score, [item], top_k=0, temperature=1.0)) for one in clients]
+                    calls = [pool.submit(partial(client.score, [item], top_k=0, temperature=1.0)) for client in clients]
                     try:
-                        (own,), (other,) = [call.result(max(0.0, deadline - time.monotonic())) for call in calls]
+                        (own,), (theirs,) = [call.result(max(0.0, deadline - time.monotonic())) for call in calls]
                     except (EngineError, TimeoutError) as error:
                         last = str(error) or "no answer"
                     else:
-                        if own.version == other.version:
-                            return self._verdict(url, own, other)
-                        last = f"they served weights {own.version} and {other.version}"
+                        if own.version == theirs.version:
+                            return self._verdict(url, own, theirs)
+                        last = f"they served weights {own.version} and {theirs.version}"
                     time.sleep(TRY_S)
         finally:
-            for one in clients:
-                one.close()
+            for client in clients:
+                client.close()
         return f"engine {url} was not compared with {reference} within {PROBE_S:g} s: {last}"
 
-    def _verdict(self, url: str, own: TokenScores, other: TokenScores) -> str:
-        difference = float(np.abs(own.logprobs - other.logprobs).max())
+    def _verdict(self, url: str, own: TokenScores, theirs: TokenScores) -> str:
+        difference = float(np.abs(own.logprobs - theirs.logprobs).max())
         if difference <= TOLERANCE:
             return ""
         return (

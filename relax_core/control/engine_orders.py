@@ -110,7 +110,7 @@ class EngineOrders:
         for order in orders:
             if order.kind == "stop":
                 self._tick_stop(order, trained=trained, stopping=stopping)
-        for place, order in enumerate(one for one in orders if one.kind != "stop"):
+        for place, order in enumerate(open_order for open_order in orders if open_order.kind != "stop"):
             if place:  # it waits for the first order
                 if order.cancel_requested:
                     self._book.move(order, "CANCELLED")
@@ -148,7 +148,9 @@ class EngineOrders:
         A server that is already present was added by this order before a controller was killed.
         """
         present = set(self._engines.present())
-        numbers = {one.url: one.number for one in self._engines.members() if one.url and one.number in present}
+        numbers = {
+            member.url: member.number for member in self._engines.members() if member.url and member.number in present
+        }
         new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
         now = time.time()
         self._book.write_engines(
@@ -162,7 +164,7 @@ class EngineOrders:
 
         With partial=keep_partial the other engines of the order continue, and the order fails only if all fail.
         """
-        if failures := {one: why for one, why in self._engines.failures.items() if one in order.engines}:
+        if failures := {engine: why for engine, why in self._engines.failures.items() if engine in order.engines}:
             self._give_up(order, failures)
             return
         rows = {row.number: row for row in self._book.engines()}
@@ -223,7 +225,7 @@ class EngineOrders:
 
     def _chosen(self, order: Order) -> list[int]:
         """Returns the engines to remove: the ids in the order, or the newest engines beyond num_replicas."""
-        added = [one for one in self._engines.present() if one >= self._engines.count]
+        added = [engine for engine in self._engines.present() if engine >= self._engines.count]
         if order.body.get("engine_ids"):
             return [number for number in order.body["engine_ids"] if number in added]
         more = len(self._engines.present()) - int(order.body["num_replicas"])
@@ -233,7 +235,10 @@ class EngineOrders:
     def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
         """Writes the rows of the engines and of the run."""
         now, known = time.time(), {row.number: row for row in self._book.engines()}
-        rows = {one.number: self._row(one, beats, known.get(one.number), step=step) for one in self._engines.members()}
+        rows = {
+            member.number: self._row(member, beats, known.get(member.number), step=step)
+            for member in self._engines.members()
+        }
         for number in self._engines.failures.keys() - rows.keys() - known.keys():  # it failed before it had a row
             known[number] = EngineRow(id=engine_id(number), origin="added", state="joining", since=now)
         for number in known.keys() - rows.keys():

@@ -39,8 +39,11 @@ class EngineSet:
         Leaving engines are removed. Added engines join again, because they must get the weights of the new attempt.
         """
         self._folder = folder
-        kept = [one for one in self._members.values() if one.state in ("joining", "serving")]
-        self._members = {one.number: one if one.origin == "start" else _joining(one.number, one.url) for one in kept}
+        kept = [member for member in self._members.values() if member.state in ("joining", "serving")]
+        self._members = {
+            member.number: member if member.origin == "start" else _joining(member.number, member.url)
+            for member in kept
+        }
         self._write()
 
     def reserve(self, engines: int) -> list[int]:
@@ -77,7 +80,7 @@ class EngineSet:
 
     def present(self) -> list[int]:
         """Returns the numbers of the engines that serve or join, in order."""
-        return [one.number for one in self.members() if one.state in ("joining", "serving")]
+        return [member.number for member in self.members() if member.state in ("joining", "serving")]
 
     def lost(self) -> dict[str, str]:
         """Returns worker name → reason for added engines that failed."""
@@ -85,7 +88,7 @@ class EngineSet:
 
     def added(self, *states: MemberState) -> list[int]:
         """Returns the numbers of the added and external engines in these states."""
-        return [one.number for one in self.members() if one.origin != "start" and one.state in states]
+        return [member.number for member in self.members() if member.origin != "start" and member.state in states]
 
     def _write(self) -> None:
         if self._folder is not None:

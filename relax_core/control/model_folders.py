@@ -81,13 +81,13 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
             f"{key}={folder}: its token ids are not those of the model that learns, {student}: {difference}. A teacher "
             "must have the student's tokenizer."
         )
-    media = [media_token_ids(one) for one in (student, folder)]
+    media = [media_token_ids(model_folder) for model_folder in (student, folder)]
     if media[0] != media[1]:
         yield (
             f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
             "roles skip the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
         )
-    sizes = [int(language_values(read_hf_config(one))["vocab_size"]) for one in (student, folder)]
+    sizes = [int(language_values(read_hf_config(model_folder))["vocab_size"]) for model_folder in (student, folder)]
     if top_k and sizes[0] != sizes[1]:
         yield (
             f"{key}={folder}: config.json has vocab_size {sizes[1]}, the model that learns has {sizes[0]}. With "
@@ -183,11 +183,11 @@ def judge_problems(config: RelaxConfig) -> Iterator[str]:
 
 def _row_problems(known: Sequence[KnownVerdict], chosen: ChosenReward) -> Iterator[str]:
     """Yields the first row of reward.check.path that the reward cannot score."""
-    for one in known if chosen.spec.check_row is not None else ():
+    for verdict in known if chosen.spec.check_row is not None else ():
         try:
-            chosen.spec.check_row(one.row, chosen.config)  # type: ignore[misc]
+            chosen.spec.check_row(verdict.row, chosen.config)  # type: ignore[misc]
         except ValueError as error:
-            yield f"{one.where}: {error}"
+            yield f"{verdict.where}: {error}"
             return
 
 
@@ -230,7 +230,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
         return
     folder = _judge_path(judge)
     # Its problem of engine.context_length is about the trained model.
-    if problems := [one for one in folder_problems(config, folder, key=key) if one.startswith(key)]:
+    if problems := [problem for problem in folder_problems(config, folder, key=key) if problem.startswith(key)]:
         yield from problems
         return
     try:

@@ -88,7 +88,7 @@ class EngineNumbers:
             self._add_decoding(step, decoding)
 
     def _names(self) -> list[str]:
-        return [worker_name(ENGINE, one.number) for one in self._engines.members() if one.state in STARTED]
+        return [worker_name(ENGINE, member.number) for member in self._engines.members() if member.state in STARTED]
 
 
 def _numbers_of(status: WorkerStatus) -> dict[str, float]:

@@ -77,7 +77,7 @@ def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoin
         notes=_compare(found, config, what=f"resume={folder}"),
         template_date=saved["data"].get("template_date"),
         dtype=saved["model"]["dtype"],
-        left=tuple(f"{one}; the run goes on from {folder.name}" for one in found.left),
+        left=tuple(f"{reason}; the run goes on from {folder.name}" for reason in found.left),
     )
 
 
@@ -105,11 +105,11 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     # The run takes these values from the checkpoint.
     date = () if config.data.template_date else ("data.template_date",)
     dtype = ("model.dtype",) if isinstance(config.model.dtype, DtypeByMachine) else ()
-    other = changes(before, now, keys=REFUSED, but=(*moved, *date, *dtype, *REPORTED_DATA_KEYS))
-    if other:
+    changed = changes(before, now, keys=REFUSED, but=(*moved, *date, *dtype, *REPORTED_DATA_KEYS))
+    if changed:
         raise ValueError(
-            f"{what}: it was made by another run: {'; '.join(change.words() for change in other)}. "
-            f"Go on with {' '.join(change.as_it_was() for change in other)}, or start a new run with resume=null, "
+            f"{what}: it was made by another run: {'; '.join(change.words() for change in changed)}. "
+            f"Go on with {' '.join(change.as_it_was() for change in changed)}, or start a new run with resume=null, "
             "which may begin with these weights: model.path=FOLDER of an exported model."
         )
     if digest_now != digest:

@@ -122,11 +122,11 @@ class RunAlarms:
 
     def stragglers(self, told: Iterable[Straggler]) -> None:
         """Records new and recovered stragglers."""
-        for one in told:
-            if one.ended:
-                self.over("straggler", one.who)
+        for straggler in told:
+            if straggler.ended:
+                self.over("straggler", straggler.who)
             else:
-                self.happened("straggler", one.who, straggler_words(one))
+                self.happened("straggler", straggler.who, straggler_words(straggler))
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
         """Applies all rules to the newest records, in order; records of an earlier process do not count.
@@ -157,7 +157,7 @@ class RunAlarms:
         first.append(record)
         if len(first) == FIRST_STEPS:
             self._first = None
-            if (line := self._first_line([one.values for one in first])) is not None:
+            if (line := self._first_line([metric_record.values for metric_record in first])) is not None:
                 self._lines.append(line)
 
     def _advance(self, rule: Rule, state: RuleState, record: MetricRecord) -> None:

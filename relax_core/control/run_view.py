@@ -117,13 +117,13 @@ class RunView:
                 roles=roles,
                 message=message,
                 records_dropped={"events": self.gaps} if self.gaps else {},
-                stragglers=[straggler_brief(one) for one in self.stragglers.present()],
+                stragglers=[straggler_brief(straggler) for straggler in self.stragglers.present()],
             )
         )
 
     def told_stragglers(self) -> list[dict[str, Any]]:
         """Returns the stragglers of the run for summary.json."""
-        return [msgspec.to_builtins(one) for one in self.stragglers.all_of_run()]
+        return [msgspec.to_builtins(straggler) for straggler in self.stragglers.all_of_run()]
 
     def report_stragglers(self) -> None:
         """Reports new and recovered stragglers, on the terminal and in the metrics."""
@@ -131,10 +131,10 @@ class RunView:
         told = self.stragglers.take()
         if self._alarms is not None:
             self._alarms.stragglers(told)
-        for one in told:
-            self.report(straggler_words(one))
-            self._events.record(STRAGGLER, self.step, straggler_numbers(one))
-            self._events.record_texts(STRAGGLER, self.step, [straggler_row(one)])
+        for straggler in told:
+            self.report(straggler_words(straggler))
+            self._events.record(STRAGGLER, self.step, straggler_numbers(straggler))
+            self._events.record_texts(STRAGGLER, self.step, [straggler_row(straggler)])
 
     def tell_alarms(self) -> None:
         """Applies the rules of `notify` to the newest records, and sends and logs the new events."""
@@ -191,9 +191,9 @@ class RunView:
         if (ledger.dropped or ledger.modalities) and progress.version != self._reported_drops:
             self._reported_drops = progress.version
             counts: dict[str, float] = {f"dropped/{reason}": count for reason, count in ledger.dropped.items()}
-            for name, one in ledger.modalities.items():
-                counts |= {f"modality/{name}/issued": one.issued, f"modality/{name}/trained": one.trained}
-                counts |= {f"modality/{name}/dropped/{reason}": count for reason, count in one.dropped.items()}
+            for name, modality in ledger.modalities.items():
+                counts |= {f"modality/{name}/issued": modality.issued, f"modality/{name}/trained": modality.trained}
+                counts |= {f"modality/{name}/dropped/{reason}": count for reason, count in modality.dropped.items()}
             self._events.record(LEDGER, progress.version, counts)
 
 

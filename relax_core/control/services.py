@@ -105,7 +105,7 @@ class Services:
             if role in OTHER_RANKS and self.roles[role] > 1:
                 config = self._context.config
                 self._reserved[role] = reserve_ranks(config.launcher, config.placement, self.roles[role])
-            ranks = [one.number for one in self._engines.members()] if role == ENGINE else range(self.roles[role])
+            ranks = [member.number for member in self._engines.members()] if role == ENGINE else range(self.roles[role])
             for rank in ranks:
                 self.workers[worker_name(role, rank)] = self._start(role, rank)
 

@@ -163,11 +163,15 @@ def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]
         if wait.on != BUS:
             owed |= dict.fromkeys(_workers(wait.on, beats))
             continue
-        inside = [] if isinstance(bus, str) else [one for one in bus if worker_name(one.task, one.worker) == beat.name]
+        inside = (
+            []
+            if isinstance(bus, str)
+            else [bus_wait for bus_wait in bus if worker_name(bus_wait.task, bus_wait.worker) == beat.name]
+        )
         if not inside:
             owed[BUS] = None  # the bus has not received the call yet, or does not answer
-        for one in inside:
-            owed |= dict.fromkeys(name for role in one.owed_by for name in _workers(role, beats))
+        for bus_wait in inside:
+            owed |= dict.fromkeys(name for role in bus_wait.owed_by for name in _workers(role, beats))
     return list(owed)
 
 

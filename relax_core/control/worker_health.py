@@ -106,7 +106,7 @@ class WorkerHealth:
         dispensable = self._services.dispensable()
         self.ended = {name: why for name in dispensable if name in self.beats and (why := ended(self.beats[name]))}
         needed = {name: beat for name, beat in self.beats.items() if name not in dispensable}
-        killed = {name: one.killed for name, one in self._restarts.items() if one.killed}
+        killed = {name: restart.killed for name, restart in self._restarts.items() if restart.killed}
         failure = verdict(needed, bus=bus_lost, killed=killed, sure=self._suspicious)
         if failure is not None:
             raise failure
@@ -293,8 +293,8 @@ def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, 
     if dead:
         names = [beat.name for beat in dead]
         first = next((beat for beat in dead if beat.name in killed), dead[0])
-        others = f" (and with it {', '.join(name for name in names if name != first.name)})" if names[1:] else ""
-        return ServicesLost(f"{first.name} {killed.get(first.name, 'died')}{others}", log=first.cause)
+        also = f" (and with it {', '.join(name for name in names if name != first.name)})" if names[1:] else ""
+        return ServicesLost(f"{first.name} {killed.get(first.name, 'died')}{also}", log=first.cause)
     failed = sorted((status for beat in beats.values() if (status := _failed(beat))), key=lambda status: status.since)
     if not failed:
         return None

@@ -47,7 +47,9 @@ _HOW = (
 
 def reads_clock(model_folder: Path) -> bool:
     """Returns whether a chat template of the folder reads the clock. Raises ValueError if it has no template."""
-    return any("strftime_now" in one for one in chat_templates(model_folder, read_json(model_folder / SETTINGS)))
+    return any(
+        "strftime_now" in template for template in chat_templates(model_folder, read_json(model_folder / SETTINGS))
+    )
 
 
 def utc_date() -> str:

@@ -431,9 +431,11 @@ def _without_nulls(value: Any, *, but: str = "") -> Any:
     """Returns a value without null-valued keys at any depth, except below the key ``but``."""
     if isinstance(value, dict):
         return {
-            key: one if key == but else _without_nulls(one, but=but) for key, one in value.items() if one is not None
+            key: inner if key == but else _without_nulls(inner, but=but)
+            for key, inner in value.items()
+            if inner is not None
         }
-    return [_without_nulls(one, but=but) for one in value] if isinstance(value, list) else value
+    return [_without_nulls(element, but=but) for element in value] if isinstance(value, list) else value
 
 
 def without_filled_nulls(row: dict[str, Any], key: str) -> dict[str, Any]:
@@ -452,7 +454,9 @@ def _too_large(most: int) -> str:
 
 def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
     """Returns the error for a row or a file without a key; ``present`` is the row, or has the file's columns."""
-    inner = [f"{name}.{one}" for name, value in present.items() if isinstance(value, Mapping) for one in value]
+    inner = [
+        f"{name}.{inner_key}" for name, value in present.items() if isinstance(value, Mapping) for inner_key in value
+    ]
     csv = " The first line of a .csv file has the names." if ".csv" in where else ""
     if csv and len(present) == 1 and any(mark in name for name in present for mark in ";\t|"):
         csv = " Its columns are not separated by commas; no other separator is read."

@@ -79,8 +79,8 @@ def eval_sets_alone(config: RelaxConfig) -> list[EvalSet]:
 
 def _all_sets(config: RelaxConfig, held_out: EvalSet | None) -> list[EvalSet]:
     sets = [_read(config, held_out, name, file) for name, file in (config.eval.sets or {"": None}).items()]
-    for one in sets:
-        check_bad_rows(one.name, len(one.rows), one.bad, most=config.data.max_bad_rows)
+    for eval_set in sets:
+        check_bad_rows(eval_set.name, len(eval_set.rows), eval_set.bad, most=config.data.max_bad_rows)
     return sets
 
 

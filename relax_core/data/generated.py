@@ -62,17 +62,17 @@ _THINGS = ("apples", "books", "cards", "coins", "eggs", "pens")
 
 def _arithmetic(rng: random.Random) -> Example:
     """Returns a word problem with one operation on small numbers. The answer lies in 0..25."""
-    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    name, goods = rng.choice(_NAMES), rng.choice(_THINGS)
     kind = rng.choice(("gain", "loss", "groups"))
     if kind == "gain":
         have, gained = rng.randint(1, 9), rng.randint(1, 9)
-        return Example(f"{name} has {have} {thing} and gets {gained} more. How many now?", str(have + gained))
+        return Example(f"{name} has {have} {goods} and gets {gained} more. How many now?", str(have + gained))
     if kind == "loss":
         have = rng.randint(1, 9)
         lost = rng.randint(1, have)
-        return Example(f"{name} has {have} {thing} and loses {lost}. How many now?", str(have - lost))
-    boxes, each = rng.randint(2, 5), rng.randint(2, 5)
-    return Example(f"{name} has {boxes} boxes of {each} {thing}. How many {thing}?", str(boxes * each))
+        return Example(f"{name} has {have} {goods} and loses {lost}. How many now?", str(have - lost))
+    boxes, per_box = rng.randint(2, 5), rng.randint(2, 5)
+    return Example(f"{name} has {boxes} boxes of {per_box} {goods}. How many {goods}?", str(boxes * per_box))
 
 
 def _sums(rng: random.Random) -> Example:

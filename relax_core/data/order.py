@@ -118,14 +118,14 @@ class MixedSource:
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self._order = MixOrder(mix)
         self._numbers = {name: array("q") for name in self._order.names}
-        others: set[str] = set()
+        modalities: set[str] = set()
         for number in range(len(source)):
             modality = source.modality(number)
             if modality in self._numbers:
                 self._numbers[modality].append(number)
             else:
-                others.add(modality)
-        there = sorted(others | {name for name, numbers in self._numbers.items() if numbers})
+                modalities.add(modality)
+        there = sorted(modalities | {name for name, numbers in self._numbers.items() if numbers})
         for name, numbers in self._numbers.items():
             if not numbers:
                 raise ValueError(

@@ -53,7 +53,7 @@ class ParquetRows:
         try:
             metadata = pyarrow.parquet.read_metadata(path)
             texts = [metadata.schema.column(number) for number in range(metadata.num_columns)]
-            repeated = [one.path for one in texts if one.physical_type == "BYTE_ARRAY"]
+            repeated = [column.path for column in texts if column.physical_type == "BYTE_ARRAY"]
             self._file = pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"data file {path}: not a Parquet file: {error}") from error
@@ -64,7 +64,7 @@ class ParquetRows:
         check_columns(path, columns)
         for key in (keys.prompt, keys.answer):
             if self._column(key) not in columns:
-                fields = {one.name: one.type for one in self._file.schema_arrow}
+                fields = {field.name: field.type for field in self._file.schema_arrow}
                 inner = {
                     name: {kind.field(number).name: None for number in range(kind.num_fields)}
                     for name, kind in fields.items()
@@ -172,7 +172,7 @@ def _decoded_bytes(array: Any) -> int:
 def _group_bytes(group: Any) -> int:
     """Returns how many bytes a row group has in memory by its metadata; repeated texts count once."""
     columns = [group.column(number) for number in range(group.num_columns)]
-    values = sum(max(one.total_uncompressed_size, one.num_values * _VALUE_BYTES) for one in columns)
+    values = sum(max(column.total_uncompressed_size, column.num_values * _VALUE_BYTES) for column in columns)
     return max(int(values), int(group.total_byte_size), int(group.num_rows))
 
 

@@ -49,8 +49,8 @@ def data_parts(config: DataConfig) -> list[FilePart]:
     for file in (file for part in parts for file in part.files):
         identity = (file.stat().st_dev, file.stat().st_ino) if file.exists() else file
         if identity in seen:
-            other = "" if seen[identity] == file else f": {seen[identity]} is the same file"
-            raise ValueError(f"{key}: {file} is named twice{other}. Name it once.")
+            same = "" if seen[identity] == file else f": {seen[identity]} is the same file"
+            raise ValueError(f"{key}: {file} is named twice{same}. Name it once.")
         seen[identity] = file
     return parts
 
@@ -67,7 +67,7 @@ def data_files(name: object, *, key: str = "data.paths") -> tuple[Path, ...]:
         return _folder_files(folder, key)
     if not glob.has_magic(name) or Path(name).exists():
         return (Path(name),)
-    found = tuple(Path(one) for one in sorted(glob.glob(name, recursive=True)) if Path(one).is_file())
+    found = tuple(Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file())
     if not found:
         raise ValueError(f"{key}: no file matches {name}.")
     return found
@@ -76,16 +76,18 @@ def data_files(name: object, *, key: str = "data.paths") -> tuple[Path, ...]:
 def _folder_files(folder: Path, key: str) -> tuple[Path, ...]:
     """Returns the data files in a folder, which are of one kind and of one split."""
     inside = sorted(folder.iterdir())
-    files = [one for one in inside if one.suffix in READERS and one.name not in _NO_ROWS and one.name[0] not in "._"]
+    files = [
+        path for path in inside if path.suffix in READERS and path.name not in _NO_ROWS and path.name[0] not in "._"
+    ]
     if not files:
-        if arrows := [one for one in inside if one.suffix == ".arrow"]:
+        if arrows := [path for path in inside if path.suffix == ".arrow"]:
             raise ValueError(f"{key}={folder}: Arrow files are not read. {arrow_to_parquet(arrows, folder)}")
-        kinds = [one for suffix in (*READERS, ".arrow") for one in sorted(folder.rglob(f"*{suffix}"))]
-        below = sorted({str(one.parent) for one in kinds if one.name not in _NO_ROWS})
+        kinds = [path for suffix in (*READERS, ".arrow") for path in sorted(folder.rglob(f"*{suffix}"))]
+        below = sorted({str(path.parent) for path in kinds if path.name not in _NO_ROWS})
         more = f" These folders below it have some: {', '.join(below[:5])}." if below else ""
         raise ValueError(f"{key}={folder}: the folder has no file of {', '.join(READERS)}.{more}")
-    suffixes = sorted({one.suffix for one in files})
-    splits = {found[1] if (found := _SPLIT.search(one.stem.lower())) else "" for one in files}
+    suffixes = sorted({file.suffix for file in files})
+    splits = {found[1] if (found := _SPLIT.search(file.stem.lower())) else "" for file in files}
     if len(suffixes) == 1 and (len(splits) == 1 or splits <= {"", "train"}):
         return tuple(files)
     what = "kinds" if len(suffixes) > 1 else "splits"

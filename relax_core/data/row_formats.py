@@ -37,13 +37,14 @@ def messages_of(prompt: Any) -> Any:
         return found if isinstance(found, ValueError) else MessagesOfText(found)
     if not isinstance(prompt, list) or not prompt:
         return prompt
-    if not all(isinstance(one, dict) and {"from", "value"} <= one.keys() for one in prompt):
+    if not all(isinstance(message, dict) and {"from", "value"} <= message.keys() for message in prompt):
         return prompt
-    if other := [one["from"] for one in prompt if str(one["from"]) not in _ROLES]:
-        return ValueError(f"has a message from {other[0]!r}. Use one of: {', '.join(_ROLES)}.")
-    rest = [{key: value for key, value in one.items() if key not in ("from", "value")} for one in prompt]
+    if unknown := [message["from"] for message in prompt if str(message["from"]) not in _ROLES]:
+        return ValueError(f"has a message from {unknown[0]!r}. Use one of: {', '.join(_ROLES)}.")
+    rest = [{key: value for key, value in message.items() if key not in ("from", "value")} for message in prompt]
     return [
-        {"role": _ROLES[one["from"]], "content": one["value"], **more} for one, more in zip(prompt, rest, strict=True)
+        {"role": _ROLES[message["from"]], "content": message["value"], **more}
+        for message, more in zip(prompt, rest, strict=True)
     ]
 
 

@@ -122,8 +122,8 @@ class _Sources:
         if value is None:
             return
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            for one in value:
-                yield self.source(one, kind)
+            for element in value:
+                yield self.source(element, kind)
         else:
             yield self.source(value, kind)
 
@@ -200,13 +200,13 @@ class _Sources:
         given = {key: part[key] for key in (name, *_SOURCE_KEYS) if part.get(key) is not None}
         if given.keys() == {"path", "bytes"}:
             return given["bytes"]
-        others = [
+        other_keys = [
             key
             for key, value in part.items()
             if not given and key not in ("type", *_SETTINGS) and isinstance(value, str | bytes | Mapping | list)
         ]
-        if len(given) > 1 or others:
-            keys, read = ", ".join(shown(key, 60) for key in (given or others)), ", ".join((name, *_SOURCE_KEYS))
+        if len(given) > 1 or other_keys:
+            keys, read = ", ".join(shown(key, 60) for key in (given or other_keys)), ", ".join((name, *_SOURCE_KEYS))
             text = f"{self._where}: a content part of type {name} has {keys}. Give its source under one of: {read}."
             raise BadRow.because("prompt", text)
         if "base64" in given and isinstance(given["base64"], str) and not _DATA_URI.match(given["base64"]):
@@ -265,12 +265,12 @@ def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind,
     a text may be about the tag <video>.
     """
     contents: list[Any] = (
-        [row["prompt"]] if isinstance(row["prompt"], str) else [one["content"] for one in row["prompt"]]
+        [row["prompt"]] if isinstance(row["prompt"], str) else [message["content"] for message in row["prompt"]]
     )
     parts: list[Any] = [
-        {"type": "text", "text": one} if isinstance(one, str) else part
-        for one in contents
-        for part in ([one] if isinstance(one, str) else one)
+        {"type": "text", "text": content} if isinstance(content, str) else part
+        for content in contents
+        for part in ([content] if isinstance(content, str) else content)
     ]
     texts = [part["text"].strip() for part in parts if part["type"] == "text"]
     given = {part["type"] for part in parts}
@@ -296,7 +296,7 @@ def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
     name is enough.
     """
     if isinstance(value, list):
-        value = next((one for one in value if one is not None), None)
+        value = next((element for element in value if element is not None), None)
     words = _NAME.search(name)
     named = None if words is None else _NAMES[words[1].lower()]
     if isinstance(value, Mapping):
@@ -311,7 +311,7 @@ def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
         return named if named in kinds else next(iter(kinds), None if sure else named)
     if _DATA_URI.match(value):
         kind = value[5:].partition("/")[0].lower()
-        return next((one for one in MEDIA_KINDS if one == kind), named)
+        return next((media_kind for media_kind in MEDIA_KINDS if media_kind == kind), named)
     if _is_base64(value):
         return named or "image"
     if named is None or "\n" in value:

@@ -35,7 +35,7 @@ def _unmixed_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptS
     given = [config.task, config.path, config.paths]
     if names_plugin(config):
         return _file_source(config, seed=seed, eval_rows=eval_rows)
-    if sum(one is not None for one in given) != 1:
+    if sum(setting is not None for setting in given) != 1:
         raise ValueError(
             f"data.task={config.task}, data.path={config.path}, data.paths={config.paths}: set exactly one of them, a "
             "generated task, a file, or several files."
@@ -141,8 +141,8 @@ def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
     if config.eval_size < 0:
         raise ValueError(f"data.eval_size={config.eval_size}: must be at least 0 (0 holds no rows out).")
     if config.eval_size >= sum(sizes):
-        one = config.name if names_plugin(config) else config.path
-        what = one if one is not None else f"{len(files)} files together"
+        source_name = config.name if names_plugin(config) else config.path
+        what = source_name if source_name is not None else f"{len(files)} files together"
         raise ValueError(
             f"data.eval_size={config.eval_size}: {what} has {sum(sizes)} rows, none is left to train on. "
             "Lower data.eval_size, or give the held-out rows as data.eval_path."
@@ -269,7 +269,7 @@ def _as_row(example: generated.Example) -> DataRow:
     if example.seed is not None:
         row["seed"] = example.seed
     if example.sources:
-        shown = [{"type": one.kind, one.kind: one} for one in example.sources]
+        shown = [{"type": source.kind, source.kind: source} for source in example.sources]
         row["prompt"] = [{"role": "user", "content": [*shown, {"type": "text", "text": example.prompt}]}]
     return row
 

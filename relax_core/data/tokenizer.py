@@ -103,7 +103,7 @@ class PromptTokenizer:
         template's message, for a conversation that the template does not accept, and `TextTooLong` for a text that is
         certain to have more than ``most_tokens`` tokens.
         """
-        hidden_tools = None if tools is None else [self.hidden(one) for one in tools]
+        hidden_tools = None if tools is None else [self.hidden(tool) for tool in tools]
         rendered = self.render(messages, tools=hidden_tools, goes_on=goes_on, hides=True)
         return self.encode_shown(self.short_enough(rendered, most_tokens))
 
@@ -191,11 +191,11 @@ class PromptTokenizer:
             if not found or _GOES_ON in shown or self._closes_thinking(messages, tools, shown):
                 raise ValueError("the chat template does not end the text of the last message as the message ends it")
             return shown
-        shown_messages = [_without_sources(one) for one in messages]
+        shown_messages = [_without_sources(message) for message in messages]
         problem: ValueError | None = None
-        for as_text in (False, True) if any(one.get("tool_calls") for one in messages) else (False,):
-            of_form = [_with_arguments(one, as_text=as_text) for one in shown_messages]
-            of_form = [self._hidden(one) for one in of_form] if hides else of_form
+        for as_text in (False, True) if any(message.get("tool_calls") for message in messages) else (False,):
+            of_form = [_with_arguments(message, as_text=as_text) for message in shown_messages]
+            of_form = [self._hidden(message) for message in of_form] if hides else of_form
             own = dict(zip(OWN_VARIABLES, (of_form, tools, None, opens_answer), strict=True))
             try:
                 template = self._tool_template if tools else self._template
@@ -243,7 +243,7 @@ class PromptTokenizer:
     def check_places(self, messages: Sequence[Mapping[str, Any]], kinds: Sequence[MediaKind]) -> None:
         """Raises ValueError as `place_items` does, if the template leaves out media of a conversation or adds some."""
         names = {self.token_text(token): kind for kind, token in self.media_ids.items()}
-        rendered = self.render([self.hidden(one) for one in messages])
+        rendered = self.render([self.hidden(message) for message in messages])
         _check_kinds([names[name] for name in re.findall("|".join(map(re.escape, names)), rendered)], kinds)
 
     def encode_text(self, text: str) -> list[int]:
@@ -434,7 +434,7 @@ def _name_parts(names: Iterable[str]) -> _NameParts:
 
 def _hide_text(text: str) -> str:
     """Returns the replacement of a text, which begins with the mark."""
-    return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(one)) for one in text) if text else ""
+    return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(char)) for char in text) if text else ""
 
 
 def _hide(found: re.Match[str]) -> str:
@@ -442,7 +442,7 @@ def _hide(found: re.Match[str]) -> str:
 
 
 def _shown(found: re.Match[str]) -> str:
-    return "".join(chr(ord(one) - _HIDE_FROM) for one in found[1])
+    return "".join(chr(ord(char) - _HIDE_FROM) for char in found[1])
 
 
 def _with_texts(value: Any, change: Callable[[str], str], key: str = "") -> Any:
@@ -450,8 +450,8 @@ def _with_texts(value: Any, change: Callable[[str], str], key: str = "") -> Any:
     if isinstance(value, str):
         return value if key in _WORDS and value in _COMPARED else change(value)
     if isinstance(value, Mapping):
-        return {_changed_key(name, change): _with_texts(one, change, name) for name, one in value.items()}
-    return [_with_texts(one, change, key) for one in value] if isinstance(value, list | tuple) else value
+        return {_changed_key(name, change): _with_texts(inner, change, name) for name, inner in value.items()}
+    return [_with_texts(element, change, key) for element in value] if isinstance(value, list | tuple) else value
 
 
 def _changed_key(name: Any, change: Callable[[str], str]) -> Any:
@@ -471,7 +471,7 @@ def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> Mapping[str
     calls = message.get("tool_calls")
     if not calls or not isinstance(calls, list | tuple):
         return message
-    return {**message, "tool_calls": [_call_with_arguments(one, as_text=as_text) for one in calls]}
+    return {**message, "tool_calls": [_call_with_arguments(call, as_text=as_text) for call in calls]}
 
 
 def _call_with_arguments(call: Any, *, as_text: bool) -> Any:
@@ -502,9 +502,9 @@ def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [*content[:-1], {**last, "text": last["text"] + _GOES_ON}]}
 
 
-def token_difference(one: Path, other: Path) -> str | None:
+def token_difference(first: Path, second: Path) -> str | None:
     """Returns the first difference between the vocabularies of two model folders; None if they are equal."""
-    vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (one, other)]
+    vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (first, second)]
     if vocabularies[0] == vocabularies[1]:
         return None
     odd = min(set(vocabularies[0].items()) ^ set(vocabularies[1].items()), key=lambda pair: (pair[1], pair[0]))

@@ -81,7 +81,7 @@ def _problem(work: Any) -> str:
     except _TOO_MUCH as error:
         return f"{type(error).__name__} {error}".strip()
     except ValueError as error:
-        causes = [f"{type(one).__name__} {one}".strip() for one in _causes(error) if isinstance(one, _TOO_MUCH)]
+        causes = [f"{type(cause).__name__} {cause}".strip() for cause in _causes(error) if isinstance(cause, _TOO_MUCH)]
         return causes[0] if causes else ""
     return ""
 

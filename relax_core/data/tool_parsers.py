@@ -74,8 +74,10 @@ def call_of(value: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise BrokenCall("A tool call has no name.")
     keys = [key for key in _ARGUMENTS if key in value]
-    if other := [key for key in value if key not in _BESIDE and key not in keys]:
-        raise BrokenCall(f"The tool call {name} has the key {_shown(other[0])}. Write its values under arguments.")
+    if unknown_keys := [key for key in value if key not in _BESIDE and key not in keys]:
+        raise BrokenCall(
+            f"The tool call {name} has the key {_shown(unknown_keys[0])}. Write its values under arguments."
+        )
     if len(keys) > 1:
         raise BrokenCall(f"The tool call {name} has both arguments and parameters. Write arguments alone.")
     given = value[keys[0]] if keys else {}
@@ -162,10 +164,10 @@ def read_mistral(text: str, tools: Tools) -> ReadCalls:
     calls: list[ToolCall] = []
     broken: list[str] = []
     content = [before]
-    for one in marked:
+    for marked_text in marked:
         was = len(broken)
         try:
-            values = _values(one.strip())
+            values = _values(marked_text.strip())
         except BrokenCall as error:
             values, broken = [], [*broken, str(error)]
         for value in values:
@@ -173,7 +175,7 @@ def read_mistral(text: str, tools: Tools) -> ReadCalls:
                 calls.append(call_of(value))
             except BrokenCall as error:
                 broken.append(str(error))
-        content += [f"{_MARK}{one}"] if len(broken) > was else []
+        content += [f"{_MARK}{marked_text}"] if len(broken) > was else []
     return ReadCalls(content="".join(content).strip() if marked else text, calls=tuple(calls), broken=tuple(broken))
 
 
@@ -218,13 +220,13 @@ def read_pythonic(text: str, tools: Tools) -> ReadCalls:
     calls: list[ToolCall] = []
     broken: list[str] = []
     outside: list[str] = []
-    for one in elements:
+    for element in elements:
         try:
-            calls.append(_python_call(one))
+            calls.append(_python_call(element))
         except BrokenCall as error:
             broken.append(str(error))
-            outside.append(ast.get_source_segment(body, one) or "")
-    if not calls and not all(isinstance(one, ast.Call) for one in elements):
+            outside.append(ast.get_source_segment(body, element) or "")
+    if not calls and not all(isinstance(element, ast.Call) for element in elements):
         broken.clear()  # such as the pairs [(1, 2), (3, 4)]
     if not calls:
         return ReadCalls(content=text, broken=tuple(broken))
@@ -253,9 +255,9 @@ def _json_like(value: Any) -> Any:
     if isinstance(value, float) and value - value == 0.0:  # neither infinite nor NaN
         return value
     if isinstance(value, list | tuple):
-        return [_json_like(one) for one in value]
+        return [_json_like(element) for element in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _json_like(one) for key, one in value.items()}
+        return {key: _json_like(inner) for key, inner in value.items()}
     raise BrokenCall(f"An argument of a tool call is of type {type(value).__name__}, which JSON does not hold.")
 
 
@@ -361,10 +363,12 @@ def tool_parser(name: str, *, template: str) -> str:
 
 def read_calls(text: str, *, parser: str, tools: Sequence[ToolSchema]) -> ReadCalls:
     """Returns the calls of a text and the errors of unreadable calls; it never raises for any text."""
-    functions = [one["function"] for one in tools]
-    schemas = {one["name"]: one.get("parameters") for one in functions}
+    functions = [tool["function"] for tool in tools]
+    schemas = {function["name"]: function.get("parameters") for function in functions}
     try:
-        return PARSERS[parser](text, {name: one if isinstance(one, Mapping) else {} for name, one in schemas.items()})
+        return PARSERS[parser](
+            text, {name: schema if isinstance(schema, Mapping) else {} for name, schema in schemas.items()}
+        )
     except BrokenCall as error:
         return ReadCalls(content=text, broken=(str(error),))
 
@@ -380,7 +384,7 @@ def read_action(text: str, *, stopped: bool, parser: str, tools: Sequence[ToolSc
     thinking = before.partition("<think>")[2] if "<think>" in before else before
     body = after.lstrip("\n") if found else text
     read = read_calls(body, parser=parser, tools=tools)
-    names = [one["function"]["name"] for one in tools]
+    names = [tool["function"]["name"] for tool in tools]
     known = tuple(call for call in read.calls if not names or call.name in names)
     errors = list(read.broken)
     if unknown := next((call.name for call in read.calls if call not in known), ""):

@@ -34,8 +34,8 @@ class TurnTokens:
         self._tokenizer = tokenizer
         # An answer follows the opening, and replaces its last message if the model continued that.
         asked = opening[:-1] if opening and opening[-1]["role"] == "assistant" else opening
-        self._opening = [tokenizer.hidden(one) for one in asked]
-        self._tools = None if tools is None else [tokenizer.hidden(one) for one in tools]
+        self._opening = [tokenizer.hidden(message) for message in asked]
+        self._tools = None if tools is None else [tokenizer.hidden(tool) for tool in tools]
         self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
         # The form of calls that the template accepts (`_calling`), for one tool result and for several.
         self._form: dict[bool, tuple[bool, bool]] = {}
@@ -58,7 +58,7 @@ class TurnTokens:
         messages that are certain to have more than ``most_tokens`` tokens.
         """
         self._check_shown(messages)
-        behind = self._behind_answer([self._tokenizer.hidden(one) for one in messages])
+        behind = self._behind_answer([self._tokenizer.hidden(message) for message in messages])
         stopped = sampled[-1] in self._tokenizer.stop_token_ids
         if stopped:
             behind = behind.removeprefix(self._before_end)

@@ -319,10 +319,10 @@ class OpenConnections:
 
 def connection_limit() -> int:
     """Returns how many connections this process can have; raises its limit of open files if it is allowed to."""
-    others = BACKLOG + OTHER_FILES
+    reserved = BACKLOG + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + others
+    wanted = MAX_CONNECTIONS + reserved
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(2 * KEPT_FREE, min(wanted, soft) - others)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(2 * KEPT_FREE, min(wanted, soft) - reserved)

@@ -263,11 +263,13 @@ class EnginePool:
             told: dict[str, Any] = {}
             if (on_tokens := prompt_batch.on_tokens) is not None:
                 told["on_tokens"] = _telling(on_tokens, requests, owners, tickets)
-            with self.request_times.of(engine_name(engine), samples=sum(len(one.asked) for one in tickets)):
-                async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end, **told):
-                    prompt = owners[one.prompt]
+            with self.request_times.of(engine_name(engine), samples=sum(len(ticket.asked) for ticket in tickets)):
+                async for generated in client.generate(
+                    requests, prompt_batch.params, on_end=prompt_batch.on_end, **told
+                ):
+                    prompt = owners[generated.prompt]
                     if prompt.owed_by(tickets[prompt]):
-                        named = msgspec.structs.replace(one, engine=engine_name(engine))
+                        named = msgspec.structs.replace(generated, engine=engine_name(engine))
                         self._take(prompt_batch, prompt, named, engine)
         except EngineUnreachable as error:
             await self._ask_others(ask, engine, error)
@@ -301,20 +303,23 @@ class EnginePool:
         if isinstance(error, MalformedReply) and self._on_malformed is not None:
             prompt_batch.start(self._on_malformed(engine, str(error)))
         silent_s = time.monotonic() - prompt_batch.silent_since.setdefault(engine, time.monotonic())
-        if silent_s > self._timeout_s and all(other in prompt_batch.silent_since for other in self._engines.usable()):
+        if silent_s > self._timeout_s and all(
+            other_engine in prompt_batch.silent_since for other_engine in self._engines.usable()
+        ):
             raise EngineUnreachable(
                 f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
             ) from error
 
-    def _take(self, prompt_batch: _PromptBatch, prompt: OpenPrompt, one: Generated, engine: int) -> None:
+    def _take(self, prompt_batch: _PromptBatch, prompt: OpenPrompt, generated: Generated, engine: int) -> None:
         prompt_batch.silent_since.pop(engine, None)
-        prompt.take(one)
+        prompt.take(generated)
         self._router.came_back(engine, prompt.cost)
-        if one.versions.size:
-            self._engines.serves(engine, int(one.versions[-1]))
-        if prompt.fruitless.get(one.sample, 0) == FRUITLESS_ASKS:
+        if generated.versions.size:
+            self._engines.serves(engine, int(generated.versions[-1]))
+        if prompt.fruitless.get(generated.sample, 0) == FRUITLESS_ASKS:
             raise EngineError(
-                f"{engine_name(engine)} aborted sample {one.sample} of prompt {prompt.request.rid}, which came back "
+                f"{engine_name(engine)} aborted sample {generated.sample} of prompt "
+                f"{prompt.request.rid}, which came back "
                 f"without a new token {FRUITLESS_ASKS} times in a row. The run did not request this: see the engine's "
                 "log"
             )
@@ -502,12 +507,12 @@ class EnginePool:
                 prompt_batch.start(self.abort(rids, min_version=0))
         self._logged = stragglers
 
-    def _heard(self, engine: int, others: int) -> None:
+    def _heard(self, engine: int, foreign_samples: int) -> None:
         """Records the engine's number of samples of other clients, at the mean cost of the pool's samples."""
         opened = [prompt for prompt, _ in self._open.values()]
         if opened:
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
-            self._router.others(engine, others * mean_cost)
+            self._router.others(engine, foreign_samples * mean_cost)
 
 
 def _telling(
@@ -541,7 +546,7 @@ def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, bloc
     before = 0
     for start in range(0, len(input_ids) - block + 1, block):
         end = start + block
-        items = [one.item.digest for one in media if one.start < end and one.end > start]
+        items = [medium.item.digest for medium in media if medium.start < end and medium.end > start]
         before = hash((before, *input_ids[start:end], *items))
         blocks.append(before)
     return blocks
@@ -599,7 +604,10 @@ class Router:
             most = max(known.values())
             if most * PREFIX_BLOCK >= max(LONG_PREFIX, len(input_ids) / 2):
                 candidates = [engine for engine in near if known[engine] == most]
-        engine = min(candidates, key=lambda one: (loads[one], (self._place[one] - prompt.tie) % len(self._place)))
+        engine = min(
+            candidates,
+            key=lambda candidate: (loads[candidate], (self._place[candidate] - prompt.tie) % len(self._place)),
+        )
         self._remember(engine, blocks)
         return engine
 
@@ -713,20 +721,20 @@ class OpenPrompt:
         """Returns whether the request with this ticket still has to return samples."""
         return ticket == self.ticket and bool(self.asked)
 
-    def take(self, one: Generated) -> None:
+    def take(self, generated: Generated) -> None:
         """Records a response: a finished sample, or the tokens so far of an aborted sample."""
-        self.asked.remove(one.sample)
-        before = self.partial.pop(one.sample, None)
-        whole = one if before is None else joined(before, one)
+        self.asked.remove(generated.sample)
+        before = self.partial.pop(generated.sample, None)
+        whole = generated if before is None else joined(before, generated)
         if whole.finish_reason != "abort":
-            self.done[one.sample] = whole
+            self.done[generated.sample] = whole
             return
         if whole.output_ids.size:
-            self.partial[one.sample] = whole
-        if one.output_ids.size:
-            self.fruitless.pop(one.sample, None)
+            self.partial[generated.sample] = whole
+        if generated.output_ids.size:
+            self.fruitless.pop(generated.sample, None)
         elif not self.excused:
-            self.fruitless[one.sample] = self.fruitless.get(one.sample, 0) + 1
+            self.fruitless[generated.sample] = self.fruitless.get(generated.sample, 0) + 1
 
     def lose(self) -> int:
         """Records that the requested samples are missing again; returns their number."""
@@ -742,7 +750,7 @@ class OpenPrompt:
 
 def prompt_cost(request: PromptRequest, item_work: Callable[[MediaItem], float]) -> float:
     """Returns a prompt's prefill cost in tokens; ``item_work`` returns the towers' work for an item in tokens."""
-    return len(request.input_ids) + sum(item_work(one.item) for one in request.media)
+    return len(request.input_ids) + sum(item_work(medium.item) for medium in request.media)
 
 
 def owed_rids(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
@@ -754,16 +762,16 @@ def owed_rids(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
     return owed
 
 
-def cut(one: Generated, tokens: int) -> Generated:
+def cut(generated: Generated, tokens: int) -> Generated:
     """Returns the response's first ``tokens`` tokens as if it had ended there."""
-    experts = one.response_experts
+    experts = generated.response_experts
     return msgspec.structs.replace(
-        one,
-        output_ids=one.output_ids[:tokens],
-        logprobs=one.logprobs[:tokens],
-        versions=one.versions[:tokens],
+        generated,
+        output_ids=generated.output_ids[:tokens],
+        logprobs=generated.logprobs[:tokens],
+        versions=generated.versions[:tokens],
         response_experts=None if experts is None or not tokens else experts[: tokens - 1],
-        kept=None if one.kept is None else one.kept.take(np.arange(tokens)),
+        kept=None if generated.kept is None else generated.kept.take(np.arange(tokens)),
     )
 
 
@@ -772,7 +780,7 @@ def joined(before: Generated, after: Generated) -> Generated:
 
     Tokens keep the log-probs, the kept sets and the weight versions that they were sampled with.
     """
-    kept = [one.kept for one in (before, after) if one.kept is not None]
+    kept = [generated.kept for generated in (before, after) if generated.kept is not None]
     whole = msgspec.structs.replace(
         after,
         output_ids=read_only(np.concatenate([before.output_ids, after.output_ids])),

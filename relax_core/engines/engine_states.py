@@ -107,11 +107,11 @@ class EngineStates:
             return
         self._versions[engine] = version
         newest, now = max(self._versions.values()), time.monotonic()
-        for other, served in self._versions.items():
+        for other_engine, served in self._versions.items():
             if newest - served <= self._max_lag:
-                self._behind_since.pop(other, None)
+                self._behind_since.pop(other_engine, None)
             else:
-                self._behind_since.setdefault(other, now)
+                self._behind_since.setdefault(other_engine, now)
 
     def stragglers(self) -> list[int]:
         """Returns the stragglers."""
@@ -201,8 +201,8 @@ def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
     with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="fan-out") as threads:
         outcomes = dict(zip(calls, threads.map(_outcome, calls.values()), strict=True))
     return FanOut(
-        answers={name: one for name, one in outcomes.items() if not isinstance(one, EngineError)},
-        failures={name: one for name, one in outcomes.items() if isinstance(one, EngineError)},
+        answers={name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, EngineError)},
+        failures={name: outcome for name, outcome in outcomes.items() if isinstance(outcome, EngineError)},
     )
 
 

@@ -41,7 +41,7 @@ class PatchSettings:
 
     def alone(self) -> PatchSettings:
         """Returns these settings without a subclass's fields, for a process that does not compute the tower."""
-        return PatchSettings(**{one.name: getattr(self, one.name) for one in fields(PatchSettings)})
+        return PatchSettings(**{field.name: getattr(self, field.name) for field in fields(PatchSettings)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class AudioSettings:
 
     def alone(self) -> AudioSettings:
         """Returns these settings without a subclass's fields, for a process that does not compute the tower."""
-        return AudioSettings(**{one.name: getattr(self, one.name) for one in fields(AudioSettings)})
+        return AudioSettings(**{field.name: getattr(self, field.name) for field in fields(AudioSettings)})
 
     def rows_of_frames(self, frames: int) -> int:
         """Returns the rows that ``frames`` frames become: three convolutions halve the frames of each chunk."""

@@ -57,7 +57,7 @@ class Segments:
         place = (before[inside // width] + rank[segment]) * width + inside % width
         grid = np.full(sum(counts) * width, len(segment), dtype=np.int64)
         grid[place] = np.arange(len(segment))
-        put = [torch.from_numpy(one).to(device) for one in (grid, place, order)]
+        put = [torch.from_numpy(array).to(device) for array in (grid, place, order)]
         return Segments(put[0], put[1], counts, put[2], width)
 
     def chunked(self, rows: Tensor) -> Tensor:
@@ -79,12 +79,12 @@ def gated_delta_rule(
     value heads, value dim]``; ``decay`` (the logarithm, at most 0) and ``strength`` are ``[rows, value heads]``.
     ``states`` are the states before the segments, float32 ``[segments, value heads, key dim, value dim]``.
     """
-    each = value.shape[1] // key.shape[1]
+    repeats = value.shape[1] // key.shape[1]
     scale = key.shape[-1] ** -0.5
-    query = (unit_length(query.float()) * scale).repeat_interleave(each, 1)
-    key = unit_length(key.float()).repeat_interleave(each, 1)
-    query, key, value = (segments.chunked(one) for one in (query, key, value.float()))
-    decay, strength = (segments.chunked(one.float()[..., None])[..., 0] for one in (decay, strength))
+    query = (unit_length(query.float()) * scale).repeat_interleave(repeats, 1)
+    key = unit_length(key.float()).repeat_interleave(repeats, 1)
+    query, key, value = (segments.chunked(tensor) for tensor in (query, key, value.float()))
+    decay, strength = (segments.chunked(tensor.float()[..., None])[..., 0] for tensor in (decay, strength))
     total = decay.cumsum(-1)  # [chunks, heads, width]
     upper = torch.ones(segments.width, segments.width, dtype=torch.bool, device=key.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()

@@ -92,15 +92,19 @@ def folder_architecture(model_folder: Path, *, family: str | None = None, also: 
 
 
 def _architecture(family: Family, hf_config: HfConfig, model_folder: Path) -> Architecture:
-    one = replace(
+    architecture = replace(
         read_architecture(family, hf_config),
         vision=read_tower(family, inner_config(hf_config), model_folder=model_folder),
         audio=read_audio_tower(family, inner_config(hf_config), model_folder=model_folder),
     )
-    if one.float32 or len(family.expert_layouts) > 1:
+    if architecture.float32 or len(family.expert_layouts) > 1:
         stored = stored_kinds(model_folder)
-        one = replace(one, float32=_stored_float32(one.float32, stored), expert_layout=_expert_layout(family, stored))
-    return one
+        architecture = replace(
+            architecture,
+            float32=_stored_float32(architecture.float32, stored),
+            expert_layout=_expert_layout(family, stored),
+        )
+    return architecture
 
 
 def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
@@ -109,7 +113,7 @@ def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
     if len(family.expert_layouts) == 1 or not language:
         return family.expert_layouts[0]
     apart = re.search(r"\.experts\.\d+\.", language[0]) is not None
-    return next(one for one in family.expert_layouts if (one is ExpertLayout.apart) is apart)
+    return next(layout for layout in family.expert_layouts if (layout is ExpertLayout.apart) is apart)
 
 
 def _stored_float32(endings: tuple[str, ...], stored: Mapping[str, str]) -> tuple[str, ...]:
@@ -150,7 +154,7 @@ def stored_kinds(model_folder: Path) -> dict[str, str]:
             header = decode_json(read_header(path), dict[str, _Stored])
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
-        found |= {name: one.dtype for name, one in header.items() if name != "__metadata__"}
+        found |= {name: tensor.dtype for name, tensor in header.items() if name != "__metadata__"}
     return found
 
 

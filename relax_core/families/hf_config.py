@@ -73,7 +73,7 @@ def size_problems(values: Mapping[str, Any], *, where: str = "") -> Iterator[str
         elif value is not None and key in BOUNDS:
             least, most = BOUNDS[key]
             sizes = value if isinstance(value, list) else [value]
-            wrong = [one for one in sizes if type(one) is not int or not least <= one <= most]
+            wrong = [size for size in sizes if type(size) is not int or not least <= size <= most]
             if wrong or len(sizes) > _LAYERS[1]:
                 told = shown(wrong[0]) if wrong else f"{len(sizes)} values"
                 yield f"{name}={told}: expected an integer from {least} to {most}"
@@ -139,7 +139,7 @@ def end_token_ids(model_folder: Path) -> tuple[int, ...]:
         file = model_folder / name
         ids = language_values(read_object(file)).get("eos_token_id") if file.exists() else None
         of_file = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if wrong := [one for one in of_file if type(one) is not int or one < 0]:
+        if wrong := [token_id for token_id in of_file if type(token_id) is not int or token_id < 0]:
             raise ValueError(f"{file}: eos_token_id={shown(wrong[0])}: expected a token id, or a list of them.")
         found.update(of_file)
     return tuple(sorted(found))

@@ -118,13 +118,13 @@ def _convert(file: Path, folder: Path, *, sha256: str) -> None:
     )
     if done.returncode != 0:
         raise ValueError(f"{cause_in(done.stderr).removeprefix('relax: ')} (while {file} was converted)")
-    files = {each.name: _sha256(each) for each in sorted(folder.iterdir())}
+    files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     (folder / RECORD_FILE).write_bytes(msgspec.json.encode(ImportRecord(source=sha256, files=files)))
 
 
 def check_import(folder: Path) -> None:
     """Raises ValueError if a converted folder lacks a file or has an altered file."""
-    if wrong := _altered(folder, tuple((each.name, each.stat().st_mtime_ns) for each in sorted(folder.iterdir()))):
+    if wrong := _altered(folder, tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()))):
         raise ValueError(f"{folder}: {wrong}. Remove the folder; it is then converted again: rm -r {folder}")
 
 

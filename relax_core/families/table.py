@@ -55,10 +55,10 @@ def _read(family: Family, config: HfConfig) -> Architecture:
                 f"config.json {only.key}={given}: {family.name} computes {only.key}={only.value} only: {only.why}."
             )
     computed = {_FULL} if family.delta_net is None else {_FULL, _LINEAR}
-    other = {str(kind) for kind in config.get("layer_types") or ()} - computed
-    if other:
+    unknown = {str(kind) for kind in config.get("layer_types") or ()} - computed
+    if unknown:
         raise ValueError(
-            f"config.json layer_types has {shown(sorted(other))}: {family.name} computes "
+            f"config.json layer_types has {shown(sorted(unknown))}: {family.name} computes "
             f"{' and '.join(sorted(computed))} only."
         )
     if wrong := next(size_problems(config), None):

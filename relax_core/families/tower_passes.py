@@ -77,7 +77,7 @@ def pass_items(
     parameter = next(module.parameters())
     alike = [np.stack(list(some)) for _, some in groupby(frames, key=np.shape)]
     pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)
-    grid = torch.tensor([list(one) for one in grids], dtype=torch.int64, device=parameter.device)
+    grid = torch.tensor([list(item_grid) for item_grid in grids], dtype=torch.int64, device=parameter.device)
     output: Any = module(pixels, grid_thw=grid)
     return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
 
@@ -97,7 +97,7 @@ def pass_sounds(module: torch.nn.Module, tower: AudioTower, features: Sequence[n
     Each sound passes alone, so that its rows do not depend on other sounds: in one batch, products of more rows round
     differently, by up to 3e-7.
     """
-    return torch.cat([_rows_of(module, tower, one) for one in features])
+    return torch.cat([_rows_of(module, tower, feature) for feature in features])
 
 
 def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -> Tensor:
@@ -140,9 +140,9 @@ class TowerInputs(NamedTuple):
 def inputs_of(items: Sequence[MediaItem], tensors: Sequence[Mapping[str, np.ndarray]]) -> TowerInputs:
     """Returns the inputs of the towers for items with these tensors."""
     return TowerInputs(
-        frames=[one["frames"] for one in tensors if "frames" in one],
-        grids=[item.grid for item, one in zip(items, tensors, strict=True) if "frames" in one],
-        sounds=[one["features"] for one in tensors if "features" in one],
+        frames=[item_tensors["frames"] for item_tensors in tensors if "frames" in item_tensors],
+        grids=[item.grid for item, item_tensors in zip(items, tensors, strict=True) if "frames" in item_tensors],
+        sounds=[item_tensors["features"] for item_tensors in tensors if "features" in item_tensors],
     )
 
 

@@ -79,19 +79,19 @@ def row_products(architecture: Architecture) -> int:
     Only the experts that a row is routed to count. The attention scores, which depend on the previous rows, and the
     output layer, which no row of a prompt needs, do not count.
     """
-    one, experts, net = architecture, architecture.experts, architecture.delta_net
-    heads = one.num_heads * (3 if one.output_gate else 2) + 2 * one.num_kv_heads
-    products = len(one.attention_layers) * one.hidden_size * one.head_dim * heads
+    arch, experts, net = architecture, architecture.experts, architecture.delta_net
+    heads = arch.num_heads * (3 if arch.output_gate else 2) + 2 * arch.num_kv_heads
+    products = len(arch.attention_layers) * arch.hidden_size * arch.head_dim * heads
     if net is not None:
         inputs = net.channels + net.values + 2 * net.value_heads
         state = 3 * net.value_heads * net.key_dim * net.value_dim  # reading, writing, and the output
-        mixing = one.hidden_size * (inputs + net.values) + net.kernel * net.channels + state
-        products += len(one.delta_layers) * mixing
-    width = one.intermediate_size
+        mixing = arch.hidden_size * (inputs + net.values) + net.kernel * net.channels + state
+        products += len(arch.delta_layers) * mixing
+    width = arch.intermediate_size
     if experts is not None:
         width = experts.per_token * experts.width + experts.shared_width
-        products += one.num_layers * one.hidden_size * (experts.count + bool(experts.shared_width))
-    return products + one.num_layers * 3 * one.hidden_size * width
+        products += arch.num_layers * arch.hidden_size * (experts.count + bool(experts.shared_width))
+    return products + arch.num_layers * 3 * arch.hidden_size * width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

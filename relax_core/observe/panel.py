@@ -484,8 +484,8 @@ def _figures(view: PanelView) -> Table:
     table.add_column(no_wrap=True, style="green", min_width=SPARK_WIDTH)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
-    for label, value, curve, other, other_value in (*_results(view.numbers), *_diagnostics(view.numbers)):
-        table.add_row(label, Text(value, style="bold"), curve, other, Text(other_value))
+    for label, value, curve, other_label, other_value in (*_results(view.numbers), *_diagnostics(view.numbers)):
+        table.add_row(label, Text(value, style="bold"), curve, other_label, Text(other_value))
     grid = Table.grid()
     grid.add_row(table)
     grid.add_row(_bus_figures(view))
@@ -616,13 +616,13 @@ def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
     elif newest["tool_calls"] or newest["failed_calls"]:
         spent.append(f"{newest['tool_calls']:.1f} calls, {newest['failed_calls']:.1f} failed")
     shares = {name.removeprefix(ENDED): share for name, share in newest.items() if name.startswith(ENDED)}
-    ends = [f"{share:.0%} {reason}" for reason, share in sorted(shares.items(), key=lambda one: -one[1])]
+    ends = [f"{share:.0%} {reason}" for reason, share in sorted(shares.items(), key=lambda entry: -entry[1])]
     return [("episodes", " · ".join(played)), ("of each", " · ".join(spent)), ("ended", " · ".join(ends))]
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     """Returns the counts and their names, the largest count first."""
-    return " · ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda one: -one[1]))
+    return " · ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda entry: -entry[1]))
 
 
 def _staleness_bar(histogram: Mapping[int, int]) -> Text:

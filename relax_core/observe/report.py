@@ -141,10 +141,10 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
     if finished:
-        new = [one for one in overrides if _key(one) != "run.dir"]  # a new run has a new folder
+        new = [override for override in overrides if _key(override) != "run.dir"]  # a new run has a new folder
         alone = saved.get("rollout", {}).get("workers", 1) == 1 and not saved.get("placement", {}).get("gpus_per_node")
         if saved.get("mode", {}).get("name") != "colocate" and "mode=colocate" not in overrides and alone:
-            dropped = [one for one in new if _key(one) != "mode.max_staleness"]
+            dropped = [override for override in new if _key(override) != "mode.max_staleness"]
             commands.append((_command(dropped, "mode=colocate"), "the same run, strictly on-policy"))
         if not saved.get("rollout", {}).get("lockstep"):
             commands.append((_command(new, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
@@ -179,7 +179,7 @@ def _train_on(
 def _command(overrides: Sequence[str], *changes: str) -> str:
     """Returns the command line with ``changes``, which replace overrides of the same key or of a key below it."""
     replaced = tuple(_key(change) for change in (*changes, "resume="))
-    kept = [one for one in overrides if not any(_covers(key, _key(one)) for key in replaced)]
+    kept = [override for override in overrides if not any(_covers(key, _key(override)) for key in replaced)]
     return shlex.join(["python", "-m", "relax_core", *kept, *changes])
 
 
@@ -188,8 +188,8 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+")
 
 
-def _covers(key: str, other: str) -> bool:
-    return other == key or other.startswith(key + ".")
+def _covers(key: str, other_key: str) -> bool:
+    return other_key == key or other_key.startswith(key + ".")
 
 
 def _headline(summary: Mapping[str, Any]) -> Text:
@@ -231,8 +231,8 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     table.add_row("staleness", shares or "–")
     table.add_row("log-prob gap", _logprob_gap(summary["logprob_gap"]))
     table.add_row("samples", Text(_ledger(summary["ledger"])))
-    for name, one in summary.get("modalities", {}).items():
-        table.add_row(name.replace("_", " + "), Text(_modality(one)))
+    for name, modality in summary.get("modalities", {}).items():
+        table.add_row(name.replace("_", " + "), Text(_modality(modality)))
     if summary["records_dropped"]:
         missing = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
         table.add_row("metrics", Text(f"records missing: {missing}"))
@@ -278,15 +278,15 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
     return " · ".join(counts)
 
 
-def _modality(one: Mapping[str, Any]) -> str:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in one["dropped"].items())
-    staleness = sum(int(steps) * count for steps, count in one["staleness"].items()) / max(1, one["trained"])
+def _modality(modality: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in modality["dropped"].items())
+    staleness = sum(int(steps) * count for steps, count in modality["staleness"].items()) / max(1, modality["trained"])
     return (
-        f"{one['issued']:,} issued ({number(one['issued_share'], '.1%')}) · "
-        f"{one['trained']:,} trained ({number(one['trained_share'], '.1%')}) · "
-        f"{sum(one['dropped'].values()):,} dropped{f' ({reasons})' if reasons else ''} · "
-        f"reward {number(one['reward'], '.3f')} · staleness {staleness:.2f} · "
-        f"encode {number(one['encode_ms'], '.1f')} ms · prefill {number(one['prefill_ms'], '.1f')} ms"
+        f"{modality['issued']:,} issued ({number(modality['issued_share'], '.1%')}) · "
+        f"{modality['trained']:,} trained ({number(modality['trained_share'], '.1%')}) · "
+        f"{sum(modality['dropped'].values()):,} dropped{f' ({reasons})' if reasons else ''} · "
+        f"reward {number(modality['reward'], '.3f')} · staleness {staleness:.2f} · "
+        f"encode {number(modality['encode_ms'], '.1f')} ms · prefill {number(modality['prefill_ms'], '.1f')} ms"
     )
 
 

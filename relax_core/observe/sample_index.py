@@ -306,11 +306,18 @@ class SampleIntake:
         at = record.tokens
         rows = [
             (
-                *(one.uid, record.group_uid, "made" if one.version is None else "put", "", one.reward, one.length),
-                *(one.ended, one.version, one.engine, one.turns, record.time_s),
-                *(msgspec.json.encode(one.parts).decode(), one.why, number, at.file, at.offset, at.size),
+                *(
+                    sample.uid,
+                    record.group_uid,
+                    "made" if sample.version is None else "put",
+                    "",
+                    sample.reward,
+                    sample.length,
+                ),
+                *(sample.ended, sample.version, sample.engine, sample.turns, record.time_s),
+                *(msgspec.json.encode(sample.parts).decode(), sample.why, number, at.file, at.offset, at.size),
             )
-            for number, one in enumerate(record.samples)
+            for number, sample in enumerate(record.samples)
         ]
         if any(self._database.execute("SELECT 1 FROM samples WHERE uid = ?", row[:1]).fetchone() for row in rows):
             self._database.executemany(

@@ -71,8 +71,8 @@ def token_columns(tree: TokenTree) -> dict[str, bytes]:
         c.LOSS_MASK: tree.loss_mask,
         c.LOGPROBS: tree.logprobs,
         c.VERSIONS: tree.versions,
-    } | {name: one for name, one in tree.extras.items() if name in TOKEN_COLUMNS}
-    columns = {name: encode_column(name, np.asarray(one)) for name, one in arrays.items()}
+    } | {name: extra for name, extra in tree.extras.items() if name in TOKEN_COLUMNS}
+    columns = {name: encode_column(name, np.asarray(array)) for name, array in arrays.items()}
     encode = msgspec.msgpack.encode
     return columns | {c.EPISODES: encode(tree.episodes), c.MEDIA: encode(tree.media)}
 
@@ -161,7 +161,7 @@ class SampleLog:
         first = 0
         for group in groups:
             behind = first + len(group.tokens[1])
-            uids = [one.uid for one in group.episodes]
+            uids = [episode.uid for episode in group.episodes]
             if self.keeps(group_index(group.group_uid)) and not self._seen.issuperset(uids):
                 own = None if logprobs is None else logprobs[first:behind]
                 made.append(_of_part(group, uids, own, step=step, now=now))
@@ -174,7 +174,7 @@ class SampleLog:
         while True:
             last = self._closing.is_set()
             batch = [self._queue.popleft() for _ in range(len(self._queue))]
-            made = [one for _, make in batch for one in make()]
+            made = [record for _, make in batch for record in make()]
             try:
                 self._write(made)
                 told = False
@@ -248,12 +248,12 @@ class TokenFiles:
 def _of_put(group: Group, now: float) -> Made:
     columns = {name: group.columns[name] for name in TOKEN_COLUMNS if name in group.columns}
     episodes = decode_episodes(group.columns[c.EPISODES])
-    samples = [_made_sample(one, version) for one, version in zip(episodes, group.versions, strict=True)]
+    samples = [_made_sample(episode, version) for episode, version in zip(episodes, group.versions, strict=True)]
     return partial(_made, group.group_uid, now, samples), columns
 
 
 def _of_lost(tree: TokenTree, now: float) -> Made:
-    samples = [_made_sample(one, None) for one in tree.episodes]
+    samples = [_made_sample(episode, None) for episode in tree.episodes]
     return partial(_made, tree.group_uid, now, samples), token_columns(tree)
 
 
@@ -261,17 +261,17 @@ def _made(group_uid: str, now: float, samples: list[MadeSample], at: TokensAt) -
     return MadeRecord(group_uid=group_uid, time_s=now, samples=samples, tokens=at)
 
 
-def _made_sample(one: Episode, version: int | None) -> MadeSample:
+def _made_sample(episode: Episode, version: int | None) -> MadeSample:
     return MadeSample(
-        uid=one.uid,
-        reward=one.reward,
-        length=sum(turn.end - turn.start for turn in one.turns),
-        ended=one.ended,
-        engine=one.turns[0].engine if one.turns else "",
+        uid=episode.uid,
+        reward=episode.reward,
+        length=sum(turn.end - turn.start for turn in episode.turns),
+        ended=episode.ended,
+        engine=episode.turns[0].engine if episode.turns else "",
         version=version,
-        turns=len(one.turns),
-        parts=one.parts,
-        why=one.why[:MOST_WHY],
+        turns=len(episode.turns),
+        parts=episode.parts,
+        why=episode.why[:MOST_WHY],
     )
 
 
@@ -380,7 +380,7 @@ class SampleText:
 
     def text(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, special tokens included."""
-        return self._decode([int(one) for one in ids])
+        return self._decode([int(token_id) for token_id in ids])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Returns the text of each token; joined, the pieces are approximately the whole text.
@@ -389,8 +389,8 @@ class SampleText:
         """
         found: list[str] = []
         open_ids: list[int] = []
-        for one in ids:
-            open_ids.append(int(one))
+        for token_id in ids:
+            open_ids.append(int(token_id))
             text = self._decode(open_ids)
             whole = not text.endswith(REPLACEMENT) or len(open_ids) >= MOST_BYTES_OF_A_CHARACTER
             found.append(text if whole else "")
@@ -410,7 +410,7 @@ def _for_decoding(data: bytes) -> bytes:
     vocabulary = msgspec.json.decode(whole.model, type=_Vocabulary).vocab
     texts = vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary)
     added = msgspec.json.decode(whole.added_tokens, type=list[_AddedToken])
-    longest = max(map(len, [*texts, *(one.content for one in added)]), default=0)
+    longest = max(map(len, [*texts, *(token.content for token in added)]), default=0)
     if longest > MOST_TOKEN or len(whole.decoder) > MOST_DECODER_BYTES:
         raise ValueError(f"it has a token of {longest} characters, or a decoder of {len(whole.decoder)} bytes")
     return msgspec.json.encode(whole)

@@ -49,10 +49,10 @@ class StallRequests:
 
     def _open_asks(self) -> list[str]:
         try:
-            entries = [one for one in os.scandir(self._folder) if one.name.endswith(ASK) and one.is_file()]
+            entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(ASK) and entry.is_file()]
         except OSError:  # there is no request
             return []
-        return [name for one in entries if _ID.fullmatch(name := one.name.removesuffix(ASK))]
+        return [name for entry in entries if _ID.fullmatch(name := entry.name.removesuffix(ASK))]
 
     def _answer(self, asks: list[str], report: Callable[[], str]) -> None:
         try:

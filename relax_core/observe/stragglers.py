@@ -127,16 +127,16 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
     """
     names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
     whole = {name: [step[name] for step in steps] for name in names}
-    worked = {name: found for name, found in whole.items() if all(one.amount > 0 for one in found)}
+    worked = {name: found for name, found in whole.items() if all(work.amount > 0 for work in found)}
     if len(worked) < 2:
         return {}
     shares = {name: _waiting_share(found) for name, found in worked.items()}
     means = {
-        counted: {name: _mean_work(one, waits=counted) for name, one in worked.items()} for counted in (False, True)
+        counted: {name: _mean_work(work, waits=counted) for name, work in worked.items()} for counted in (False, True)
     }
     compared = {}
     for name in worked:
-        crowded = median(share for other, share in shares.items() if other != name) >= CROWDED
+        crowded = median(share for peer, share in shares.items() if peer != name) >= CROWDED
         compared[name] = _beside(name, means[not crowded])
     return compared
 
@@ -151,33 +151,33 @@ def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict
     shares = {name: _decoding_share(times) for name, times in engines.items() if times}
     found = {}
     for name in shares if len(shares) > 1 else ():
-        waits = median(share for other, share in shares.items() if other != name) < CROWDED
+        waits = median(share for peer, share in shares.items() if peer != name) < CROWDED
         covered_s = expected_s = 0.0
-        others: set[str] = set()
+        peers: set[str] = set()
         for size, own in engines[name].items():
             known = {
-                other: engines[other][size].a_step(waits=waits)
-                for other in shares
-                if other != name and size in engines[other]
+                peer: engines[peer][size].a_step(waits=waits)
+                for peer in shares
+                if peer != name and size in engines[peer]
             }
             if known:
                 covered_s += own.steps * own.a_step(waits=waits)
                 expected_s += own.steps * median(known.values())
-                others |= known.keys()
+                peers |= known.keys()
         whole_s = sum(own.steps * own.a_step(waits=waits) for own in engines[name].values())
         if expected_s > 0.0 and covered_s >= LEAST_COVERED * whole_s:
             found[name] = Compared(
                 own_ms=1e3 * covered_s / steps,
                 others_ms=1e3 * expected_s / steps,
                 part="decode",
-                others=tuple(sorted(others)),
+                others=tuple(sorted(peers)),
             )
     return found
 
 
 def _decoding_share(times: DecodeTimes) -> float:
-    whole_s = sum(one.seconds for one in times.values())
-    return sum(one.core_wait_s for one in times.values()) / whole_s if whole_s else 0.0
+    whole_s = sum(decode_time.seconds for decode_time in times.values())
+    return sum(decode_time.core_wait_s for decode_time in times.values()) / whole_s if whole_s else 0.0
 
 
 def _waiting_share(steps: Sequence[Work]) -> float:
@@ -206,21 +206,21 @@ def _mean_work(steps: Sequence[Work], *, waits: bool) -> Work:
 
 def _beside(name: str, means: Mapping[str, Work]) -> Compared:
     own = means[name]
-    others = {other: mean for other, mean in means.items() if other != name}
+    peers = {peer: mean for peer, mean in means.items() if peer != name}
 
     def of_others(times: str, part: str) -> float:
-        return median(getattr(mean, times).get(part, 0.0) for mean in others.values())
+        return median(getattr(mean, times).get(part, 0.0) for mean in peers.values())
 
     excess = {part: value - of_others("wall_ms", part) for part, value in own.wall_ms.items()}
     own_cpu, others_cpu = (
         sum(own.cpu_ms.values()),
-        median(sum(mean.cpu_ms.values()) for mean in others.values()),
+        median(sum(mean.cpu_ms.values()) for mean in peers.values()),
     )
     return Compared(
         own_ms=own.amount * own.worked_ms,
-        others_ms=own.amount * median(mean.worked_ms for mean in others.values()),
+        others_ms=own.amount * median(mean.worked_ms for mean in peers.values()),
         part=max(sorted(excess), key=lambda part: excess[part], default=""),
-        others=tuple(sorted(others)),
+        others=tuple(sorted(peers)),
         cpu_slower=own_cpu / others_cpu - 1.0 if own_cpu and others_cpu else None,
     )
 
@@ -281,49 +281,61 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 def straggler_of(kind: Kind, who: str, streak: Streak, *, ended: bool) -> Straggler:
     """Returns the straggler of a streak, with the metrics of its newest windows."""
     windows = streak.windows
-    cpu = [one.cpu_slower for one in windows if one.cpu_slower is not None]
-    parts = [one.part for one in windows]
+    cpu = [window.cpu_slower for window in windows if window.cpu_slower is not None]
+    parts = [window.part for window in windows]
     return Straggler(
         kind=kind,
         who=who,
         part=max(sorted(set(parts)), key=parts.count),
         from_step=streak.from_step,
         to_step=streak.to_step,
-        slower=round(median(one.slower for one in windows), 4),
-        excess_ms=round(fmean(one.excess_ms for one in windows), 3),
+        slower=round(median(window.slower for window in windows), 4),
+        excess_ms=round(fmean(window.excess_ms for window in windows), 3),
         compared_with=windows[-1].others,
         cpu_slower=round(median(cpu), 4) if cpu else None,
         ended=ended,
     )
 
 
-def straggler_words(one: Straggler) -> str:
+def straggler_words(straggler: Straggler) -> str:
     """Returns one sentence with the facts about a straggler."""
-    names = ", ".join(one.compared_with[:MOST_NAMES])
-    names += f" and {len(one.compared_with) - MOST_NAMES} more" if len(one.compared_with) > MOST_NAMES else ""
-    median_of = f"the median of {names}" if len(one.compared_with) > 1 else names
-    cpu = "" if one.cpu_slower is None else f"; its processor time is {one.cpu_slower:+.0%}"
-    was = "was" if one.ended else "is"
+    names = ", ".join(straggler.compared_with[:MOST_NAMES])
+    names += (
+        f" and {len(straggler.compared_with) - MOST_NAMES} more" if len(straggler.compared_with) > MOST_NAMES else ""
+    )
+    median_of = f"the median of {names}" if len(straggler.compared_with) > 1 else names
+    cpu = "" if straggler.cpu_slower is None else f"; its processor time is {straggler.cpu_slower:+.0%}"
+    was = "was" if straggler.ended else "is"
     return (
-        f"{one.who} {was} slow: {one.slower:.0%} and {one.excess_ms:.0f} ms a train step beyond {median_of}, "
-        f"most of it in {one.part}, in train steps {one.from_step} to {one.to_step}{cpu}"
+        f"{straggler.who} {was} slow: {straggler.slower:.0%} and {straggler.excess_ms:.0f} ms a "
+        f"train step beyond {median_of}, "
+        f"most of it in {straggler.part}, in train steps {straggler.from_step} to {straggler.to_step}{cpu}"
     )
 
 
-def straggler_brief(one: Straggler) -> str:
+def straggler_brief(straggler: Straggler) -> str:
     """Returns a short description of a current straggler, for a line of the panel."""
-    return f"{one.who} +{one.slower:.0%} in {one.part}"
+    return f"{straggler.who} +{straggler.slower:.0%} in {straggler.part}"
 
 
-def straggler_numbers(one: Straggler) -> dict[str, float]:
+def straggler_numbers(straggler: Straggler) -> dict[str, float]:
     """Returns the numbers of a straggler for a record of the source `STRAGGLER`."""
-    numbers = {"slower": one.slower, "excess_ms": one.excess_ms, "from_step": one.from_step, "to_step": one.to_step}
-    return {f"{one.who}/{name}": float(value) for name, value in {**numbers, "ended": one.ended}.items()}
+    numbers = {
+        "slower": straggler.slower,
+        "excess_ms": straggler.excess_ms,
+        "from_step": straggler.from_step,
+        "to_step": straggler.to_step,
+    }
+    return {f"{straggler.who}/{name}": float(value) for name, value in {**numbers, "ended": straggler.ended}.items()}
 
 
-def straggler_row(one: Straggler) -> dict[str, TextCell]:
+def straggler_row(straggler: Straggler) -> dict[str, TextCell]:
     """Returns a straggler as a row of a text of the kind `STRAGGLER`."""
-    return {**msgspec.to_builtins(one), "compared_with": " ".join(one.compared_with), "words": straggler_words(one)}
+    return {
+        **msgspec.to_builtins(straggler),
+        "compared_with": " ".join(straggler.compared_with),
+        "words": straggler_words(straggler),
+    }
 
 
 def straggler_of_row(row: Mapping[str, Any]) -> Straggler:
@@ -337,8 +349,8 @@ def told_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
     found: dict[tuple[str, int], Straggler] = {}
     for text in texts:
         if text.kind == STRAGGLER:
-            for one in map(straggler_of_row, text.rows):
-                found[one.who, one.from_step] = one
+            for straggler in map(straggler_of_row, text.rows):
+                found[straggler.who, straggler.from_step] = straggler
     return list(found.values())
 
 
@@ -490,12 +502,12 @@ def _work(values: Mapping[str, float], name: str) -> Work:
 
 def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
     """Returns the decode steps since ``before``; None for an engine that is new or was restarted."""
-    if before is None or any(size not in now or now[size].steps < one.steps for size, one in before.items()):
+    if before is None or any(size not in now or now[size].steps < old.steps for size, old in before.items()):
         return None
     none = DecodeTime(0, 0.0)
     since = {
-        size: DecodeTime(one.steps - old.steps, one.seconds - old.seconds, one.core_wait_s - old.core_wait_s)
-        for size, one in now.items()
+        size: DecodeTime(new.steps - old.steps, new.seconds - old.seconds, new.core_wait_s - old.core_wait_s)
+        for size, new in now.items()
         for old in (before.get(size, none),)
     }
-    return {size: one for size, one in since.items() if one.steps > 0}
+    return {size: decode_time for size, decode_time in since.items() if decode_time.steps > 0}

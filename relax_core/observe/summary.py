@@ -137,9 +137,9 @@ def _shadow(actor: Mapping[int, Values]) -> dict[str, Any] | None:
     it began to rise.
     """
     values = list(actor.values())
-    if not any("reward_shadow" in one for one in values):
+    if not any("reward_shadow" in record for record in values):
         return None
-    onsets = [int(one["hack_onset"]) for one in values if "hack_onset" in one]
+    onsets = [int(record["hack_onset"]) for record in values if "hack_onset" in record]
     return {
         "exact": _first_and_last(values, "reward_shadow"),
         "gap": _first_and_last(values, "reward_shadow_gap"),
@@ -180,7 +180,7 @@ def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, An
     known = {step: values[name] for step, values in evaluations.items() if name in values}
     if not known:
         return None
-    step = max(sorted(known), key=lambda one: known[one])
+    step = max(sorted(known), key=lambda version: known[version])
     return {"metric": metric, "step": step, "value": known[step]}
 
 
@@ -437,32 +437,32 @@ def modality_results(
     """
     if set(counts) <= {TEXT}:
         return {}
-    ended = sum(one.issued - one.open for one in counts.values())
-    trained = sum(one.trained for one in counts.values())
+    ended = sum(count.issued - count.open for count in counts.values())
+    trained = sum(count.trained for count in counts.values())
     return {
         name: {
-            "issued": one.issued,
-            "trained": one.trained,
-            "dropped": dict(one.dropped),
-            "open": one.open,
-            "issued_share": (one.issued - one.open) / ended if ended else None,
-            "trained_share": one.trained / trained if trained else None,
+            "issued": modality.issued,
+            "trained": modality.trained,
+            "dropped": dict(modality.dropped),
+            "open": modality.open,
+            "issued_share": (modality.issued - modality.open) / ended if ended else None,
+            "trained_share": modality.trained / trained if trained else None,
             "reward": _tagged_mean(actor, f"{PREFIX}{name}/reward", f"{PREFIX}{name}/samples"),
-            "staleness": {str(staleness): count for staleness, count in sorted(one.staleness.items())},
+            "staleness": {str(staleness): count for staleness, count in sorted(modality.staleness.items())},
             "encode_ms": _tagged_mean(prompt_batches, f"{PREFIX}{name}/encode_ms", f"{PREFIX}{name}/encode_prompts"),
             "prefill_ms": _tagged_mean(prompt_batches, f"{PREFIX}{name}/prefill_ms", f"{PREFIX}{name}/prefill_prompts"),
         }
-        for name, one in counts.items()
+        for name, modality in counts.items()
     }
 
 
 def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each modality with different shares of the issued and of the trained samples."""
-    for name, one in modalities.items():
-        issued, trained = one["issued_share"], one["trained_share"]
+    for name, modality in modalities.items():
+        issued, trained = modality["issued_share"], modality["trained_share"]
         if issued is None or trained is None or abs(trained - issued) <= MOST_POINTS:
             continue
-        why = ", ".join(f"{count:,} {reason}" for reason, count in one["dropped"].items()) or "none"
+        why = ", ".join(f"{count:,} {reason}" for reason, count in modality["dropped"].items()) or "none"
         yield (
             f"Modality {name} is {issued:.1%} of the issued samples and {trained:.1%} of the trained ones (dropped: "
             f"{why}). data.mix keeps its share."

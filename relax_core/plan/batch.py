@@ -79,21 +79,22 @@ def media_words(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
     """Returns sentences about the media of a prompt, of a group on the bus and in a train step's work."""
     if work.media is None or model.patches is None:
         return []
-    one, budget = work.media, config.parallel.micro_batch_patches
-    if one.prompts:
-        looked = f"The headers of the first {plural(one.prompts, 'row')} say"
-        items = f"{one.items:.2g} media items a prompt"
+    media, budget = work.media, config.parallel.micro_batch_patches
+    if media.prompts:
+        looked = f"The headers of the first {plural(media.prompts, 'row')} say"
+        items = f"{media.items:.2g} media items a prompt"
     else:
         looked, items = "There are no rows yet, so a prompt counts as images alone", "as large as the context allows"
-    most = "" if one.most_patches == one.patches else f" (at most {one.most_patches:,} patches)"
-    heard = f", {one.audio_frames:,.0f} frames of sound" if one.sounds else ""
+    most = "" if media.most_patches == media.patches else f" (at most {media.most_patches:,} patches)"
+    heard = f", {media.audio_frames:,.0f} frames of sound" if media.sounds else ""
     patches = patches_of_micro_batch(config.parallel, work)
-    towers = model.tower_work(patches=one.patches, audio_frames=one.audio_frames)
+    towers = model.tower_work(patches=media.patches, audio_frames=media.audio_frames)
     words = [
-        f"{looked}: {items}, {one.rows:,.0f} rows, {one.patches:,.0f} patches{heard} and {one.nbytes / MIB:.2f} MiB of "
+        f"{looked}: {items}, {media.rows:,.0f} rows, {media.patches:,.0f} patches{heard} and "
+        f"{media.nbytes / MIB:.2f} MiB of "
         f"tensors on average{most}.",
-        f"The bus keeps the tensors of a group once: {one.nbytes / MIB:.2f} MiB, "
-        f"{work.groups * one.nbytes / MIB:.1f} MiB a train step.",
+        f"The bus keeps the tensors of a group once: {media.nbytes / MIB:.2f} MiB, "
+        f"{work.groups * media.nbytes / MIB:.1f} MiB a train step.",
         f"The towers' work for a prompt is that of {towers:,.0f} rows on average, "
         f"{100 * tower_share(config, work, model):.0f}% of a train step's products; at most {patches:,} patches pass a "
         f"rank's tower together (parallel.micro_batch_patches={budget}).",
@@ -109,9 +110,9 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
     A backward pass has twice the products of a forward pass; a frozen tower has no backward pass.
     """
     assert work.media is not None and model.patches is not None, "a run with media"
-    frozen, one = set(frozen_parts(config)), work.media
-    seen = model.tower_work(patches=one.patches, audio_frames=0) * (1 if {VISION, PROJECTOR} <= frozen else 3)
-    heard = model.tower_work(patches=0, audio_frames=one.audio_frames) * (1 if {AUDIO, PROJECTOR} <= frozen else 3)
+    frozen, media = set(frozen_parts(config)), work.media
+    seen = model.tower_work(patches=media.patches, audio_frames=0) * (1 if {VISION, PROJECTOR} <= frozen else 3)
+    heard = model.tower_work(patches=0, audio_frames=media.audio_frames) * (1 if {AUDIO, PROJECTOR} <= frozen else 3)
     rows = work.group_rows - work.prompt_tokens + work.mean_prompt_tokens
     return (seen + heard) / (seen + heard + 3 * rows)
 

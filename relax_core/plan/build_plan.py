@@ -184,7 +184,7 @@ def as_json_values(plan: Plan) -> dict[str, Any]:
 
 
 def _trainer_peak(holders: Sequence[Holder]) -> int:
-    return next(one.peak.bytes for one in holders if one.name in ("actor", SHARED))
+    return next(holder.peak.bytes for holder in holders if holder.name in ("actor", SHARED))
 
 
 def _encode_faults(nodes: Sequence[EncodeNode]) -> Iterator[str]:
@@ -352,17 +352,23 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _placement(plan: Plan) -> Iterator[str]:
-    if plan.places and not any(one.gpus for one in plan.places):
+    if plan.places and not any(role_place.gpus for role_place in plan.places):
         yield "every process on this machine's CPU cores"
-        ranks = [f"{one.name} ({one.coordinates})" for one in plan.places if one.coordinates]
+        ranks = [
+            f"{role_place.name} ({role_place.coordinates})" for role_place in plan.places if role_place.coordinates
+        ]
         if ranks:
             yield from _wrapped("ranks ", ranks)
         return
-    for node in sorted({one.node for one in plan.places}):
+    for node in sorted({role_place.node for role_place in plan.places}):
         on_gpus: dict[str, list[str]] = {}
-        for one in (one for one in plan.places if one.node == node):
-            gpus = f"{one.gpus[0]}-{one.gpus[-1]}" if len(one.gpus) > 1 else str(one.gpus[0])
-            on_gpus.setdefault(gpus, []).append(one.name + (f" ({one.coordinates})" if one.coordinates else ""))
+        for role_place in (role_place for role_place in plan.places if role_place.node == node):
+            gpus = (
+                f"{role_place.gpus[0]}-{role_place.gpus[-1]}" if len(role_place.gpus) > 1 else str(role_place.gpus[0])
+            )
+            on_gpus.setdefault(gpus, []).append(
+                role_place.name + (f" ({role_place.coordinates})" if role_place.coordinates else "")
+            )
         yield from _wrapped(f"node {node}  GPU ", [f"{gpus}: {' + '.join(names)}" for gpus, names in on_gpus.items()])
 
 

@@ -82,8 +82,8 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
 
 
 def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
-    sets = [prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in eval_sets_alone(config)]
-    return max((len(row.input_ids) for one in sets for row in one.rows), default=0)
+    sets = [prepare(eval_set, prompts, most_bad=config.data.max_bad_rows) for eval_set in eval_sets_alone(config)]
+    return max((len(row.input_ids) for eval_set in sets for row in eval_set.rows), default=0)
 
 
 def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:

@@ -177,22 +177,22 @@ def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
     """Returns the description of the prompts' media, None if there is no prompt."""
     if not prompts:
         return None
-    items = [one for prompt in prompts for one in prompt]
+    items = [item for prompt in prompts for item in prompt]
     return PromptMedia(
         prompts=len(prompts),
         items=len(items) / len(prompts),
-        rows=sum(one.rows for one in items) / len(prompts),
-        patches=sum(one.patches for one in items) / len(prompts),
-        nbytes=sum(one.nbytes for one in items) / len(prompts),
-        most_rows=max(sum(one.rows for one in prompt) for prompt in prompts),
-        most_patches=max(sum(one.patches for one in prompt) for prompt in prompts),
-        most_bytes=max(sum(one.nbytes for one in prompt) for prompt in prompts),
-        item_patches=max((one.patches for one in items), default=0),
-        source_pixels=max((one.source_pixels for one in items), default=0),
-        videos=any(one.kind == "video" for one in items),
-        sounds=any(one.audio_frames for one in items),
-        audio_frames=sum(one.audio_frames for one in items) / len(prompts),
-        most_audio_frames=max(sum(one.audio_frames for one in prompt) for prompt in prompts),
+        rows=sum(item.rows for item in items) / len(prompts),
+        patches=sum(item.patches for item in items) / len(prompts),
+        nbytes=sum(item.nbytes for item in items) / len(prompts),
+        most_rows=max(sum(item.rows for item in prompt) for prompt in prompts),
+        most_patches=max(sum(item.patches for item in prompt) for prompt in prompts),
+        most_bytes=max(sum(item.nbytes for item in prompt) for prompt in prompts),
+        item_patches=max((item.patches for item in items), default=0),
+        source_pixels=max((item.source_pixels for item in items), default=0),
+        videos=any(item.kind == "video" for item in items),
+        sounds=any(item.audio_frames for item in items),
+        audio_frames=sum(item.audio_frames for item in items) / len(prompts),
+        most_audio_frames=max(sum(item.audio_frames for item in prompt) for prompt in prompts),
     )
 
 
@@ -237,8 +237,8 @@ class DataLook:
             part = "all looked at" if self.looked == self.rows else f"{self.looked:,} of them, spread evenly, looked at"
         lengths = f"; no prompt has more than {self.bound} tokens" if self.bound else ""
         lines = [f"{self.rows:,} rows of {what} are trained on, {part}{lengths}.", *self.left_out()]
-        if any(one.name for one in self.sets):
-            rows = ", ".join(f"{one.name} {len(one.rows)}" for one in self.sets)
+        if any(eval_set.name for eval_set in self.sets):
+            rows = ", ".join(f"{eval_set.name} {len(eval_set.rows)}" for eval_set in self.sets)
             lines.append(f"Evaluation sets, by prompts: {rows}.")
         return lines
 
@@ -251,10 +251,12 @@ class DataLook:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
             lines.append(f"{self.bad.total():,} rows cannot be used and are left out ({reasons}). The first of them:")
             lines += [f"  {text}" for text in self.named]
-        for one in self.sets:
-            if one.bad:
-                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
-                lines.append(f"{len(one.bad)} of {name} cannot be used, and count as nothing. The first: {one.bad[0]}")
+        for eval_set in self.sets:
+            if eval_set.bad:
+                name = f"evaluation set {eval_set.name}" if eval_set.name else "the held-out rows"
+                lines.append(
+                    f"{len(eval_set.bad)} of {name} cannot be used, and count as nothing. The first: {eval_set.bad[0]}"
+                )
         return [*lines, *self.notes]
 
 
@@ -279,9 +281,9 @@ def look_at_data(config: RelaxConfig) -> DataLook:
 
 def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
     """Reuses the result for ``config`` for ``settled``, the configuration with the context derived from it."""
-    key, other = _key(config), _key(settled)
-    if key is not None and other is not None and key in _newest:
-        _newest[other] = _newest[key]
+    key, settled_key = _key(config), _key(settled)
+    if key is not None and settled_key is not None and key in _newest:
+        _newest[settled_key] = _newest[key]
 
 
 def _look(config: RelaxConfig) -> DataLook:
@@ -308,8 +310,8 @@ def _look(config: RelaxConfig) -> DataLook:
     refused = refused or _unread_in_sets(config, sets)
     reward = RewardCheck() if refused else check_reward(config, source)
     refused = refused or reward.refused
-    asked = [] if prompts is None or refused else [prepare(one, prompts, most_bad=most) for one in sets]
-    longest = max([found.longest, *(len(row.input_ids) for one in asked for row in one.rows)])
+    asked = [] if prompts is None or refused else [prepare(eval_set, prompts, most_bad=most) for eval_set in sets]
+    longest = max([found.longest, *(len(row.input_ids) for eval_set in asked for row in eval_set.rows)])
     spare = _spare(config) if generated else 0
     return DataLook(
         rows=len(source),
@@ -329,10 +331,10 @@ def _look(config: RelaxConfig) -> DataLook:
 
 def _unread_in_sets(config: RelaxConfig, sets: Sequence[EvalSet]) -> str | None:
     unread = UnreadMedia(config)
-    for one in sets:
-        for number, row in enumerate(one.rows):
-            unread.look(row, eval_where(one.name, number))
-    return unread.refused(rows=sum(len(one.rows) for one in sets))
+    for eval_set in sets:
+        for number, row in enumerate(eval_set.rows):
+            unread.look(row, eval_where(eval_set.name, number))
+    return unread.refused(rows=sum(len(eval_set.rows) for eval_set in sets))
 
 
 def _spare(config: RelaxConfig) -> int:
@@ -441,7 +443,7 @@ class _Found:
                 self._sizes.append((-self._prompts.bound(row, where=where), number))
                 if len(self.media) < FIRST_ROWS:
                     items = map(self._headers.item, self._prompts.sources(row, where=where))
-                    self.media.append([one for one in items if one is not None])
+                    self.media.append([item for item in items if item is not None])
         except BadRow as error:
             self._leave_out(number, error)
 
@@ -459,7 +461,7 @@ class _Found:
 
     def _given(self, row: DataRow, where: str) -> set[MediaKind]:
         """Returns the kinds of media in a row's prompt."""
-        return set() if self._prompts is None else {one.kind for one in self._prompts.sources(row, where=where)}
+        return set() if self._prompts is None else {source.kind for source in self._prompts.sources(row, where=where)}
 
     def tokenize(self, prompts: PromptMaker) -> None:
         """Tokenizes the longest texts first.
@@ -504,9 +506,9 @@ class _Found:
         """Returns notes about labels, also of evaluation sets, unread media, and prompts that are JSON text."""
         lines: list[str] = []
         if self._labels is not None:
-            for one in sets:
-                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
-                for number, row in enumerate(one.rows):
+            for eval_set in sets:
+                name = f"evaluation set {eval_set.name}" if eval_set.name else "the held-out rows"
+                for number, row in enumerate(eval_set.rows):
                     with suppress(ValueError):  # a row that names no known reward has none in the evaluation, either
                         self._labels.see(row, f"{name}, row {number}")
             lines += self._labels.words()
@@ -519,11 +521,12 @@ class _Found:
         """Yields a sentence for each evaluation set that has rows with the prompt and answer of a training row."""
         if len(self._trained) < 2:  # rows with the same prompt and answer differ in other columns
             return
-        for one in sets:
-            if same := [number for number, row in enumerate(one.rows) if _row_hash(row) in self._trained]:
-                name = f"rows of evaluation set {one.name}" if one.name else "held-out rows"
+        for eval_set in sets:
+            if same := [number for number, row in enumerate(eval_set.rows) if _row_hash(row) in self._trained]:
+                name = f"rows of evaluation set {eval_set.name}" if eval_set.name else "held-out rows"
                 yield (
-                    f"{len(same):,} of {len(one.rows):,} {name} are trained on, with the same prompt and answer, so an "
+                    f"{len(same):,} of {len(eval_set.rows):,} {name} are trained on, with the same "
+                    "prompt and answer, so an "
                     f"evaluation also measures memorization. The first is row {same[0]} of the set. Leave them out of "
                     "one of the two."
                 )
@@ -536,7 +539,7 @@ def _row_hash(row: DataRow) -> int:
     """Returns a hash of a data row's prompt with its media, its answer, and its seed."""
     prompt = row["prompt"]
     if not isinstance(prompt, str):
-        prompt = tuple((one["role"], _content_key(one.get("content"))) for one in prompt)
+        prompt = tuple((message["role"], _content_key(message.get("content"))) for message in prompt)
     return hash((prompt, row["answer"], str(row.get("seed"))))
 
 
@@ -561,8 +564,8 @@ def _key(config: RelaxConfig) -> str | None:
     try:
         has_files = config.data.task is None and not names_plugin(config.data)
         parts = data_parts(config.data) if has_files else []
-        evaluated = [one for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
-        files = [file for one in evaluated for file in data_files(one)]
+        evaluated = [path for path in (config.data.eval_path, *config.eval.sets.values()) if path is not None]
+        files = [file for path in evaluated for file in data_files(path)]
     except ValueError:
         return None
     files += [file for part in parts for file in part.files]

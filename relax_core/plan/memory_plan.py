@@ -226,7 +226,7 @@ def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -
     models = [teacher_dimensions(model, family=config.model.family) for model in requirements.teacher.models.values()]
     if requirements.teacher.served_by == "forward":
         return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
-    engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
+    engines = [_engine("teacher engine", config, model, work, count=1) for model in models]
     return [_plain("teacher", BASES["rollout"]), *engines]
 
 
@@ -238,7 +238,7 @@ def _imports(mib: int, model: ModelDimensions, *, vision: int) -> int:
 def _supervisor(config: RelaxConfig, work: Workload) -> int:
     """Returns the MiB of the process that checks the data and starts the run."""
     named = [config.data.path, *(config.data.paths or ())]
-    parquet = any(one is not None and Path(str(one)).suffix == ".parquet" for one in named)
+    parquet = any(path is not None and Path(str(path)).suffix == ".parquet" for path in named)
     return BASES["supervisor"] + (HEADERS if work.media is not None else 0) + (PARQUET if parquet else 0)
 
 
@@ -264,7 +264,7 @@ def _trainer(
         )
         for later in stages_of(parallel)
     ]
-    return max(stages, key=lambda one: one.peak.bytes)
+    return max(stages, key=lambda stage: stage.peak.bytes)
 
 
 def _trainer_phases(
@@ -316,8 +316,8 @@ def _forward(
     ``follows`` says that the role reads every published version.
     """
     size = dtype_bytes(config)
-    largest = max(models, key=lambda one: one.parameters)
-    weights = sum(share_of(parallel, one).parameters for one in models) * size
+    largest = max(models, key=lambda model: model.parameters)
+    weights = sum(share_of(parallel, model).parameters for model in models) * size
     state = {"imports": _imports(TRAINER, largest, vision=TRAINER_VISION), "weights": weights}
     passing = forward_terms(config, parallel, largest, work)
     passing["logits chunk"] = head_bytes(config, largest, work, split=parallel.tp)
@@ -490,7 +490,7 @@ def _gpu_engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, 
 
 def _judge_engine(config: RelaxConfig, work: Workload, *, count: int, limit: int) -> Holder:
     """Returns the memory of an engine of the largest judge."""
-    judge = max(own_judges(config).values(), key=lambda one: judge_model(one).parameters)
+    judge = max(own_judges(config).values(), key=lambda own_judge: judge_model(own_judge).parameters)
     model, its = judge_model(judge), with_judge_engine(config, judge)
     terms = _engine_terms(its, model, replace(work, media=None))
     fits = cache_tokens_that_fit(its, model, replace(work, media=None))
@@ -548,7 +548,7 @@ def _shared(
 
 def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
     """Returns the trainer's phases while an engine without weights and cache is on the same GPU."""
-    return [Phase(name=one.name, terms={**one.terms, "engine process": ENGINE_BYTES}) for one in phases[:3]]
+    return [Phase(name=phase.name, terms={**phase.terms, "engine process": ENGINE_BYTES}) for phase in phases[:3]]
 
 
 def _with_fragments(terms: Mapping[str, int]) -> dict[str, int]:

@@ -107,8 +107,8 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
     if widened:  # query, key, value and output, in addition to the bfloat16 output, and the norms of query and key
         attention += 2 * query + key + (3 * (query + key) if model.qk_norm else 0)
     if model.delta_net is not None:
-        one = model.delta_net
-        linear = norm_values(model, widened=widened) + 4 * one.keys + 6 * one.values
+        delta_net = model.delta_net
+        linear = norm_values(model, widened=widened) + 4 * delta_net.keys + 6 * delta_net.values
         share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:

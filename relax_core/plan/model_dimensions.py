@@ -254,11 +254,13 @@ class ModelDimensions:
 
         The matrices are float32; the inputs of the convolution have ``size`` bytes a number.
         """
-        one = self.delta_net
-        if one is None:
+        delta_net = self.delta_net
+        if delta_net is None:
             return 0
-        convolution = one.channels * (one.kernel - 1)
-        return self.delta_layers * (one.value_heads * one.key_dim * one.value_dim * _FLOAT + convolution * size)
+        convolution = delta_net.channels * (delta_net.kernel - 1)
+        return self.delta_layers * (
+            delta_net.value_heads * delta_net.key_dim * delta_net.value_dim * _FLOAT + convolution * size
+        )
 
     def state_tokens(self, size: int) -> int:
         """Returns the size of a sample's states in tokens of the KV cache, 0 for a model without states."""
@@ -269,10 +271,10 @@ class ModelDimensions:
         biases = self.query + 2 * self.key if self.qkv_bias else 0
         return self.hidden * projections + biases + (2 * self.head_dim if self.qk_norm else 0)
 
-    def _delta_net_parameters(self, one: DeltaNet) -> int:
-        into = one.channels + one.values + 2 * one.value_heads
-        convolution = one.channels * one.kernel
-        return self.hidden * (into + one.values) + convolution + 2 * one.value_heads + one.value_dim
+    def _delta_net_parameters(self, net: DeltaNet) -> int:
+        into = net.channels + net.values + 2 * net.value_heads
+        convolution = net.channels * net.kernel
+        return self.hidden * (into + net.values) + convolution + 2 * net.value_heads + net.value_dim
 
     def _dense_parameters(self) -> int:
         if self.experts is None:
@@ -296,37 +298,37 @@ def read_dimensions(values: Values, *, name: str, family: str | None = None) -> 
 
 def _of_a_family_that_trains(values: Values, name: str, family: Family) -> ModelDimensions:
     try:
-        one = read_architecture(family, values)
+        architecture = read_architecture(family, values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    experts, vision, audio = one.experts, family.vision, family.audio
+    experts, vision, audio = architecture.experts, family.vision, family.audio
     values = inner_config(values)
     towers = {} if vision is None else {"vision": vision_parameters(values[vision.config_key])}
     if audio is not None:
         towers["audio"] = audio_parameters(values[audio.config_key])
     return ModelDimensions(
         name=name,
-        family=one.family,
-        layers=one.num_layers,
-        hidden=one.hidden_size,
-        feed_forward=one.intermediate_size if experts is None else 0,
-        heads=one.num_heads,
-        kv_heads=one.num_kv_heads,
-        head_dim=one.head_dim,
-        vocabulary=one.vocab_size,
-        positions=one.max_positions,
-        tied_embeddings=one.tie_word_embeddings,
+        family=architecture.family,
+        layers=architecture.num_layers,
+        hidden=architecture.hidden_size,
+        feed_forward=architecture.intermediate_size if experts is None else 0,
+        heads=architecture.num_heads,
+        kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        vocabulary=architecture.vocab_size,
+        positions=architecture.max_positions,
+        tied_embeddings=architecture.tie_word_embeddings,
         experts=experts,
-        delta_net=one.delta_net,
-        delta_layers=len(one.delta_layers),
-        output_gate=one.output_gate,
-        qkv_bias=one.qkv_bias,
-        qk_norm=one.qk_norm,
+        delta_net=architecture.delta_net,
+        delta_layers=len(architecture.delta_layers),
+        output_gate=architecture.output_gate,
+        qkv_bias=architecture.qkv_bias,
+        qk_norm=architecture.qk_norm,
         towers=towers,
         audio_projector=0 if audio is None else audio_projector_parameters(values[audio.config_key]),
         projector=0 if vision is None else projector_parameters(values[vision.config_key]),
         patches=None if vision is None else patch_cost(values[vision.config_key]),
-        row_products=row_products(one),
+        row_products=row_products(architecture),
         audio_frame_products=0
         if audio is None
         else audio_products(values[audio.config_key], _LONG_SOUND) // _LONG_SOUND,

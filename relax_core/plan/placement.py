@@ -468,20 +468,20 @@ def way_words(
     ``peak`` returns the bytes of the trainer's fullest rank for a configuration. A way that is clearly faster than the
     configured way is proposed.
     """
-    one = config.parallel
-    if work.media is None or model.patches is None or one.tp * one.cp * one.pp == 1:
+    parallel = config.parallel
+    if work.media is None or model.patches is None or parallel.tp * parallel.cp * parallel.pp == 1:
         return
     towers = tower_share(config, work, model)
     ways = [_way(config, change, work, model, towers=towers, peak=peak) for change in _changes(config, work, model)]
     yield "Ways to pass the towers: peak of a rank; time of the slowest stage over an equal share of the work."
     for way in ways:
-        configured = " (configured)" if way.parallel == one else ""
+        configured = " (configured)" if way.parallel == parallel else ""
         yield f"  {way.settings}: {way.size / GIB:.2f} GiB; {way.time:.2f}{configured}"
     now = _way(config, {}, work, model, towers=towers, peak=peak)
     best = next(way for way in ways if way.time <= AS_GOOD * min(way.time for way in ways))
     if now.time > UNBALANCED * best.time:
         yield f"The towers unbalance the ranks. Set {best.settings}."
-    if one.shard_media and find_engine(config.engine.name).deals_items and config.engine.tp > 1:
+    if parallel.shard_media and find_engine(config.engine.name).deals_items and config.engine.tp > 1:
         audio = "audio" in model.towers
         splits = "splits the towers of an audio model over its GPUs" if audio else "deals images to its GPUs, too"
         yield f"engine={config.engine.name} {splits}{'' if audio else ' (--mm-enable-dp-encoder)'}."
@@ -492,19 +492,21 @@ def _changes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> Ite
 
     Of the smaller numbers of layers, it is the configured number or else the fastest.
     """
-    one = config.parallel
+    parallel = config.parallel
     sizes = [
-        first for first in first_stage_sizes(one, layout_shape(model), vpp=one.vpp) if first * one.pp < model.layers
+        first
+        for first in first_stage_sizes(parallel, layout_shape(model), vpp=parallel.vpp)
+        if first * parallel.pp < model.layers
     ]
-    for layers in (False, True) if one.pp > 1 and sizes else (False,):
-        for dealt in (False, True) if one.tp * one.cp > 1 else (False,):
+    for layers in (False, True) if parallel.pp > 1 and sizes else (False,):
+        for dealt in (False, True) if parallel.tp * parallel.cp > 1 else (False,):
             first = None
             if layers:
                 towers = tower_share(config, work, model)
-                tried = {size: replace(one, shard_media=dealt, first_stage_layers=size) for size in sizes}
+                tried = {size: replace(parallel, shard_media=dealt, first_stage_layers=size) for size in sizes}
                 first = min(sizes, key=lambda size: slowest_stage(tried[size], work, model, towers=towers))
-                if one.first_stage_layers is not None and one.shard_media == dealt:
-                    first = one.first_stage_layers
+                if parallel.first_stage_layers is not None and parallel.shard_media == dealt:
+                    first = parallel.first_stage_layers
             yield {"shard_media": dealt, "first_stage_layers": first}
 
 

@@ -47,7 +47,7 @@ def _with_resume(plan: Plan, config: RelaxConfig) -> Plan:
     resume = None if config.launcher.name is LauncherKind.ray_job else find_resume_point(config, repair=False)
     if resume is None:
         return plan
-    notes = [f"resume: {resume.folder}, step {resume.step}", *(f"resume: {one}" for one in resume.notes)]
+    notes = [f"resume: {resume.folder}, step {resume.step}", *(f"resume: {note}" for note in resume.notes)]
     return dataclasses.replace(plan, warnings=[*plan.warnings, *notes])
 
 

@@ -206,7 +206,7 @@ def stop_words(config: RelaxConfig) -> Iterator[str]:
     if tokenizer is None or not behind.strip():
         return
     names = ", ".join(map(tokenizer.token_text, tokenizer.stop_token_ids))
-    end = next((one for one in tokenizer.encode_text(behind) if tokenizer.is_special(one)), None)
+    end = next((token_id for token_id in tokenizer.encode_text(behind) if tokenizer.is_special(token_id)), None)
     fix = f"Set rollout.stop to a text in {behind.strip()!r}"
     if end is not None:
         text, ids = tokenizer.token_text(end), [*tokenizer.stop_token_ids, end]

@@ -55,7 +55,7 @@ def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
     found = _kept_or_made(config, rows)
     if found.why_not:
         return RewardCheck(notes=[f"{NOT_CHECKED} {found.why_not}"])
-    above = {name: one for name, one in found.families.items() if one[0] > reward.audit_limit}
+    above = {name: family for name, family in found.families.items() if family[0] > reward.audit_limit}
     if not above:
         return RewardCheck()
     named = [f"{name} ({share:.0%} of {found.rows} rows): {worst}" for name, (share, worst) in above.items()]
@@ -64,7 +64,7 @@ def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
         text = f"reward.audit=refuse: reward={reward.name} awards wrong answers, which a model learns. "
         return RewardCheck(refused=f"{text}{'; '.join(named[:NAMED])}. {fix}")
     text = f"reward={reward.name} awards wrong answers of {len(above)} families, which a model learns. {fix} The first:"
-    return RewardCheck(notes=[text, *(f"  {one}" for one in named[:NAMED])])
+    return RewardCheck(notes=[text, *(f"  {example}" for example in named[:NAMED])])
 
 
 def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
@@ -75,7 +75,7 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
         except (ValueError, OSError):
             pass  # a damaged file is written again
     known = RewardChoice(find_reward(config.reward.name), config.reward).known()
-    asking = [one.label for one in known if one.spec.is_async]
+    asking = [reward.label for reward in known if reward.spec.is_async]
     if asking:
         return Audited(why_not=f"reward={asking[0]} queries a server: relax check-reward checks it if it is up.")
     found = audit_in_child(config.reward, rows, workers=config.rollout.reward_workers, limit_s=LIMIT_S)
@@ -92,7 +92,7 @@ def _key(config: RelaxConfig, rows: Sequence[DataRow]) -> str:
     """Returns a digest of the settings, the rows and the code of rewards and check."""
     settings = replace(config.reward, audit=OFF, audit_limit=0.0, shadow=None, on_hack=REPORT)
     digest = hashlib.sha256(repr(settings).encode())
-    digest.update(repr([sorted(one.items()) for one in map(_plain, rows)]).encode())
+    digest.update(repr([sorted(row.items()) for row in map(_plain, rows)]).encode())
     folders = [own_folder("reward"), *map(Path, rewards.__path__)]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     plugins = [config.reward.name, *(str(part.get("reward")) for part in config.reward.parts)]

@@ -196,7 +196,7 @@ class EngineMedia:
 
     async def bring_requests(self, engine: int, client: EngineClient, requests: Sequence[PromptRequest]) -> None:
         """Waits until the engine has the items of requests, without blocking the event loop."""
-        media = [one for request in requests for one in request.media]
+        media = [medium for request in requests for medium in request.media]
         if media:
             await asyncio.to_thread(self.bring, engine, client.url, media)
 
@@ -208,7 +208,7 @@ class EngineMedia:
         """
         timeout_s = CALL_TIMEOUT_S
         if media and (node_id := self._node(engine, url, timeout_s=timeout_s)):
-            digests = list({one.item.digest: None for one in media})
+            digests = list({medium.item.digest: None for medium in media})
             blocking(self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s))
 
     def _node(self, engine: int, url: str, *, timeout_s: float) -> str:

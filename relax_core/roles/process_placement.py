@@ -59,7 +59,11 @@ def engines_take_gpus(config: RelaxConfig) -> bool:
 def judges_take_gpus(config: RelaxConfig) -> bool:
     """Returns whether each judge's engine uses a GPU; the check of the judges allows only one kind of engine."""
     plan = judge_plan(config)
-    kinds = set() if plan is None else {one.settings.engine for one in plan.judges.values() if one.settings.url is None}
+    kinds = (
+        set()
+        if plan is None
+        else {judge.settings.engine for judge in plan.judges.values() if judge.settings.url is None}
+    )
     return config.placement.gpus_per_node > 0 and any(find_engine(kind).on_gpus for kind in kinds)
 
 
@@ -87,12 +91,12 @@ def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
+    other_nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
     nodes = [here]
     if role == ROLLOUT:
-        nodes = [here, *others]
+        nodes = [here, *other_nodes]
     elif role in ENGINE_ROLES:
-        nodes = [*others, here]
+        nodes = [*other_nodes, here]
     chosen = nodes[rank % len(nodes)]
     return {"num_cpus": A_LITTLE, "scheduling_strategy": NodeAffinitySchedulingStrategy(chosen, soft=True)}
 
@@ -129,13 +133,13 @@ def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -
 
 def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the reason why a joined Ray cannot hold the placement, or None; ``nodes`` comes from ``ray.nodes()``."""
-    each = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
-    enough = sum(gpus >= placement.gpus_per_node for gpus in each)
+    counts = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
+    enough = sum(gpus >= placement.gpus_per_node for gpus in counts)
     if not placement.gpus_per_node or enough >= placement.nodes:
         return None
     return (
         f"placement.nodes={placement.nodes} with placement.gpus_per_node={placement.gpus_per_node}, and the nodes of "
-        f"this Ray report {', '.join(map(str, each))} GPUs. Start them with `ray start --num-gpus=N`, or lower the "
+        f"this Ray report {', '.join(map(str, counts))} GPUs. Start them with `ray start --num-gpus=N`, or lower the "
         "keys."
     )
 

@@ -547,8 +547,8 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
 
 def _first_look(context: RunContext) -> AnswerLook | None:
     """Returns the `AnswerLook` of the first evaluation with enough right answers, or None."""
-    looks = (look_of_rows(one.rows) for one in read_texts(context.run_dir, SKELETONS))
-    return next((one for one in looks if one.right >= FEWEST_FIRST), None)
+    looks = (look_of_rows(text.rows) for text in read_texts(context.run_dir, SKELETONS))
+    return next((look for look in looks if look.right >= FEWEST_FIRST), None)
 
 
 def _newest_recorded(context: RunContext) -> int:

@@ -212,7 +212,7 @@ def look_rows(look: AnswerLook, *, notice: str | None) -> list[dict[str, TextCel
     ``notice`` is the sentence of `taken_over`; the first row holds it.
     """
     whole = {name: getattr(look, name) for name in _OF_LOOK}
-    rows = [vars(one) | {f"all_{name}": value for name, value in whole.items()} for one in look.top]
+    rows = [vars(top_form) | {f"all_{name}": value for name, value in whole.items()} for top_form in look.top]
     return [row | {"notice": notice or ""} if number == 0 else row for number, row in enumerate(rows)]
 
 

@@ -34,9 +34,9 @@ class GroupFilter:
 def compared_numbers(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
     """Returns the number of each episode that a filter compares; see `GroupFilter`."""
     for label in parts:
-        if all(label in one.parts for one in episodes):
-            return [one.parts[label] for one in episodes]
-    return [one.reward for one in episodes if one.reward is not None]
+        if all(label in episode.parts for episode in episodes):
+            return [episode.parts[label] for episode in episodes]
+    return [episode.reward for episode in episodes if episode.reward is not None]
 
 
 class TruncatedGroups:

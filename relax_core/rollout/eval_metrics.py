@@ -109,13 +109,13 @@ def shadow_values(answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
 
 def pass_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
     """Returns the probability that at least one of ``k`` answers to a prompt is right."""
-    estimates = [pass_chance(len(one), sum(answer.exact for answer in one), k) for one in answers]
+    estimates = [pass_chance(len(of_prompt), sum(answer.exact for answer in of_prompt), k) for of_prompt in answers]
     return _share(estimates, answers_each=len(answers[0]) // k)
 
 
 def majority_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
     """Returns the probability that the most frequent of ``k`` answers to a prompt is right; ties break at random."""
-    return _share([majority_chance(one, k) for one in answers], answers_each=len(answers[0]) // k)
+    return _share([majority_chance(of_prompt, k) for of_prompt in answers], answers_each=len(answers[0]) // k)
 
 
 def ks(samples: int) -> list[int]:
@@ -147,8 +147,8 @@ def majority_chance(answers: Sequence[Answer], k: int) -> float:
     won = 0.0
     for vote, count in votes.items():
         if right[vote]:
-            others = [votes[other] for other in votes if other != vote]
-            won += _draws_won(count, others=others, total=len(answers), k=k)
+            other_counts = [votes[other_vote] for other_vote in votes if other_vote != vote]
+            won += _draws_won(count, others=other_counts, total=len(answers), k=k)
     return won / math.comb(len(answers), k)
 
 

@@ -112,8 +112,13 @@ class SetAnswers:
         """Returns the description of the right answers; those of episodes with several turns are left out."""
         return look_at_answers(
             [
-                Judged(prompt=question(one.row["prompt"]), text=answer.text, shadow=answer.shadow, tokens=answer.tokens)
-                for one, of_prompt in zip(self.of.rows, self.answers, strict=True)
+                Judged(
+                    prompt=question(eval_row.row["prompt"]),
+                    text=answer.text,
+                    shadow=answer.shadow,
+                    tokens=answer.tokens,
+                )
+                for eval_row, of_prompt in zip(self.of.rows, self.answers, strict=True)
                 for answer in of_prompt
                 if answer.exact and not answer.ended
             ]
@@ -133,8 +138,8 @@ class SetAnswers:
     def values(self) -> dict[str, float]:
         """Returns all metrics by name; the interval of NAME is NAME/low and NAME/high."""
         values: dict[str, float] = {}
-        for name, one in self.estimates().items():
-            values |= {name: one.value, f"{name}/low": one.low, f"{name}/high": one.high}
+        for name, estimate in self.estimates().items():
+            values |= {name: estimate.value, f"{name}/low": estimate.low, f"{name}/high": estimate.high}
         reward = mean_reward(self.answers)
         values["reward"] = 0.0 if reward is None else reward.value
         values |= {"rows": len(self.answers), "bad_rows": len(self.of.bad), "unscored": self.unscored}
@@ -154,7 +159,7 @@ class SetAnswers:
         """Returns the answers of each part that gets separate metrics; a part without rows is left out."""
         found = {}
         for part in self.of.parts:
-            if own := [place for place, one in enumerate(self.of.rows) if one.row.get("part") == part]:
+            if own := [place for place, eval_row in enumerate(self.of.rows) if eval_row.row.get("part") == part]:
                 rows = PreparedSet(name="", rows=[self.of.rows[place] for place in own], bad=[])
                 found[part] = SetAnswers(of=rows, answers=[self.answers[place] for place in own])
         return found
@@ -168,40 +173,40 @@ def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
     return figures + [f"{name}/{figure}" for name in sets for figure in figures]
 
 
-def prepare(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
+def prepare(eval_set: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
     """Returns a set of text with its prompts.
 
     Raises ValueError if more than the share ``most_bad`` of its rows is unusable.
     """
-    rows, bad = [], list(one.bad)
-    for number, row in enumerate(one.rows):
+    rows, bad = [], list(eval_set.bad)
+    for number, row in enumerate(eval_set.rows):
         try:
-            rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=eval_where(one.name, number))))
+            rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=eval_where(eval_set.name, number))))
         except BadRow as error:
             bad.append(error)
-    return _prepared(one, rows, bad, most_bad=most_bad)
+    return _prepared(eval_set, rows, bad, most_bad=most_bad)
 
 
-async def prepare_with_media(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
+async def prepare_with_media(eval_set: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
     """Returns a set with its prompts; images and videos are encoded once to find rows that cannot be used.
 
     Raises as `prepare` does.
     """
 
     async def prepared(number: int, row: DataRow) -> EvalRow | BadRow:
-        owner = f"prepare {one.name} {number}"
+        owner = f"prepare {eval_set.name} {number}"
         try:
-            prompt = await prompts.prompt(row, where=eval_where(one.name, number), owner=owner)
+            prompt = await prompts.prompt(row, where=eval_where(eval_set.name, number), owner=owner)
         except BadRow as error:
             return error
         finally:
             prompts.release(owner)
         return EvalRow(row=row, input_ids=prompt.token_ids, media=prompt.media)
 
-    found = await asyncio.gather(*(prepared(number, row) for number, row in enumerate(one.rows)))
+    found = await asyncio.gather(*(prepared(number, row) for number, row in enumerate(eval_set.rows)))
     rows = [row for row in found if isinstance(row, EvalRow)]
-    bad = [*one.bad, *(row for row in found if isinstance(row, BadRow))]
-    return _prepared(one, rows, bad, most_bad=most_bad)
+    bad = [*eval_set.bad, *(row for row in found if isinstance(row, BadRow))]
+    return _prepared(eval_set, rows, bad, most_bad=most_bad)
 
 
 def eval_where(name: str, number: int) -> str:
@@ -209,9 +214,9 @@ def eval_where(name: str, number: int) -> str:
     return f"eval row {number}" + (f" of {name}" if name else "")
 
 
-def _prepared(one: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad: float) -> PreparedSet:
-    check_bad_rows(one.name, len(rows), bad, most=most_bad)
-    return PreparedSet(name=one.name, rows=rows, bad=bad, parts=one.parts)
+def _prepared(eval_set: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad: float) -> PreparedSet:
+    check_bad_rows(eval_set.name, len(rows), bad, most=most_bad)
+    return PreparedSet(name=eval_set.name, rows=rows, bad=bad, parts=eval_set.parts)
 
 
 class Evaluator:
@@ -268,7 +273,7 @@ class Evaluator:
         look, notice = await self._look(found[0])
         values = evaluation_values(found) | look.values() | ({} if notice is None else {TAKEN_OVER: 1.0})
         self._record(EVAL, version, values)
-        self._record_texts(EVAL, version, [text for one in found for text in _texts(one)])
+        self._record_texts(EVAL, version, [text for set_answers in found for text in _texts(set_answers)])
         if look.top:
             self._record_texts(SKELETONS, version, look_rows(look, notice=notice))
         return self._ends_run is not None and await self._ends_run(version, values)
@@ -284,9 +289,9 @@ class Evaluator:
 def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
     """Returns the metrics of the first set by name, and those of every named set as SET/NAME."""
     values = found[0].values()
-    for one in found:
-        if one.of.name:
-            values |= {f"{one.of.name}/{name}": value for name, value in one.values().items()}
+    for set_answers in found:
+        if set_answers.of.name:
+            values |= {f"{set_answers.of.name}/{name}": value for name, value in set_answers.values().items()}
     return values
 
 
@@ -294,13 +299,13 @@ def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
     """Returns the first data rows, each with the first answer to it."""
     texts: list[dict[str, str | bool]] = [
         {
-            "prompt": shown_prompt(one.row["prompt"], [media.item for media in one.media]),
-            "answer": str(one.row["answer"]),
+            "prompt": shown_prompt(eval_row.row["prompt"], [media.item for media in eval_row.media]),
+            "answer": str(eval_row.row["answer"]),
             "response": answers[0].text,
             "exact": answers[0].exact,
             "why": answers[0].why,
         }
-        for one, answers in list(zip(found.of.rows, found.answers, strict=True))[:TEXT_ROWS]
+        for eval_row, answers in list(zip(found.of.rows, found.answers, strict=True))[:TEXT_ROWS]
     ]
     return [text | {"set": found.of.name} for text in texts] if found.of.name else texts
 
@@ -313,14 +318,14 @@ async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: P
     if find_env(config.env.name).has_turns:
         return [
             PreparedSet(
-                name=one.name,
-                rows=[EvalRow(row=row, input_ids=[]) for row in one.rows],
-                bad=list(one.bad),
-                parts=one.parts,
+                name=eval_set.name,
+                rows=[EvalRow(row=row, input_ids=[]) for row in eval_set.rows],
+                bad=list(eval_set.bad),
+                parts=eval_set.parts,
             )
-            for one in sets
+            for eval_set in sets
         ]
-    return [await prepare_with_media(one, prompts, most_bad=config.data.max_bad_rows) for one in sets]
+    return [await prepare_with_media(eval_set, prompts, most_bad=config.data.max_bad_rows) for eval_set in sets]
 
 
 async def answer_sets(
@@ -368,7 +373,10 @@ async def play_sets(
     in the set, and not on other sets. ``on_progress`` is called with the number of rows that were answered so far.
     Raises ValueError if more than the share ``most_bad`` of a set's rows cannot be used.
     """
-    asked = [[_asked(one, number, version=version) for number in range(len(one.rows))] for one in sets]
+    asked = [
+        [_asked(prepared_set, number, version=version) for number in range(len(prepared_set.rows))]
+        for prepared_set in sets
+    ]
     all_asked = [prompt for of_set in asked for prompt in of_set]
     found: dict[str, asyncio.Task[list[Answer]] | BadRow] = {}
 
@@ -377,7 +385,7 @@ async def play_sets(
             await score_episodes(episodes, rewards, row=prompt.row, where=prompt.where, media_folder=media_folder)
         finally:
             prompts.release(prompt.uid)
-        return [_answer(one, label=str(prompt.row["answer"])) for one in episodes]
+        return [_answer(episode, label=str(prompt.row["answer"])) for episode in episodes]
 
     at_once = max(1, player.evaluated_together // player.group_size)
     try:
@@ -391,22 +399,22 @@ async def play_sets(
                 on_progress(len(found))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
-    results = {uid: one if isinstance(one, BadRow) else one.result() for uid, one in found.items()}
+    results = {uid: task if isinstance(task, BadRow) else task.result() for uid, task in found.items()}
     return [
-        _set_answers(one, [results[prompt.uid] for prompt in of_set], most_bad=most_bad)
-        for one, of_set in zip(sets, asked, strict=True)
+        _set_answers(prepared_set, [results[prompt.uid] for prompt in of_set], most_bad=most_bad)
+        for prepared_set, of_set in zip(sets, asked, strict=True)
     ]
 
 
-def _asked(one: PreparedSet, number: int, *, version: int) -> AdmittedPrompt:
+def _asked(prepared_set: PreparedSet, number: int, *, version: int) -> AdmittedPrompt:
     """Returns row ``number`` of a set as a prompt for weights ``version`` or newer."""
-    evaluation, row = f"eval/{one.name}" if one.name else "eval", one.rows[number]
+    evaluation, row = f"eval/{prepared_set.name}" if prepared_set.name else "eval", prepared_set.rows[number]
     return AdmittedPrompt(
         index=number,
         row=row.row,
-        where=eval_where(one.name, number),
+        where=eval_where(prepared_set.name, number),
         request=PromptRequest(
-            rid=f"eval-{version}-{one.name}-{number}",
+            rid=f"eval-{version}-{prepared_set.name}-{number}",
             input_ids=row.input_ids,
             sampling_seed=sampling_seed(0, index=number, purpose=evaluation),
             min_version=version,
@@ -416,11 +424,13 @@ def _asked(one: PreparedSet, number: int, *, version: int) -> AdmittedPrompt:
     )
 
 
-def _set_answers(one: PreparedSet, found: Sequence[list[Answer] | BadRow], *, most_bad: float) -> SetAnswers:
-    bad = [*one.bad, *(each for each in found if isinstance(each, BadRow))]
-    pairs = [(row, each) for row, each in zip(one.rows, found, strict=True) if not isinstance(each, BadRow)]
-    check_bad_rows(one.name, len(pairs), bad, most=most_bad)
-    of = PreparedSet(name=one.name, rows=[row for row, _ in pairs], bad=bad, parts=one.parts)
+def _set_answers(prepared_set: PreparedSet, found: Sequence[list[Answer] | BadRow], *, most_bad: float) -> SetAnswers:
+    bad = [*prepared_set.bad, *(result for result in found if isinstance(result, BadRow))]
+    pairs = [
+        (row, result) for row, result in zip(prepared_set.rows, found, strict=True) if not isinstance(result, BadRow)
+    ]
+    check_bad_rows(prepared_set.name, len(pairs), bad, most=most_bad)
+    of = PreparedSet(name=prepared_set.name, rows=[row for row, _ in pairs], bad=bad, parts=prepared_set.parts)
     return SetAnswers(of=of, answers=[answers for _, answers in pairs])
 
 

@@ -68,8 +68,8 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
     """
     requirements = spec.requirements(config)
     inputs = [advantage_inputs(tree, requirements) for tree in trees]
-    values = [spec.advantages(one, config) for one in inputs]
-    made = [_returns(one, raw, spec, config) for one, raw in zip(inputs, values, strict=True)]
+    values = [spec.advantages(group_input, config) for group_input in inputs]
+    made = [_returns(group_input, raw, spec, config) for group_input, raw in zip(inputs, values, strict=True)]
     if spec.normalize is not None and requirements.whole_step:
         values = spec.normalize(values, inputs, config)
     return [
@@ -113,8 +113,8 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
 
 def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
     """Returns the turn of each token, int64 ``[tokens]``; turns are numbered episode by episode, in their order."""
-    owners = np.repeat(np.arange(len(tree.episodes)), [len(one.turns) for one in tree.episodes])
-    starts = np.array([turn.start for one in tree.episodes for turn in one.turns], dtype=np.int64)
+    owners = np.repeat(np.arange(len(tree.episodes)), [len(episode.turns) for episode in tree.episodes])
+    starts = np.array([turn.start for episode in tree.episodes for turn in episode.turns], dtype=np.int64)
     keys = owners * tree.rows + starts  # ascending by episode and row
     by_row = np.argsort(keys)
     episodes, rows = tree.tokens
@@ -126,7 +126,7 @@ def _by_turn(tree: TokenTree) -> np.ndarray | slice:
 
     It is a slice of all tokens if no episode went back to an older part of its history.
     """
-    if all(turn.start > before.start for one in tree.episodes for before, turn in pairwise(one.turns)):
+    if all(turn.start > before.start for episode in tree.episodes for before, turn in pairwise(episode.turns)):
         return slice(None)
     return np.argsort(_turns_of_tokens(tree), kind="stable")
 
@@ -145,16 +145,18 @@ def _turns(tree: TokenTree, of_tokens: np.ndarray) -> GroupTurns:
     import torch
 
     rewards: list[float] = []
-    for one in tree.episodes:
-        own = [turn.reward or 0.0 for turn in one.turns]
-        assert one.reward is not None, "an episode without a reward is in no tree"
-        own[-1] += one.reward - math.fsum(own)
+    for episode in tree.episodes:
+        own = [turn.reward or 0.0 for turn in episode.turns]
+        assert episode.reward is not None, "an episode without a reward is in no tree"
+        own[-1] += episode.reward - math.fsum(own)
         rewards += own
     return GroupTurns(
         of_tokens=torch.from_numpy(of_tokens),
-        samples=torch.from_numpy(np.repeat(np.arange(len(tree.episodes)), [len(one.turns) for one in tree.episodes])),
+        samples=torch.from_numpy(
+            np.repeat(np.arange(len(tree.episodes)), [len(episode.turns) for episode in tree.episodes])
+        ),
         rewards=torch.tensor(rewards, dtype=torch.float64),
-        state_keys=[turn.state_key for one in tree.episodes for turn in one.turns],
+        state_keys=[turn.state_key for episode in tree.episodes for turn in episode.turns],
     )
 
 

@@ -66,19 +66,19 @@ class ItemCache:
 
         Raises the `MediaError` of the first source that cannot be used; the owner then holds none of these items.
         """
-        found = await asyncio.gather(*(self._item(one, owner) for one in sources), return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException):
-                for other in found:
-                    if isinstance(other, MediaItem):
-                        self._drop(owner, other.digest)
-                raise one
-        return [one for one in found if isinstance(one, MediaItem)]
+        found = await asyncio.gather(*(self._item(source, owner) for source in sources), return_exceptions=True)
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                for item in found:
+                    if isinstance(item, MediaItem):
+                        self._drop(owner, item.digest)
+                raise outcome
+        return [item for item in found if isinstance(item, MediaItem)]
 
     def release(self, owner: str) -> None:
         """Releases all items that ``owner`` holds or waits for; an owner without items is no error."""
         for waiting in self._wanted_by.values():
-            waiting[:] = [one for one in waiting if one != owner]
+            waiting[:] = [waiter for waiter in waiting if waiter != owner]
         for digest, count in self._held.pop(owner, Counter()).items():
             self._unhold(digest, count)
         self._evict()

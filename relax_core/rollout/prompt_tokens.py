@@ -53,7 +53,7 @@ class Prompt:
     @property
     def items(self) -> list[MediaItem]:
         """Returns the media, in order."""
-        return [one.item for one in self.media]
+        return [medium.item for medium in self.media]
 
 
 class PromptMaker:
@@ -173,8 +173,8 @@ class PromptMaker:
         """
         if media:
             again = await self.encoded(media_sources(self._messages(row, where="")), owner=owner)
-            if [one.digest for one in again] != [one.item.digest for one in media]:
-                words = ", ".join(one.item.words for one in media)
+            if [item.digest for item in again] != [medium.item.digest for medium in media]:
+                words = ", ".join(medium.item.words for medium in media)
                 raise ValueError(f"the files of {words} changed while the run read them. Start the run again.")
 
     def release(self, owner: str) -> None:
@@ -253,7 +253,11 @@ class PromptMaker:
         """
         messages = self._conversation(row, where=where)
         for kind, (_, has_place) in (unread_media(row, TEXT_ONLY) if self._media_kinds else {}).items():
-            if not has_place or kind not in self._media_kinds or kind in {one.kind for one in media_sources(messages)}:
+            if (
+                not has_place
+                or kind not in self._media_kinds
+                or kind in {source.kind for source in media_sources(messages)}
+            ):
                 continue
             text = (
                 f"{where}: its prompt has a place <{kind}>, and no column with media of this kind is named. Name it in "
@@ -352,7 +356,7 @@ class PromptMaker:
         texts = list(_texts(messages))
         if not texts:
             return None
-        message, part, text = max(texts, key=lambda one: len(one[2]))
+        message, part, text = max(texts, key=lambda candidate: len(candidate[2]))
         window = self.max_prompt_tokens * _CUT_CHARACTERS
         if len(text) > window:  # most of it is left out in any case, and is not tokenised
             head = window // 2 if self._overlong is Overlong.truncate_middle else 0
@@ -378,11 +382,11 @@ def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) 
     An engine may expand an image to another number of tokens than the tree has. An engine that does not report the
     length of its prompt is trusted if the prompt is text.
     """
-    for one in responses:
-        seen, sent = one.prompt_tokens, len(request.input_ids)
+    for response in responses:
+        seen, sent = response.prompt_tokens, len(request.input_ids)
         if seen != sent and (seen or request.media):
             raise EngineError(
-                f"{one.engine or 'the engine'}, request {request.rid}: it got a prompt of {seen} tokens, and "
+                f"{response.engine or 'the engine'}, request {request.rid}: it got a prompt of {seen} tokens, and "
                 f"{sent} were sent with {len(request.media)} media. Its answer is refused, because it was "
                 "sampled from another prompt than the trained prompt."
             )

@@ -216,27 +216,31 @@ class RolloutLoop:
         self._cancelled = []
         values = {
             "generate_ms": 1e3 * seconds,
-            "reward_ms": 1e3 * sum(one.reward_s for one in played),
+            "reward_ms": 1e3 * sum(played_figures.reward_s for played_figures in played),
             "reward_failed": self._rewards.failures.share,
             **played_values(played),
             **{f"tokens/{reason}": float(count) for reason, count in self._sampled_tokens.items()},
         }
         if requests:
-            values["engine_ms"] = max(one.prefill_ms + one.decode_ms for one in requests)
-            values["held_ms"] = max(one.held_ms for one in requests)
+            values["engine_ms"] = max(request.prefill_ms + request.decode_ms for request in requests)
+            values["held_ms"] = max(request.held_ms for request in requests)
         if requests and self._prompts.items is not None:
-            values["tower_passes"] = max(one.tower_passes for one in requests)
-            values["feature_mb"] = max(one.media_feature_bytes for one in requests) / 1e6
+            values["tower_passes"] = max(request.tower_passes for request in requests)
+            values["feature_mb"] = max(request.media_feature_bytes for request in requests) / 1e6
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
-        self._record("rollout", max(one.newest_version for one in played), values | self._admissions.media_figures())
+        self._record(
+            "rollout",
+            max(played_figures.newest_version for played_figures in played),
+            values | self._admissions.media_figures(),
+        )
 
     async def _score(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> float:
         """Scores the ended episodes of a group; returns the seconds that the rewards took."""
         began = time.perf_counter()
         folder = self._settings.media_folder
         await score_episodes(episodes, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
-        reasons = [one.output.reason if one.reward is None else None for one in episodes]
+        reasons = [episode.output.reason if episode.reward is None else None for episode in episodes]
         self._failed_groups.record(reasons, where=prompt.where)
         return time.perf_counter() - began
 
@@ -368,7 +372,7 @@ class BadRows:
             log.warning("data row %d is left out (%s): %s", number, error.reason, error)
             self._report(list(self._named))
         if too_many_bad(len(self._bad), len(self._drawn), rows=self._rows, most=self._most):
-            first = "; ".join(one["text"] for one in self._named[:1])
+            first = "; ".join(bad_row["text"] for bad_row in self._named[:1])
             raise ValueError(
                 f"{len(self._bad)} of the {len(self._drawn)} data rows that were drawn cannot be used, more than "
                 f"data.max_bad_rows={self._most:g}. The first: {first} Correct the data, or raise data.max_bad_rows."
@@ -473,7 +477,7 @@ class PromptAdmissions:
         Raises ValueError if there are too many such rows.
         """
         if self._makes_prompts:
-            bad = next((one.bad_media for one in episodes if one.bad_media is not None), None)
+            bad = next((episode.bad_media for episode in episodes if episode.bad_media is not None), None)
             if bad is None:
                 self._bad_rows.use()
             else:
@@ -500,7 +504,7 @@ class PromptAdmissions:
             numbers = [self._source.number(admission.data_index) for admission in admissions]
             rows = [self._row_or_error(number) for number in numbers]
             if self._prompts.items is not None:
-                names = {one.index: modality_of_row(row) for one, row in zip(admissions, rows, strict=True)}
+                names = {admission.index: modality_of_row(row) for admission, row in zip(admissions, rows, strict=True)}
                 await self._bus.name_modalities(names, timeout_s=self._settings.call_timeout_s)
             # The images and videos of all these prompts are encoded at the same time.
             made = await asyncio.gather(*map(self._prompt_or_error, admissions, numbers, rows))

@@ -22,7 +22,7 @@ def limit(kind: int, value: int, *, grace: int = 0) -> None:
     most = resource.getrlimit(kind)[1]
     wanted = [value, value + grace] if value != resource.RLIM_INFINITY else [most, most]
     if most != resource.RLIM_INFINITY:
-        wanted = [min(one, most) for one in wanted]
+        wanted = [min(bound, most) for bound in wanted]
     resource.setrlimit(kind, (wanted[0], wanted[1]))
 
 

@@ -115,7 +115,7 @@ def try_sandbox() -> None:
 @cache
 def _unused_uid() -> int:
     """Returns a user id without an account and without processes: the kernel does not count the processes of root."""
-    used = {one.pw_uid for one in pwd.getpwall()}
+    used = {account.pw_uid for account in pwd.getpwall()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(FileNotFoundError):
@@ -149,7 +149,7 @@ def _as_user(uid: int | None) -> list[str]:
 
 
 def _open_to_others(path: Path) -> bool:
-    return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
+    return all(parent.stat().st_mode & stat.S_IXOTH for parent in (path, *path.parents))
 
 
 def _run(

@@ -242,7 +242,7 @@ def _column() -> int:
 
 def _program(lines: list[bytes], column: int) -> bytes:
     """Returns a complete filter; calls of another architecture kill the process, and calls of x32 fail."""
-    audit = next(one.audit for one in ARCHITECTURES.values() if one.column == column)
+    audit = next(architecture.audit for architecture in ARCHITECTURES.values() if architecture.column == column)
     before = [
         _line(_LOAD, _ARCHITECTURE),
         _line(_JUMP_EQUAL, audit, yes=1),

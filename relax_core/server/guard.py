@@ -127,7 +127,7 @@ class Guard:
         host, authorization = fields.get(b"host", "").lower(), fields.get(b"authorization", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         of_page = self._token is None or path == "/" or path.startswith(("/api/", "/static/"))
-        ours = {f"{one}:{self._port()}" for one in self._names}
+        ours = {f"{own_name}:{self._port()}" for own_name in self._names}
         if name not in self._names or (of_page and host not in ours):
             raise Refusal(
                 "unknown-host",

@@ -116,7 +116,7 @@ def _figures(
         "exact": _number(evaluated.values.get("exact")) if evaluated else _number(last_eval.get("exact")),
         "samples_per_s": _number(summary.get("samples_per_s"))
         or (_number(trained.values.get("samples_per_s")) if trained else None),
-        "newest_s": max((one.time_s for one in (trained, evaluated) if one), default=None),
+        "newest_s": max((record.time_s for record in (trained, evaluated) if record), default=None),
     }
 
 

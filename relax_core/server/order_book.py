@@ -82,7 +82,7 @@ class OrderBook:
             if line.key:
                 self._keys[line.key] = order.request_id
             if len(self._orders) > MOST_ORDERS and (
-                old := next((one for one in self._orders.values() if one.ended), None)
+                old := next((ended_order for ended_order in self._orders.values() if ended_order.ended), None)
             ):
                 del self._orders[old.request_id]
                 self._keys = {key: name for key, name in self._keys.items() if name != old.request_id}
@@ -119,7 +119,9 @@ class OrderBook:
         with self.lock:
             if (known := self.known(kind, body, key)) is not None:
                 return known
-            ahead = [] if kind == "stop" else [one for one in self.open_orders() if one.kind != "stop"]
+            ahead = (
+                [] if kind == "stop" else [open_order for open_order in self.open_orders() if open_order.kind != "stop"]
+            )
             if len(ahead) > (MOST_QUEUED if queues else 0):
                 busy = ahead[0].request_id
                 words = f"order {busy} is under way. Wait until it has ended, or cancel it."
@@ -162,15 +164,15 @@ class OrderBook:
         """Returns the orders, of this kind and in this state if they are given, the newest first."""
         with self.lock:
             return [
-                one
-                for one in reversed(self._orders.values())
-                if kind in (None, one.kind) and status in (None, one.status)
+                order
+                for order in reversed(self._orders.values())
+                if kind in (None, order.kind) and status in (None, order.status)
             ]
 
     def open_orders(self) -> list[Order]:
         """Returns the orders that have not ended, the oldest first."""
         with self.lock:
-            return [one for one in self._orders.values() if not one.ended]
+            return [order for order in self._orders.values() if not order.ended]
 
     def move(self, order: Order, status: State, *, engines: Sequence[int] | None = None, failure: str = "") -> Order:
         """Updates an order and returns it; only the controller's main thread calls it. Writes only actual changes."""
@@ -179,7 +181,7 @@ class OrderBook:
             moved = replace(
                 known,
                 status=status,
-                engine_ids=known.engine_ids if engines is None else [engine_id(one) for one in engines],
+                engine_ids=known.engine_ids if engines is None else [engine_id(engine) for engine in engines],
                 failure=failure or known.failure,
                 history=[*known.history, StateAt(state=status, at=time.time())]
                 if status != known.status

@@ -98,7 +98,7 @@ class OrderDesk:
 
     def stop(self) -> Answer:
         """Places the order that ends the run, or returns the open order."""
-        order = next((one for one in self._book.open_orders() if one.kind == "stop"), None)
+        order = next((open_order for open_order in self._book.open_orders() if open_order.kind == "stop"), None)
         return Answer(body=order or self._book.place("stop", {}), status=202)
 
     def engines(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class OrderDesk:
 
     def engine(self, name: str) -> EngineRow:
         """Returns one engine."""
-        row = next((one for one in self._book.engines() if one.id == name), None)
+        row = next((engine for engine in self._book.engines() if engine.id == name), None)
         if row is None:
             raise Refusal("unknown-id", "this run has no such engine", key="engine", value=name[:100])
         return row
@@ -160,7 +160,7 @@ class OrderDesk:
         status: Literal["PENDING", "NOOP"] = "PENDING" if gone else "NOOP"
         if body["dry_run"]:
             now = _present(engines)
-            names = [engine_id(one) for one in gone]
+            names = [engine_id(engine) for engine in gone]
             return Answer(body=DryRun(status=status, engines_now=now, engines_then=now - len(gone), engine_ids=names))
         return self._place("scale_in", body, useful=bool(gone), key=key)
 

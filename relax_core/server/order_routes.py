@@ -330,7 +330,7 @@ def order_app(controller: Controller, limits: Limits, *, pages: Sequence[BaseRou
 
 async def _known_query(request: Request) -> None:
     """Refuses a query with a key that the route does not have."""
-    known = {one.alias for one in request.scope["route"].dependant.query_params}
+    known = {param.alias for param in request.scope["route"].dependant.query_params}
     if unknown := sorted(request.query_params.keys() - known):
         fix = f"send {', '.join(sorted(known))}" if known else "send no query"
         raise Refusal("malformed", "the query has a key that this route does not know", key=unknown[0][:100], fix=fix)
@@ -435,16 +435,16 @@ def _add_orders(app: FastAPI, controller: Controller, kind: str) -> None:
         """Returns the orders, and with ``status`` those in this state, the newest first."""
         return await controller("orders", kind=kind, status=status, limit=limit, offset=offset)
 
-    one = f"/rollout/{kind}/{{request_id}}"
+    route = f"/rollout/{kind}/{{request_id}}"
 
-    @app.get(one, operation_id=f"get_{kind}", response_model=Order, responses=_refusals(404))
+    @app.get(route, operation_id=f"get_{kind}", response_model=Order, responses=_refusals(404))
     async def order(request_id: OrderId) -> Response:
         """Returns one order."""
         return await controller("order", kind=kind, name=request_id)
 
     cancels: dict[str, Any] = {"operation_id": f"cancel_{kind}", "status_code": 202, "response_model": Order}
 
-    @app.post(f"{one}/cancel", responses=_refusals(404, 409), **cancels)
+    @app.post(f"{route}/cancel", responses=_refusals(404, 409), **cancels)
     async def cancel(request_id: OrderId) -> Response:
         """Requests the cancellation of an order; its effects are undone."""
         return await controller("cancel", kind=kind, name=request_id)

@@ -311,13 +311,17 @@ def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     found = make_timeline(run.series().timed, first=ends[0], last=ends[1], events=events)
     if found is None:
         raise FileNotFoundError("No train step in this range has ended yet.")
-    slow = [straggler_words(one) for one in run.texts().stragglers() if _overlaps(one, found.first, found.last)]
+    slow = [
+        straggler_words(straggler)
+        for straggler in run.texts().stragglers()
+        if _overlaps(straggler, found.first, found.last)
+    ]
     shown = {**msgspec.to_builtins(found), "steps_done": run.series().steps_done}
     return {**shown, "told": [*problems, *(f"{words}." for words in slow), *found.told]}
 
 
-def _overlaps(one: Straggler, first: int, last: int) -> bool:
-    return one.from_step <= last and (not one.ended or one.to_step >= first)
+def _overlaps(straggler: Straggler, first: int, last: int) -> bool:
+    return straggler.from_step <= last and (not straggler.ended or straggler.to_step >= first)
 
 
 def _engines(run: RunReader, query: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -172,7 +172,7 @@ class RunSeries:
         self.resumes.append(step)
         for points in self._points.values():
             points.cut(step)
-        self._ended = {one: ended for one, ended in self._ended.items() if one < step}
+        self._ended = {ended_step: ended for ended_step, ended in self._ended.items() if ended_step < step}
 
     def tags(self) -> list[str]:
         """Returns all tags, sorted."""
@@ -311,7 +311,7 @@ class RunTexts:
 
         Raises FileNotFoundError if there is no such evaluation.
         """
-        chosen = next((one for one in self.evaluations() if one.step == step), None)
+        chosen = next((evaluation for evaluation in self.evaluations() if evaluation.step == step), None)
         if chosen is None:
             raise FileNotFoundError(f"There is no evaluation of the weights {step}.")
         wanted = words.casefold()
@@ -332,14 +332,18 @@ class RunTexts:
     def history(self, prompt: str) -> list[dict[str, Any]]:
         """Returns the answers to this prompt in the newest evaluations, each with its step; newest first."""
         found = []
-        for one in reversed(self.evaluations()[-MOST_HISTORY:]):
-            found += [{"step": one.step, **_shortened(row)} for row in self._read(one) if row.get("prompt") == prompt]
+        for evaluation in reversed(self.evaluations()[-MOST_HISTORY:]):
+            found += [
+                {"step": evaluation.step, **_shortened(row)}
+                for row in self._read(evaluation)
+                if row.get("prompt") == prompt
+            ]
         return found
 
-    def _read(self, one: Evaluation) -> list[dict[str, Any]]:
-        text = read_event(self._run_dir, one.place)
+    def _read(self, evaluation: Evaluation) -> list[dict[str, Any]]:
+        text = read_event(self._run_dir, evaluation.place)
         if not isinstance(text, TextRecord):
-            raise ValueError(f"{one.place.name}: the event at byte {one.place.offset} has changed")
+            raise ValueError(f"{evaluation.place.name}: the event at byte {evaluation.place.offset} has changed")
         return text.rows
 
 

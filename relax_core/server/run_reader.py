@@ -213,7 +213,7 @@ class RunReader:
             "left_s": step_s * max(0, int(total or 0) - done) if live and step_s is not None else None,
             "ended_s": series.ended_s(),
             "resumes": series.resumes,
-            "alarms": [msgspec.to_builtins(one) | {"alarm": one.event not in NOTICES} for one in newest],
+            "alarms": [msgspec.to_builtins(record) | {"alarm": record.event not in NOTICES} for record in newest],
             "tags": series.tags(),
             "ledger": self._events(),
             "samples": self._counts(),
@@ -289,7 +289,7 @@ class RunReader:
 
     def batch(self, step: int) -> list[SampleLife]:
         """Returns the lives of the samples that ended at a train step. Raises FileNotFoundError if it has not ended."""
-        ends = {one.step: one for one in self.series().timed if one.source == ACTOR and "step" in one.ms}
+        ends = {record.step: record for record in self.series().timed if record.source == ACTOR and "step" in record.ms}
         if step not in ends:
             raise FileNotFoundError(f"Train step {step} has not ended.")
         staleness = _number(_at(self.config(), "mode", "max_staleness")) or 0
@@ -391,9 +391,9 @@ def decode_yaml(text: str) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     if isinstance(value, bytes | datetime.date):
         return str(value)
     if isinstance(value, int) and value.bit_length() > 64:

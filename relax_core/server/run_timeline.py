@@ -52,43 +52,45 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     of_rank: bool = False
 
 
-def span_of(lane: str, name: str, one: TimedRecord, took_ms: float) -> Span:
+def span_of(lane: str, name: str, record: TimedRecord, took_ms: float) -> Span:
     """Returns a span that ended with its record, with the record's metrics except those of parts and single engines."""
-    values = {key: value for key, value in one.ms.items() if not key.startswith((TRAIN, _ENGINE))}
-    return Span(lane=lane, name=name, start_s=one.end_s - took_ms / 1e3, end_s=one.end_s, step=one.step, values=values)
+    values = {key: value for key, value in record.ms.items() if not key.startswith((TRAIN, _ENGINE))}
+    return Span(
+        lane=lane, name=name, start_s=record.end_s - took_ms / 1e3, end_s=record.end_s, step=record.step, values=values
+    )
 
 
-def engine_spans(one: TimedRecord) -> Iterator[Span]:
+def engine_spans(record: TimedRecord) -> Iterator[Span]:
     """Yields a span for each engine, from its first to its last request in the record of a rollout."""
-    for key, span_ms in one.ms.items():
+    for key, span_ms in record.ms.items():
         if not key.startswith(_ENGINE) or not key.endswith(_SPAN):
             continue
         engine = key.removeprefix(_ENGINE).removesuffix(_SPAN)
-        end_s = one.end_s - one.ms.get(f"{_ENGINE}{engine}{_LAG}", 0.0) / 1e3
-        counts = {name: one.ms.get(f"{_ENGINE}{engine}/{name}", 0.0) for name in ("requests", "samples")}
+        end_s = record.end_s - record.ms.get(f"{_ENGINE}{engine}{_LAG}", 0.0) / 1e3
+        counts = {name: record.ms.get(f"{_ENGINE}{engine}/{name}", 0.0) for name in ("requests", "samples")}
         yield Span(
             lane=engine,
-            name=f"requests of batch {one.step}",
+            name=f"requests of batch {record.step}",
             start_s=end_s - span_ms / 1e3,
             end_s=end_s,
-            step=one.step,
+            step=record.step,
             values=counts,
         )
 
 
-def rank_spans(one: TimedRecord) -> Iterator[Span]:
+def rank_spans(record: TimedRecord) -> Iterator[Span]:
     """Yields the parts of each rank's work on a train step, one after the other; together they are its step time."""
-    for key, step_ms in one.ms.items():
+    for key, step_ms in record.ms.items():
         name = key.removesuffix("/step")
         if name == key:
             continue
-        end_s = one.end_s - one.ms.get(f"{name}{_LAG}", 0.0) / 1e3
+        end_s = record.end_s - record.ms.get(f"{name}{_LAG}", 0.0) / 1e3
         at_s = end_s - step_ms / 1e3
-        for part, ms in _parts(one.ms, name, step_ms):
+        for part, ms in _parts(record.ms, name, step_ms):
             until_s = min(at_s + ms / 1e3, end_s)
-            cpu = one.ms.get(f"{name}/cpu/{part}")
+            cpu = record.ms.get(f"{name}/cpu/{part}")
             values = {} if cpu is None else {"cpu_ms": cpu}
-            yield Span(lane=name, name=part, start_s=at_s, end_s=until_s, step=one.step, values=values, of_rank=True)
+            yield Span(lane=name, name=part, start_s=at_s, end_s=until_s, step=record.step, values=values, of_rank=True)
             at_s = until_s
 
 
@@ -156,8 +158,8 @@ def event_spans(
     """
     spans: list[Span] = []
     problems: list[str] = []
-    ends = [(one.end_s, one.step) for one in timed if one.source == ACTOR]
-    newest_s = max((one.end_s for one in timed), default=0.0)
+    ends = [(record.end_s, record.step) for record in timed if record.source == ACTOR]
+    newest_s = max((record.end_s for record in timed), default=0.0)
     try:
         spans += _recovery_spans(_recoveries(run_dir), ends, newest_s)
     except BROKEN as error:
@@ -179,21 +181,23 @@ def _recoveries(run_dir: Path) -> list[_Recovery]:
 def _recovery_spans(
     recoveries: Sequence[_Recovery], ends: Sequence[tuple[float, int]], newest_s: float
 ) -> Iterator[Span]:
-    for one in recoveries:
-        if one.time_s is None:  # older versions wrote no times
+    for recovery in recoveries:
+        if recovery.time_s is None:  # older versions wrote no times
             continue
-        if one.seconds is not None:
-            end_s = one.time_s + one.seconds
+        if recovery.seconds is not None:
+            end_s = recovery.time_s + recovery.seconds
         else:  # the controller that began it has ended before it saw a train step
-            place = bisect_right(ends, one.time_s, key=itemgetter(0))
-            end_s = ends[place][0] if place < len(ends) else max(one.time_s, newest_s)
-        in_place = one.tier == IN_PLACE
+            place = bisect_right(ends, recovery.time_s, key=itemgetter(0))
+            end_s = ends[place][0] if place < len(ends) else max(recovery.time_s, newest_s)
+        in_place = recovery.tier == IN_PLACE
         yield Span(
             lane=RESTARTS_LANE if in_place else RECOVERIES_LANE,
-            name=one.cause if in_place else f"{one.cause}; all services start again from step {one.from_step}",
-            start_s=one.time_s,
+            name=recovery.cause
+            if in_place
+            else f"{recovery.cause}; all services start again from step {recovery.from_step}",
+            start_s=recovery.time_s,
             end_s=end_s,
-            step=one.at_step,
+            step=recovery.at_step,
         )
 
 
@@ -221,16 +225,16 @@ def _order_spans(order: RunOrder, ends: Sequence[tuple[float, int]], newest_s: f
     named = ", ".join(order.engine_ids[:MOST_NAMED])
     more = len(order.engine_ids) - MOST_NAMED
     what = f"{order.kind} {named}{f' and {more} more' if more > 0 else ''}".strip()
-    until = [one.at for one in order.history[1:]]
-    for one, end_s in zip(order.history, [*until, None], strict=True):
-        last_s = one.at if one.state in ENDED else max(one.at, newest_s)
+    until = [change.at for change in order.history[1:]]
+    for change, end_s in zip(order.history, [*until, None], strict=True):
+        last_s = change.at if change.state in ENDED else max(change.at, newest_s)
         failure = f": {order.failure}" if order.failure and end_s is None else ""
         yield Span(
             lane=ORDERS_LANE,
-            name=f"{what}: {one.state}{failure}",
-            start_s=one.at,
+            name=f"{what}: {change.state}{failure}",
+            start_s=change.at,
             end_s=last_s if end_s is None else end_s,
-            step=_step_at(ends, one.at),
+            step=_step_at(ends, change.at),
         )
 
 
@@ -279,7 +283,9 @@ def make_timeline(
     If a step was repeated after a resume, its last run counts; the spans are those of all attempts in the time of the
     steps, and those of ``events`` (`event_spans`).
     """
-    steps: dict[int, TimedRecord] = {one.step: one for one in timed if one.source == ACTOR and "step" in one.ms}
+    steps: dict[int, TimedRecord] = {
+        record.step: record for record in timed if record.source == ACTOR and "step" in record.ms
+    }
     if not steps:
         return None
     last = max(steps) if last is None else last
@@ -288,9 +294,13 @@ def make_timeline(
     chosen = [steps[step] for step in sorted(steps) if first <= step <= last]
     if not chosen:
         return None
-    start_s = min(one.end_s - one.ms["step"] / 1e3 for one in chosen)
-    end_s = max(one.end_s for one in chosen)
-    near = [one for one in timed if start_s - NEAR_S < one.end_s and (one.source != RANK or one.end_s < end_s + NEAR_S)]
+    start_s = min(record.end_s - record.ms["step"] / 1e3 for record in chosen)
+    end_s = max(record.end_s for record in chosen)
+    near = [
+        record
+        for record in timed
+        if start_s - NEAR_S < record.end_s and (record.source != RANK or record.end_s < end_s + NEAR_S)
+    ]
     spans = [span for span in all_spans(near) if span.end_s > start_s and span.start_s < end_s]
     spans += [span for span in events if span.end_s > start_s and span.start_s < end_s]
     if sum(span.of_rank for span in spans) > MOST_RANK_SPANS:
@@ -310,18 +320,20 @@ def make_timeline(
 def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
     """Returns every span of the records, in the order of their records."""
     spans: list[Span] = []
-    actors = [one for one in timed if one.source == ACTOR and "step" in one.ms]
-    for one in timed:
-        if one.source == ACTOR and "step" in one.ms:
-            spans += _step_spans(one)
-        elif one.source == ROLLOUT and "generate" in one.ms:
-            worker = int(one.ms.get("worker", 0))
-            spans.append(span_of(f"rollout {worker}", f"batch for weights {one.step}", one, one.ms["generate"]))
-            spans += engine_spans(one)
-        elif one.source == RANK:
-            spans += rank_spans(one)
-        elif one.source == EVAL:
-            spans.append(span_of("evaluation", f"evaluation of weights {one.step} is complete", one, 0.0))
+    actors = [record for record in timed if record.source == ACTOR and "step" in record.ms]
+    for record in timed:
+        if record.source == ACTOR and "step" in record.ms:
+            spans += _step_spans(record)
+        elif record.source == ROLLOUT and "generate" in record.ms:
+            worker = int(record.ms.get("worker", 0))
+            spans.append(
+                span_of(f"rollout {worker}", f"batch for weights {record.step}", record, record.ms["generate"])
+            )
+            spans += engine_spans(record)
+        elif record.source == RANK:
+            spans += rank_spans(record)
+        elif record.source == EVAL:
+            spans.append(span_of("evaluation", f"evaluation of weights {record.step} is complete", record, 0.0))
     for before, after in pairwise(actors):
         if push := after.ms.get("push"):
             spans.append(
@@ -338,8 +350,8 @@ def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
 
 def step_shares(steps: Sequence[TimedRecord]) -> dict[str, float]:
     """Returns the share of each part in the time of these steps; together they are 1."""
-    total = sum(one.ms["step"] for one in steps)
-    shares = {part: sum(one.ms.get(part, 0.0) for one in steps) / total for part in ORDER} if total else {}
+    total = sum(step.ms["step"] for step in steps)
+    shares = {part: sum(step.ms.get(part, 0.0) for step in steps) / total for part in ORDER} if total else {}
     return {**shares, OTHER: 1.0 - sum(shares.values())} if shares else {}
 
 
@@ -348,17 +360,19 @@ class _Part(NamedTuple):
     ms: float
 
 
-def _step_spans(one: TimedRecord) -> list[Span]:
-    parts = [_Part(name, one.ms.get(name, 0.0)) for name in ORDER]
-    rest = one.ms["step"] - sum(part.ms for part in parts)
-    at_s = one.end_s - one.ms["step"] / 1e3
-    spans = [span_of(TRAINER_LANE, f"step {one.step}", one, one.ms["step"])]
+def _step_spans(record: TimedRecord) -> list[Span]:
+    parts = [_Part(name, record.ms.get(name, 0.0)) for name in ORDER]
+    rest = record.ms["step"] - sum(part.ms for part in parts)
+    at_s = record.end_s - record.ms["step"] / 1e3
+    spans = [span_of(TRAINER_LANE, f"step {record.step}", record, record.ms["step"])]
     for part in [*parts, _Part(OTHER, rest)]:
         if part.ms > 0:
-            inner = {name: value for name, value in one.ms.items() if name.startswith(TRAIN)}
+            inner = {name: value for name, value in record.ms.items() if name.startswith(TRAIN)}
             values = inner if part.name == "train" else {}
-            end_s = min(at_s + part.ms / 1e3, one.end_s)
-            spans.append(Span(lane=PARTS_LANE, name=part.name, start_s=at_s, end_s=end_s, step=one.step, values=values))
+            end_s = min(at_s + part.ms / 1e3, record.end_s)
+            spans.append(
+                Span(lane=PARTS_LANE, name=part.name, start_s=at_s, end_s=end_s, step=record.step, values=values)
+            )
             at_s = end_s
     return spans
 
@@ -377,11 +391,11 @@ def _told(steps: Sequence[TimedRecord], shares: dict[str, float]) -> list[str]:
     else:
         told.append(f"The trainer waits for samples {wait:.0%} of its time and trains {shares['train']:.0%} of it.")
     inner: Counter[str] = Counter()
-    for one in steps:
-        inner.update({name: value for name, value in one.ms.items() if name.startswith(TRAIN)})
+    for step in steps:
+        inner.update({name: value for name, value in step.ms.items() if name.startswith(TRAIN)})
     if inner and wait < MUCH:
         ((name, most),) = inner.most_common(1)
-        share = most / sum(one.ms["step"] for one in steps)
+        share = most / sum(step.ms["step"] for step in steps)
         told.append(f"Its longest part inside the train call is {name.removeprefix(TRAIN)}, {share:.0%} of the time.")
     for part, words in (
         ("sync", "publishes weights"),
@@ -426,11 +440,21 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """Returns the events of Chrome's trace format, times in whole microseconds since the first span."""
     rows: dict[str, int] = {}
     events: list[dict[str, Any]] = []
-    for one in placed_spans(spans):
-        row = rows.setdefault(one.row, len(rows) + 1)
-        event = {"name": one.span.name, "cat": one.span.lane, "pid": PROCESS, "tid": row, "ts": one.start_us}
-        shape = {"ph": "X", "dur": one.end_us - one.start_us} if one.end_us > one.start_us else {"ph": "i", "s": "t"}
-        events.append({**event, **shape, "args": {"step": one.span.step, **one.span.values}})
+    for placed_span in placed_spans(spans):
+        row = rows.setdefault(placed_span.row, len(rows) + 1)
+        event = {
+            "name": placed_span.span.name,
+            "cat": placed_span.span.lane,
+            "pid": PROCESS,
+            "tid": row,
+            "ts": placed_span.start_us,
+        }
+        shape = (
+            {"ph": "X", "dur": placed_span.end_us - placed_span.start_us}
+            if placed_span.end_us > placed_span.start_us
+            else {"ph": "i", "s": "t"}
+        )
+        events.append({**event, **shape, "args": {"step": placed_span.span.step, **placed_span.span.values}})
     names = [
         {"name": "thread_name", "ph": "M", "pid": PROCESS, "tid": row, "args": {"name": name}}
         for name, row in rows.items()
@@ -470,16 +494,20 @@ def otlp_trace(spans: Sequence[Span], *, run: str) -> bytes:
 
     placed = list(placed_spans(spans))
     whole_id = _id(run, "run")
-    found = [made(run, whole_id, 0, max(one.end_us for one in placed))]
-    for one in placed:
-        parent = whole_id if one.parent is None else _span_id(run, one.parent)
-        values: dict[str, str | float] = {"lane": one.span.lane, "step": one.span.step, **one.span.values}
+    found = [made(run, whole_id, 0, max(placed_span.end_us for placed_span in placed))]
+    for placed_span in placed:
+        parent = whole_id if placed_span.parent is None else _span_id(run, placed_span.parent)
+        values: dict[str, str | float] = {
+            "lane": placed_span.span.lane,
+            "step": placed_span.span.step,
+            **placed_span.span.values,
+        }
         found.append(
             made(
-                one.span.name,
-                _span_id(run, one),
-                one.start_us,
-                one.end_us,
+                placed_span.span.name,
+                _span_id(run, placed_span),
+                placed_span.start_us,
+                placed_span.end_us,
                 parent=SpanContext(trace_id, parent, is_remote=False),
                 attributes={f"relax.{name}": value for name, value in values.items()},
             )
@@ -487,8 +515,15 @@ def otlp_trace(spans: Sequence[Span], *, run: str) -> bytes:
     return encode_spans(found).SerializeToString()
 
 
-def _span_id(run: str, one: PlacedSpan) -> int:
-    return _id(run, one.row, one.start_us, one.end_us, one.span.name, round(1e6 * one.span.start_s))
+def _span_id(run: str, placed_span: PlacedSpan) -> int:
+    return _id(
+        run,
+        placed_span.row,
+        placed_span.start_us,
+        placed_span.end_us,
+        placed_span.span.name,
+        round(1e6 * placed_span.span.start_s),
+    )
 
 
 def _id(*parts: object, bytes_: int = 8) -> int:
@@ -524,9 +559,9 @@ def placed_spans(spans: Sequence[Span]) -> Iterator[PlacedSpan]:
         else:
             place = next((place for place, before in enumerate(taken) if before <= start), len(taken))
         taken[place : place + 1] = [end]
-        one = PlacedSpan(span.lane, place, start, end, span)
-        step = one if span.lane == TRAINER_LANE else step
-        yield one
+        placed_span = PlacedSpan(span.lane, place, start, end, span)
+        step = placed_span if span.lane == TRAINER_LANE else step
+        yield placed_span
 
 
 WRITERS: dict[str, tuple[str, Callable[..., bytes]]] = {  # format → default file name, and writer

@@ -111,7 +111,7 @@ class SampleViews:
                     turns = self._tree(row)[0].episodes[row["number"]].turns
                 except TokensRemoved:
                     continue
-                found[row["uid"]] = [(one.began_s, one.ended_s, one.env_ms / 1e3) for one in turns]
+                found[row["uid"]] = [(turn.began_s, turn.ended_s, turn.env_ms / 1e3) for turn in turns]
         return found
 
     # -- one sample ---------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class SampleViews:
             if tree is None:
                 tree = read_made_tree(self._run_dir, row["group_uid"], at)
             self._trees[at] = tree
-            while len(self._trees) > 1 and sum(one.rows for one in self._trees.values()) > KEPT_ROWS:
+            while len(self._trees) > 1 and sum(known_tree.rows for known_tree in self._trees.values()) > KEPT_ROWS:
                 self._trees.popitem(last=False)
         return tree, tree.rows_of([row["number"]])
 
@@ -155,7 +155,7 @@ class SampleViews:
         if left_out:
             chosen = np.concatenate([chosen[: MOST_TOKENS // 2], chosen[-MOST_TOKENS // 2 :]])
         ids = tree.token_ids[rows][chosen].tolist()
-        pieces = [f"{one} " for one in ids] if self._text is None else self._text.pieces(ids)
+        pieces = [f"{token_id} " for token_id in ids] if self._text is None else self._text.pieces(ids)
         places = np.cumsum(sampled) - 1
         turn_of = np.zeros(len(rows), dtype=np.int64)
         for number, turn in enumerate(episode.turns):
@@ -170,15 +170,15 @@ class SampleViews:
         own = set(rows.tolist())
         media = [
             {
-                "kind": one.item.kind,
-                "digest": one.item.digest,
-                "rows": one.end - one.start,
-                "words": one.item.words,
-                "picture": picture_file(self._run_dir, one.item.digest) is not None,
-                "played": played_file(self._run_dir, one.item.digest) is not None,
+                "kind": medium.item.kind,
+                "digest": medium.item.digest,
+                "rows": medium.end - medium.start,
+                "words": medium.item.words,
+                "picture": picture_file(self._run_dir, medium.item.digest) is not None,
+                "played": played_file(self._run_dir, medium.item.digest) is not None,
             }
-            for one in tree.media
-            if one.start in own
+            for medium in tree.media
+            if medium.start in own
         ]
         segments = len(episode.leaves)
         return {

@@ -122,7 +122,7 @@ def check_messages(spec: EnvSpec, config: Any, row: Mapping[str, Any]) -> list[s
 
 async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str, Any]) -> list[str]:
     """Returns one line for each passed check of a multi-turn environment. Raises `Problem` and `WrongResult`."""
-    tools = [] if spec.tools is None else [one["function"]["name"] for one in spec.tools(row, config)]  # type: ignore[index]
+    tools = [] if spec.tools is None else [tool["function"]["name"] for tool in spec.tools(row, config)]  # type: ignore[index]
     before = _children()
     async with playable(spec, config) as played:
         check = _Check(played, config, row, tools)

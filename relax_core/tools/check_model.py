@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"relax: … {len(problems) - SHOWN} more", file=sys.stderr)
         return 2
     stored = stored_weights(architecture)
-    parameters = sum(math.prod(one.shape) for one in stored)
+    parameters = sum(math.prod(weight.shape) for weight in stored)
     key = family_key(architecture.family, also=words.family)
     assert key is not None, "the folder's architecture was read by it"
     model = f"model={key}" if key in yaml_options("model") else f"model=folder model.family={key}"

@@ -73,12 +73,12 @@ def _record(audit: RewardAudit, above: Sequence[str]) -> dict[str, Any]:
         "missed": list(audit.missed),
         "right": audit.right,
         "not_taken": list(audit.not_taken),
-        "families": {name: vars(one) | {"share": one.share} for name, one in audit.families.items()},
+        "families": {name: vars(family) | {"share": family.share} for name, family in audit.families.items()},
     }
 
 
 def _print(console: Any, audit: RewardAudit, above: Sequence[str], *, reward: str, limit: float) -> None:
-    wrong = sum(one.answers for one in audit.families.values())
+    wrong = sum(family.answers for family in audit.families.values())
     console.print(
         f"reward={reward}: {audit.judged} of {audit.rows} rows, {audit.seconds:.1f} s; {wrong:,} wrong answers of "
         f"{len(audit.families)} families, {audit.wrong_share:.2%} awarded; {audit.right:,} right answers, "
@@ -91,8 +91,8 @@ def _print(console: Any, audit: RewardAudit, above: Sequence[str], *, reward: st
         table.add_column("rows", justify="right")
         table.add_column("the worst answer")
         for name in scored:
-            one = audit.families[name]
-            table.add_row(Text(name), f"{one.share:.0%}", Text(one.worst))
+            family = audit.families[name]
+            table.add_row(Text(name), f"{family.share:.0%}", Text(family.worst))
         console.print(table)
     for text in audit.missed[:_SHOWN_MISSES]:
         console.print(Text(f"not awarded: {text}"))

@@ -168,7 +168,7 @@ def seeds_table(groups: Sequence[Sequence[ComparedRun]]) -> str:
     lines = [["over seeds", "finished", *_COLUMNS.values()]]
     for group in groups:
         ended = [_figures(run.summary) for run in group if run.outcome == "finished"]
-        values = {name: [one for row in ended if (one := row[name]) is not None] for name in _COLUMNS}
+        values = {name: [value for row in ended if (value := row[name]) is not None] for name in _COLUMNS}
         words = [spread_of(found).words(_FORMS.get(name, ".3f")) if found else "" for name, found in values.items()]
         lines.append([group[0].group_label, f"{len(ended)} of {len(group)}", *words])
     return _aligned(lines)
@@ -189,16 +189,16 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
     from matplotlib.ticker import MaxNLocator  # after the import that `picture_figure` guards
 
     drawn = drawn_runs(runs)
-    curves = curves_of([held for one in drawn for held in one.records])
+    curves = curves_of([held for variant in drawn for held in variant.records])
     axes = figure.subplots(1, len(curves))
     some = False
-    last = max((record.step for one in drawn for held in one.records for record in held), default=1) or 1
+    last = max((record.step for variant in drawn for held in variant.records for record in held), default=1) or 1
     for axis, (name, source, title) in zip(axes, curves, strict=True):
-        for number, one in enumerate(drawn):
-            curve = mean_curve([_points(held, name, source) for held in one.records])
+        for number, variant in enumerate(drawn):
+            curve = mean_curve([_points(held, name, source) for held in variant.records])
             if curve:
                 some = True
-                _plot(axis, curve, number, label=one.label, marked=source == EVAL)
+                _plot(axis, curve, number, label=variant.label, marked=source == EVAL)
         axis.set_title(title, loc="left", fontsize=12, fontweight="bold")
         axis.set_xlabel("train step")
         axis.set_xlim(-0.02 * last, 1.02 * last)
@@ -244,8 +244,8 @@ def _points(records: Sequence[MetricRecord], name: str, source: str) -> dict[int
 def _plot(axis: Any, curve: Mapping[int, Spread], number: int, *, label: str, marked: bool) -> None:
     colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
     smooth = list if marked else _smooth
-    means = smooth([one.mean for one in curve.values()])
-    spreads = smooth([one.std for one in curve.values()])
+    means = smooth([spread.mean for spread in curve.values()])
+    spreads = smooth([spread.std for spread in curve.values()])
     axis.plot(
         list(curve), means, label=label, linewidth=1.8, marker="o" if marked else "", color=colour, linestyle=style
     )

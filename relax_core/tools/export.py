@@ -59,7 +59,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
     if not (checkpoint / META).is_file():
         beside = sorted(
-            one.parent.name for one in (*checkpoint.parent.glob(f"*/{META}"), *checkpoint.glob(f"*/*/{META}"))
+            path.parent.name for path in (*checkpoint.parent.glob(f"*/{META}"), *checkpoint.glob(f"*/*/{META}"))
         )
         there = f"there are {', '.join(beside[-5:])}" if beside else "such as step_00000100"
         what = f"no {META} there" if checkpoint.is_dir() else "no such folder"

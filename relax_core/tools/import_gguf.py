@@ -94,7 +94,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = _reader(path)
-        self.tensors: dict[str, ReaderTensor] = {each.name: each for each in self._reader.tensors}
+        self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
         self.architecture = str(self.value("general.architecture", str))
         if self.architecture not in FAMILIES:
             raise ValueError(
@@ -124,7 +124,7 @@ class _File:
     @property
     def quantised(self) -> list[str]:
         """Returns the names of the quantised types in the file, sorted."""
-        bits = {each.tensor_type.name: each.n_bytes * 8 / each.n_elements for each in self.tensors.values()}
+        bits = {tensor.tensor_type.name: tensor.n_bytes * 8 / tensor.n_elements for tensor in self.tensors.values()}
         return sorted(name for name, of in bits.items() if of < _QUANTISED_BITS)
 
 
@@ -164,7 +164,7 @@ def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None, dtyp
         else:
             _copy_tokenizer(tokenizer, folder)
         architecture = folder_architecture(folder)
-        shapes = {each.name: each.shape for each in stored_weights(architecture)}
+        shapes = {weight.name: weight.shape for weight in stored_weights(architecture)}
         _check_tensors(source, shapes, experts=architecture.experts.count if architecture.experts else 0)
         _check_room(shapes, target, dtype)
         export_hf_folder(
@@ -290,7 +290,7 @@ def _check_room(shapes: Mapping[str, Sequence[int]], target: Path, dtype: str) -
     import torch
 
     needed = getattr(torch, dtype).itemsize * sum(prod(shape) for shape in shapes.values())
-    parent = next(each for each in (target, *target.absolute().parents) if each.exists())
+    parent = next(ancestor for ancestor in (target, *target.absolute().parents) if ancestor.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
@@ -356,7 +356,7 @@ def _write_tokenizer(source: _File, folder: Path) -> None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     ends = {_token_id(source, key, count=len(tokens)) for key in ("eos", "eot")} - {None}
     if ends:
-        _write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(each for each in ends if each is not None)})
+        _write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(end for end in ends if end is not None)})
 
 
 def _token_id(source: _File, key: str, *, count: int) -> int | None:
@@ -376,14 +376,14 @@ def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> To
     kind, pre = source.value("tokenizer.ggml.model", str), source.value("tokenizer.ggml.pre", str, default="default")
     if kind != "gpt2":
         raise ValueError(f"{source.path}: tokenizer.ggml.model={shown(kind)}: only byte-level BPE is imported. {_GIVE}")
-    if len(kinds) != len(tokens) or not all(isinstance(each, str) for each in tokens):
+    if len(kinds) != len(tokens) or not all(isinstance(token, str) for token in tokens):
         raise ValueError(f"{source.path}: tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens.")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     merges = []
-    for each in source.value("tokenizer.ggml.merges", list):
-        left, space, right = str(each).partition(" ")
+    for merge in source.value("tokenizer.ggml.merges", list):
+        left, space, right = str(merge).partition(" ")
         if not space or any(part not in vocabulary for part in (left, right, left + right)):
-            raise ValueError(f"{source.path}: tokenizer.ggml.merges has {shown(each)}, which joins no two tokens.")
+            raise ValueError(f"{source.path}: tokenizer.ggml.merges has {shown(merge)}, which joins no two tokens.")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, byte_fallback=False))
     tokenizer.pre_tokenizer = _pre_tokenizer(source, pre)

@@ -129,10 +129,10 @@ def _is_over(run: Path) -> bool:
 
 
 def _other_runs(run: Path) -> str:
-    others = sorted(run.parent.glob(f"*/{LEDGER}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if not others:
+    other_ledgers = sorted(run.parent.glob(f"*/{LEDGER}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not other_ledgers:
         return "give the folder of a run"
-    return f"no run wrote to {run}. Newest beside it: {', '.join(str(path.parent) for path in others[:3])}"
+    return f"no run wrote to {run}. Newest beside it: {', '.join(str(path.parent) for path in other_ledgers[:3])}"
 
 
 def _unknown(ledger: LedgerFile, key: str, value: str | int) -> str:
@@ -175,7 +175,7 @@ def sample_lines(sample: SampleHistory) -> list[str]:
     for event in sample.events:
         undone = "  (undone by a resume)" if event.undone else ""
         turns = [] if event.made is None else _turn_lines(event.made)
-        for when, name, words in (*turns, *((event.time, *one) for one in _event_lines(event))):
+        for when, name, words in (*turns, *((event.time, *line) for line in _event_lines(event))):
             clock = time.strftime("%H:%M:%S", time.localtime(when)) + f".{int(when % 1 * 1000):03d}"
             lines.append(f"  {clock}  {when - born:+9.3f} s  {name:<9}  {words}{undone}")
     return lines

@@ -16,8 +16,8 @@ def write_arithmetic(path: Path, *, rows: int, seed: int) -> None:
     encoder = msgspec.json.Encoder()
     with path.open("wb") as file:
         for index in range(rows):
-            one = example("arithmetic", split="train", seed=seed, index=index)
-            file.write(encoder.encode({"question": one.prompt, "answer": one.answer}) + b"\n")
+            drawn_example = example("arithmetic", split="train", seed=seed, index=index)
+            file.write(encoder.encode({"question": drawn_example.prompt, "answer": drawn_example.answer}) + b"\n")
 
 
 def main() -> None:

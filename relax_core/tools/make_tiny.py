@@ -51,7 +51,7 @@ def check_tiny_model(name: str, *, task: str) -> None:
     """Raises ValueError for an unknown model, and for a task for which the model has no warm start."""
     if name not in MODEL_NAMES:
         raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
-    tasks = [each for model, each in WARM_STARTS if model == name]
+    tasks = [warm_start for model, warm_start in WARM_STARTS if model == name]
     if task not in tasks:
         raise ValueError(f"model.task={task}: {name} has no warm start for it. What exists: {', '.join(tasks)}.")
 

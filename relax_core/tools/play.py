@@ -127,8 +127,8 @@ def _show(messages: Sequence[Message]) -> None:
 
 
 def _show_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    for one in tools:
-        function = one["function"]
+    for tool in tools:
+        function = tool["function"]
         print(f"tool {function['name']}: {function.get('description', '')}")
         named = ", ".join(f'"{name}": …' for name in function.get("parameters", {}).get("properties", {}))
         print(f'  <tool_call>{{"name": "{function["name"]}", "arguments": {{{named}}}}}</tool_call>')

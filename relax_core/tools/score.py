@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = list(_rows(file))
         choice = RewardChoice(spec, config)
         labels = LabelCheck(choice)
-        for one in rows:
-            choice.check_row(one.row, f"{file}, line {one.line}")
-            labels.see(one.row, f"{file}, line {one.line}")
+        for file_row in rows:
+            choice.check_row(file_row.row, f"{file}, line {file_row.line}")
+            labels.see(file_row.row, f"{file}, line {file_row.line}")
         found = list(zip(rows, asyncio.run(_scored(spec, config, rows, workers=given.workers)), strict=True))
     except (ConfigError, ValueError, OSError, WrongResult, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -91,8 +91,8 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
         raise ValueError(
             "reward: name one, such as reward=math. With reward.by=COLUMN it applies to rows without a value there."
         )
-    if other := [key for key in pairs if not key.startswith("reward.")]:
-        raise ValueError(f"{other[0]}: only reward=NAME, reward.KEY=VALUE and file=FILE.jsonl are read here.")
+    if unknown_keys := [key for key in pairs if not key.startswith("reward.")]:
+        raise ValueError(f"{unknown_keys[0]}: only reward=NAME, reward.KEY=VALUE and file=FILE.jsonl are read here.")
     values = {key.removeprefix("reward."): yaml.safe_load(value) for key, value in pairs.items()}
     name = str(Path(name).absolute()) if name.endswith(".py") else name
     preset = conf_folder() / "reward" / f"{name}.yaml"
@@ -120,7 +120,7 @@ def _rows(file: Path) -> Iterator[_Row]:
         responses = row.pop("responses", None) or [row.pop("response", None)]
         key = "label" if "label" in row else "answer"
         answer = row.pop("label", row.get("answer"))
-        if not all(isinstance(one, str) for one in responses) or not isinstance(answer, str | int | float):
+        if not all(isinstance(response, str) for response in responses) or not isinstance(answer, str | int | float):
             raise ValueError(f"{where}: it needs response (or responses) and answer (or label), as text.")
         try:
             text = label_text(written_number(line, key) if isinstance(answer, float) else answer, may_be_empty=True)
@@ -139,11 +139,11 @@ async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, worker
                 *(
                     pool.score(
                         [
-                            RewardInput(response=text, stopped=True, answer=one.row["answer"], row=one.row)
-                            for text in one.responses
+                            RewardInput(response=text, stopped=True, answer=file_row.row["answer"], row=file_row.row)
+                            for text in file_row.responses
                         ]
                     )
-                    for one in rows
+                    for file_row in rows
                 )
             )
         )
@@ -166,20 +166,20 @@ def _print_table(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
     table = Table(show_edge=False)
     for heading in ("line", "reward", "parts", "why"):
         table.add_column(heading, justify="right" if heading in ("line", "reward") else "left")
-    for one in lines[:_SHOWN_ROWS]:
-        reward = "none" if one["reward"] is None else f"{one['reward']:.4g}"
-        parts = ", ".join(f"{name} {value:.4g}" for name, value in one["parts"].items())
-        why = one["why"] if one["reward"] is not None else one["reason"]
-        table.add_row(str(one["line"]), reward, parts, Text(why))
+    for line in lines[:_SHOWN_ROWS]:
+        reward = "none" if line["reward"] is None else f"{line['reward']:.4g}"
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in line["parts"].items())
+        why = line["why"] if line["reward"] is not None else line["reason"]
+        table.add_row(str(line["line"]), reward, parts, Text(why))
     console.print(table)
     if len(lines) > _SHOWN_ROWS:
         console.print(f"… and {len(lines) - _SHOWN_ROWS} more; --json prints all of them.", highlight=False)
-    known = [one["reward"] for one in lines if one["reward"] is not None]
-    exact = sum(one["exact"] for one in lines)
+    known = [line["reward"] for line in lines if line["reward"] is not None]
+    exact = sum(line["exact"] for line in lines)
     mean = f"mean reward {fmean(known):.4f}, {exact / len(lines):.1%} exact" if known else ""
     missing = len(lines) - len(known)
     told = [f"{len(lines)} answers", mean, f"{missing} without a reward" if missing else ""]
-    console.print(", ".join(one for one in told if one), highlight=False)
+    console.print(", ".join(line for line in told if line), highlight=False)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _further_token_layer(model: PreTrainedModel) -> dict[str, Tensor]:
     import torch
 
     layers = model.model.language_model.layers
-    layer = {f"mtp.layers.0.{name}": torch.randn_like(one) for name, one in layers[-1].state_dict().items()}
+    layer = {f"mtp.layers.0.{name}": torch.randn_like(tensor) for name, tensor in layers[-1].state_dict().items()}
     hidden = model.config.text_config.hidden_size
     norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     return (
@@ -194,19 +194,19 @@ class SeenExamples:
                 for index in range(step * recipe.batch_size, (step + 1) * recipe.batch_size)
                 if index % len(self._answers) == number
             ]
-            assert all(one.part == part for one in examples), "the parts take turns"
+            assert all(seen_example.part == part for seen_example in examples), "the parts take turns"
             guessed = 0.0 if part == WORD or step < recipe.right_steps else recipe.guessed
             for weight, first in ((1 - guessed, False), (guessed, True)):
                 batch = SeenBatch()
-                for one in examples:
-                    self.add(batch, one, answer=self._answers[part][0] if first else one.answer)
+                for seen_example in examples:
+                    self.add(batch, seen_example, answer=self._answers[part][0] if first else seen_example.answer)
                 found += [(weight, batch)] if weight else []
         return found
 
-    def add(self, batch: SeenBatch, one: Example, *, answer: str) -> None:
+    def add(self, batch: SeenBatch, seen_example: Example, *, answer: str) -> None:
         """Adds an example with this answer to a batch."""
-        shown = [self._item(source) for source in one.sources]
-        content = [*({"type": item.kind} for item, _ in shown), {"type": "text", "text": one.prompt}]
+        shown = [self._item(source) for source in seen_example.sources]
+        content = [*({"type": item.kind} for item, _ in shown), {"type": "text", "text": seen_example.prompt}]
         ids = self._tokenizer.encode([{"role": "user", "content": content}])
         prompt, media = self._tokenizer.place_items(ids, [item for item, _ in shown])
         batch.prompts.append(prompt)
@@ -312,7 +312,7 @@ def omni_answer_logits(thinker: Any, towers: Towers, batch: SeenBatch) -> tuple[
     ids, targets = padded(batch.prompts, batch.answers, pad=thinker.config.text_config.pad_token_id)
     positions = [rotary_of_sequence(ids.shape[1], media)[0] for media in batch.media]
     embeds, extra = thinker.model.embed_tokens(ids), dict[str, Any]()
-    items = [one.item for media in batch.media for one in media]
+    items = [medium.item for media in batch.media for medium in media]
     if items:
         inputs = inputs_of(items, batch.tensors)
         outputs = pass_towers(inputs, towers, vision=thinker.visual, audio=thinker.audio_tower)
@@ -354,7 +354,7 @@ def published_omni(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
     for name, tensor in tensors:
         if name.endswith(_GATE_UP):
             experts = f"{name.removesuffix(_GATE_UP)}.experts."
-            for number, (gate, up) in enumerate(one.chunk(2) for one in tensor):
+            for number, (gate, up) in enumerate(half.chunk(2) for half in tensor):
                 yield f"{experts}{number}.gate_proj.weight", gate
                 yield f"{experts}{number}.up_proj.weight", up
         elif name.endswith(_DOWN):

@@ -408,9 +408,11 @@ def supervised_steps(model: torch.nn.Module, recipe: WarmStart, loss_of_step: Ca
 def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
     """Returns `padded` ids and targets of some examples."""
     prompts: Any = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": one.prompt}] for one in examples], add_generation_prompt=True, return_dict=False
+        [[{"role": "user", "content": seen_example.prompt}] for seen_example in examples],
+        add_generation_prompt=True,
+        return_dict=False,
     )
-    answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]
+    answers = [[*tokenizer.encode(seen_example.answer), tokenizer.eos_token_id] for seen_example in examples]
     return padded(prompts, answers, pad=tokenizer.pad_token_id)
 
 

@@ -61,7 +61,7 @@ def decode_train_tree(group: Group, *, step: int, oldest_version: int) -> tuple[
 
 def _untrained(tree: TokenTree) -> list[str]:
     """Returns the uids of episodes without a trained token."""
-    return [one.uid for one, trained in zip(tree.episodes, tree.trained_episodes(), strict=True) if not trained]
+    return [episode.uid for episode, trained in zip(tree.episodes, tree.trained_episodes(), strict=True) if not trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ NO_TOWER = TowerWork()
 
 def distinct_items(trees: Sequence[TokenTree]) -> list[MediaItem]:
     """Returns the distinct media items of some trees."""
-    return list({one.item.digest: one.item for tree in trees for one in tree.media}.values())
+    return list({medium.item.digest: medium.item for tree in trees for medium in tree.media}.values())
 
 
 REPEATED = "repeated"
@@ -119,9 +119,9 @@ class Work(NamedTuple):
         rows = sum(self.rows[run] for run in new)
         if not self.items:
             return Load(rows, 0, frozenset())
-        items = [one for run in new for one in self.items.get(run, ())]
+        items = [item for run in new for item in self.items.get(run, ())]
         found = {digest: (work, patches) for digest, work, patches in items if digest not in shown}
-        work, patches = sum(one[0] for one in found.values()), sum(one[1] for one in found.values())
+        work, patches = sum(pair[0] for pair in found.values()), sum(pair[1] for pair in found.values())
         return Load(rows + work, patches, frozenset(found))
 
 
@@ -152,7 +152,7 @@ class MicroBatcher:
                 [tree], _fill_bins([_work(tree, self._tower)], self._budget, self._tower.most_patches)
             )
             for first in range(0, len(bins), self._ranks):
-                full.append([piece for one in bins[first : first + self._ranks] for piece in one])
+                full.append([piece for rank_bin in bins[first : first + self._ranks] for piece in rank_bin])
             self._open = full.pop()  # The last piece may leave room for more trees.
             self._open_work = [] if self._ranks == 1 else [_work(piece, self._tower) for piece in self._open]
         return full
@@ -194,7 +194,7 @@ def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork
     if ranks == 1:
         return [list(trees)]
     work = [_work(tree, tower) for tree in trees]
-    load = sum(one.load(range(len(one.rows))).work for one in work)
+    load = sum(tree_work.load(range(len(tree_work.rows))).work for tree_work in work)
     patches = tower.most_patches if len(_fill_bins(work, load, tower.most_patches)) <= ranks else sys.maxsize
     low, high = -(-load // ranks), load
     while low < high:
@@ -236,9 +236,9 @@ def _work(tree: TokenTree, tower: TowerWork) -> Work:
     rows = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
     parent = runs.parent.tolist()
     paths: list[list[int]] = []
-    for one in tree.episodes:
+    for episode in tree.episodes:
         path: dict[int, None] = {}
-        for run in runs.of_rows(np.array(one.leaves)).tolist():
+        for run in runs.of_rows(np.array(episode.leaves)).tolist():
             while run >= 0 and run not in path:
                 path[run] = None
                 run = parent[run]
@@ -311,7 +311,9 @@ def media_of_stream(trees: Sequence[TokenTree]) -> list[Media]:
     """Returns the media of concatenated trees, at their rows in the concatenation."""
     first, found = 0, list[Media]()
     for tree in trees:
-        found += [msgspec.structs.replace(one, start=one.start + first, end=one.end + first) for one in tree.media]
+        found += [
+            msgspec.structs.replace(medium, start=medium.start + first, end=medium.end + first) for medium in tree.media
+        ]
         first += tree.rows
     return found
 
@@ -325,16 +327,16 @@ def media_rows(media: Sequence[Media], towers: Towers, *, computed: np.ndarray) 
     items: dict[str, MediaItem] = {}
     first_feature: dict[str, int] = {}
     count = 0
-    for one in media:
-        if one.item.digest not in items:
-            items[one.item.digest], first_feature[one.item.digest] = one.item, count
-            count += towers.features(one.item)
+    for medium in media:
+        if medium.item.digest not in items:
+            items[medium.item.digest], first_feature[medium.item.digest] = medium.item, count
+            count += towers.features(medium.item)
     rows, features = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    for one in media:
-        own = one.start + np.flatnonzero(towers.feature_rows(one.item.ids))
+    for medium in media:
+        own = medium.start + np.flatnonzero(towers.feature_rows(medium.item.ids))
         inside = computed[own]
         rows.append(stream_row[own[inside]])
-        features.append(first_feature[one.item.digest] + np.flatnonzero(inside))
+        features.append(first_feature[medium.item.digest] + np.flatnonzero(inside))
     return MediaRows(items=tuple(items.values()), rows=np.concatenate(rows), features=np.concatenate(features))
 
 
@@ -463,18 +465,18 @@ def _clock_alone() -> tuple[float, float]:
 def times_of_step(updates: Sequence[RankTimes]) -> RankTimes:
     """Returns the total times of one rank over all updates of a step, at least one."""
     return RankTimes(
-        began_s=min(one.began_s for one in updates),
-        ended_s=max(one.ended_s for one in updates),
-        wall_ms=_sums([one.wall_ms for one in updates]),
-        cpu_ms=_sums([one.cpu_ms for one in updates]),
-        rows=sum(one.rows for one in updates),
-        core_wait_ms=sum(one.core_wait_ms for one in updates),
+        began_s=min(update.began_s for update in updates),
+        ended_s=max(update.ended_s for update in updates),
+        wall_ms=_sums([update.wall_ms for update in updates]),
+        cpu_ms=_sums([update.cpu_ms for update in updates]),
+        rows=sum(update.rows for update in updates),
+        core_wait_ms=sum(update.core_wait_ms for update in updates),
     )
 
 
 def _sums(times: Sequence[dict[str, float]]) -> dict[str, float]:
-    parts = dict.fromkeys(part for one in times for part in one)
-    return {part: sum(one.get(part, 0.0) for one in times) for part in parts}
+    parts = dict.fromkeys(part for timings in times for part in timings)
+    return {part: sum(timings.get(part, 0.0) for timings in times) for part in parts}
 
 
 MOMENTS = ("return", "return_squared", "error", "error_squared")
@@ -599,11 +601,13 @@ class StepUpdates:
             self._train([self._groups[index] for index in order])
         if not self._done:
             raise ValueError(f"train step {self._step}: every token is masked, so there is nothing to train on.")
-        critics = [one.critic for one in self._done if one.critic is not None]
+        critics = [update.critic for update in self._done if update.critic is not None]
         metrics = UpdateMetrics(
-            policy=over_updates([one.policy for one in self._done], first_epoch=first_epoch),
+            policy=over_updates([update.policy for update in self._done], first_epoch=first_epoch),
             critic=over_updates(critics, first_epoch=first_epoch) if critics else None,
-            ranks=tuple(times_of_step(updates) for updates in zip(*(one.ranks for one in self._done), strict=True)),
+            ranks=tuple(
+                times_of_step(updates) for updates in zip(*(update.ranks for update in self._done), strict=True)
+            ),
         )
         return StepResult(
             metrics=metrics, updates=len(self._done), skipped_groups=skipped_groups, skipped_rows=skipped_rows
@@ -666,21 +670,21 @@ def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMet
         return first
     counts: dict[str, float] = {}
     sums: dict[str, float] = {}
-    for one in metrics:
-        for name, mean in one.algorithm.items():
-            counts[name] = counts.get(name, 0.0) + one.algorithm_counts[name]
-            sums[name] = sums.get(name, 0.0) + mean * one.algorithm_counts[name]
-    rows = sum(one.rows for one in metrics)
-    parts = dict.fromkeys(part for one in metrics for part in one.timings_ms)
+    for metric in metrics:
+        for name, mean in metric.algorithm.items():
+            counts[name] = counts.get(name, 0.0) + metric.algorithm_counts[name]
+            sums[name] = sums.get(name, 0.0) + mean * metric.algorithm_counts[name]
+    rows = sum(metric.rows for metric in metrics)
+    parts = dict.fromkeys(part for metric in metrics for part in metric.timings_ms)
     return replace(
         first,
-        loss=sum(one.loss for one in metrics) / len(metrics),
-        grad_norm=sum(one.grad_norm for one in metrics) / len(metrics),
-        tokens=sum(one.tokens for one in metrics[:first_epoch]),
-        samples=sum(one.samples for one in metrics[:first_epoch]),
-        rows=sum(one.rows for one in metrics[:first_epoch]),
+        loss=sum(metric.loss for metric in metrics) / len(metrics),
+        grad_norm=sum(metric.grad_norm for metric in metrics) / len(metrics),
+        tokens=sum(metric.tokens for metric in metrics[:first_epoch]),
+        samples=sum(metric.samples for metric in metrics[:first_epoch]),
+        rows=sum(metric.rows for metric in metrics[:first_epoch]),
         algorithm={name: total / counts[name] for name, total in sums.items()},
         algorithm_counts=counts,
-        moe={name: sum(one.moe[name] * one.rows for one in metrics) / rows for name in first.moe},
-        timings_ms={part: sum(one.timings_ms.get(part, 0.0) for one in metrics) for part in parts},
+        moe={name: sum(metric.moe[name] * metric.rows for metric in metrics) / rows for name in first.moe},
+        timings_ms={part: sum(metric.timings_ms.get(part, 0.0) for metric in metrics) for part in parts},
     )

@@ -47,9 +47,9 @@ def part_of(name: str, architecture: Architecture) -> str | None:
 def frozen_weights(architecture: Architecture, frozen: Collection[str]) -> frozenset[str]:
     """Returns the Hugging Face names of the weights that belong to the ``frozen`` parts."""
     return frozenset(
-        one.name
-        for one in stored_weights(architecture)
-        if all(part_of(rule.megatron, architecture) in frozen for rule in one.rules)
+        weight.name
+        for weight in stored_weights(architecture)
+        if all(part_of(rule.megatron, architecture) in frozen for rule in weight.rules)
     )
 
 
@@ -137,12 +137,12 @@ class AdamState:
 def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
     """Returns the state of the ``parameters`` that this rank updates; it exists from the first update on."""
     found = {}
-    for one in _optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         for parameter in parameters:
-            main, start = _main_weight(one, parameter)
-            if main is None or main not in one.optimizer.state:
+            main, start = _main_weight(wrapped, parameter)
+            if main is None or main not in wrapped.optimizer.state:
                 continue
-            state = one.optimizer.state[main]
+            state = wrapped.optimizer.state[main]
             found[parameter] = AdamState(
                 start=start,
                 main=None if parameter.dtype is torch.float32 else main.detach().view(-1),
@@ -157,55 +157,55 @@ def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor
 
     A parameter that is float32 or that does not train has no copy and is left as it is.
     """
-    for one in _optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         for parameter, weight in weights.items():
-            main, start = _main_weight(one, parameter)
+            main, start = _main_weight(wrapped, parameter)
             if main is not None and main is not parameter:
                 main.detach().view(-1).copy_(weight.view(-1)[start : start + main.numel()])
 
 
-def _main_weight(one: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
+def _main_weight(wrapped: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
     """Returns the tensor that the optimizer ``one`` updates for a parameter, and its first element within it.
 
     It is the parameter itself if that is float32, and None if this rank does not update it with ``one``.
     """
-    if not isinstance(one, DistributedOptimizer):
+    if not isinstance(wrapped, DistributedOptimizer):
         return getattr(parameter, "main_param", parameter), 0
-    if parameter not in one.model_param_group_index_map:
+    if parameter not in wrapped.model_param_group_index_map:
         return None, 0
-    group, order = one.model_param_group_index_map[parameter]
-    main = one.optimizer.param_groups[group]["params"][order]
-    return main, one._get_model_param_range_map(parameter)["param"].start
+    group, order = wrapped.model_param_group_index_map[parameter]
+    main = wrapped.optimizer.param_groups[group]["params"][order]
+    return main, wrapped._get_model_param_range_map(parameter)["param"].start
 
 
 def updates_done(optimizer: Any) -> int:
     """Returns Adam's step counter, which is equal for all parameters and 0 before the first update."""
-    for one in _optimizers(optimizer):
-        for group in one.optimizer.param_groups:
+    for wrapped in _optimizers(optimizer):
+        for group in wrapped.optimizer.param_groups:
             if "step" in group:
                 return int(group["step"])
-        for state in one.optimizer.state.values():
+        for state in wrapped.optimizer.state.values():
             return int(state["step"])
     return 0
 
 
 def set_updates_done(optimizer: Any, updates: int) -> None:
     """Sets Adam's step counter, which torch keeps in each parameter's state and fused optimizers in their groups."""
-    for one in _optimizers(optimizer):
-        if not isinstance(one.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for group in one.optimizer.param_groups:
+    for wrapped in _optimizers(optimizer):
+        if not isinstance(wrapped.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in wrapped.optimizer.param_groups:
                 group["step"] = updates
-        for state in one.optimizer.state.values():
+        for state in wrapped.optimizer.state.values():
             state["step"].fill_(updates)
 
 
 def create_optimizer_state(optimizer: Any) -> None:
     """Gives every parameter without Adam state a zeroed state, like its first step."""
-    for one in _optimizers(optimizer):
-        for group in one.optimizer.param_groups:
+    for wrapped in _optimizers(optimizer):
+        for group in wrapped.optimizer.param_groups:
             for parameter in group["params"]:
-                if not one.optimizer.state[parameter]:
-                    one.optimizer.state[parameter].update(
+                if not wrapped.optimizer.state[parameter]:
+                    wrapped.optimizer.state[parameter].update(
                         step=torch.zeros((), device=parameter.device),
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
@@ -215,4 +215,4 @@ def create_optimizer_state(optimizer: Any) -> None:
 def _optimizers(optimizer: Any) -> list[Any]:
     """Returns the optimizers that Megatron chains, one for each kind of parameters, without stubs."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
+    return [wrapped for wrapped in chained if not getattr(wrapped, "is_stub_optimizer", False)]

@@ -241,8 +241,10 @@ def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Ite
     needed, layers = shape.deepstack_layers, shape.layers
     if layers % (pp * vpp) or _holds_deepstack(shape, pp * vpp):
         return
-    fitting_vpp = [one for one in range(1, vpp) if layers % (pp * one) == 0 and _holds_deepstack(shape, pp * one)]
-    fitting_pp = [one for one in range(1, pp) if layers % one == 0 and _holds_deepstack(shape, one)]
+    fitting_vpp = [
+        factor for factor in range(1, vpp) if layers % (pp * factor) == 0 and _holds_deepstack(shape, pp * factor)
+    ]
+    fitting_pp = [divisor for divisor in range(1, pp) if layers % divisor == 0 and _holds_deepstack(shape, divisor)]
     fix = f"{key}.vpp={either(fitting_vpp)}" if fitting_vpp else f"{key}.pp={either(fitting_pp)}"
     value = f"{key}.pp={pp}" + (f" x vpp={vpp}" if vpp > 1 else "")
     yield (
@@ -262,11 +264,11 @@ def first_stage_sizes(parallel: Layout, shape: LayoutShape, *, vpp: int) -> list
     The other stages share the rest equally, every chunk of a stage has the same number of layers, and the first chunk
     holds the layers that add outputs of the vision tower.
     """
-    others = parallel.pp - 1
+    later_stages = parallel.pp - 1
     return [
         first
         for first in range(max(1, shape.deepstack_layers) * vpp, shape.layers, vpp)
-        if others and (shape.layers - first) % (others * vpp) == 0
+        if later_stages and (shape.layers - first) % (later_stages * vpp) == 0
     ]
 
 
@@ -276,7 +278,7 @@ def _first_stage_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterato
     fitting = first_stage_sizes(parallel, shape, vpp=vpp)
     if first is None or pp == 1 or first in fitting:
         return
-    nearest = min(fitting, key=lambda one: abs(one - first), default="null")
+    nearest = min(fitting, key=lambda size: abs(size - first), default="null")
     layers, chunks = shape.layers, f" x vpp={vpp}" if vpp > 1 else ""
     if first % vpp == 0 and first // vpp < shape.deepstack_layers:
         why = (
@@ -313,6 +315,6 @@ def _sizes(count: int, *, asked: int, most: int | None, fits: Callable[[int], bo
 
     One process always fits.
     """
-    divisors = [one for one in range(1, count + 1) if count % one == 0 and fits(one)]
-    above = [one for one in divisors if one > asked and (most is None or one <= most)]
-    return either([*(one for one in divisors if one < asked), *above[:1]])
+    divisors = [divisor for divisor in range(1, count + 1) if count % divisor == 0 and fits(divisor)]
+    above = [divisor for divisor in divisors if divisor > asked and (most is None or divisor <= most)]
+    return either([*(divisor for divisor in divisors if divisor < asked), *above[:1]])

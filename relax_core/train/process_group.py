@@ -64,7 +64,7 @@ class OneDeviceGloo(ProcessGroupGloo):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if not self._devices:
-            others = set(listeners())
+            known_ports = set(listeners())
             names = os.environ.get(GLOO_INTERFACES, "")
             if names and (problem := missing_interface(names)) is not None:
                 raise ValueError(problem)
@@ -74,7 +74,9 @@ class OneDeviceGloo(ProcessGroupGloo):
                 else [self.create_default_device()]
             )
             # Once for a process: the kernel takes up to 30 ms to list its sockets.
-            self._listeners.update((port, one) for port, one in listeners().items() if port not in others)
+            self._listeners.update(
+                (port, listener) for port, listener in listeners().items() if port not in known_ports
+            )
             _admit(self._admits > 0)
         torch_class: Any = ProcessGroupGloo  # torch's type annotations lack these options
         options = torch_class._Options()
@@ -90,27 +92,33 @@ class OneDeviceGloo(ProcessGroupGloo):
 
     def _prove_ranks(self, rank: int, size: int, timeout: timedelta) -> None:
         """Exchanges proofs of the token with every other rank, each over new random numbers of both ranks."""
-        others = [other for other in range(size) if other != rank]
-        numbers = {other: secrets.token_bytes(_NUMBER_BYTES) for other in others}
+        other_ranks = [other_rank for other_rank in range(size) if other_rank != rank]
+        numbers = {other_rank: secrets.token_bytes(_NUMBER_BYTES) for other_rank in other_ranks}
         received = self._exchange(numbers, timeout)
-        proofs = {other: self._proof(rank, other, received[other] + numbers[other]) for other in others}
-        for other, proof in self._exchange(proofs, timeout).items():
-            if not hmac.compare_digest(proof, self._proof(other, rank, numbers[other] + received[other])):
-                raise ForeignRank(f"rank {other} of a gloo group of {size} ranks does not know the run's token")
+        proofs = {
+            other_rank: self._proof(rank, other_rank, received[other_rank] + numbers[other_rank])
+            for other_rank in other_ranks
+        }
+        for other_rank, proof in self._exchange(proofs, timeout).items():
+            if not hmac.compare_digest(
+                proof, self._proof(other_rank, rank, numbers[other_rank] + received[other_rank])
+            ):
+                raise ForeignRank(f"rank {other_rank} of a gloo group of {size} ranks does not know the run's token")
 
     def _proof(self, sender: int, receiver: int, numbers: bytes) -> bytes:
         return hmac.digest(self._token.encode(), b"gloo %d %d " % (sender, receiver) + numbers, "sha256")
 
     def _exchange(self, sent: dict[int, bytes], timeout: timedelta) -> dict[int, bytes]:
         group: Any = self  # torch's type annotations lack send and recv
-        received = {other: torch.zeros(_NUMBER_BYTES, dtype=torch.uint8) for other in sent}
+        received = {other_rank: torch.zeros(_NUMBER_BYTES, dtype=torch.uint8) for other_rank in sent}
         works = [
-            group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], other, 0) for other, data in sent.items()
+            group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], other_rank, 0)
+            for other_rank, data in sent.items()
         ]
-        works += [group.recv([data], other, 0) for other, data in received.items()]
+        works += [group.recv([data], other_rank, 0) for other_rank, data in received.items()]
         for work in works:
             work.wait(timeout)
-        return {other: data.numpy().tobytes() for other, data in received.items()}
+        return {other_rank: data.numpy().tobytes() for other_rank, data in received.items()}
 
 
 def share_gloo_device(*, token: str) -> None:

@@ -88,19 +88,19 @@ class StepSums(msgspec.Struct, kw_only=True):
     broken_ranks: list[int] = []
     not_finite: list[NotFinite] = []
 
-    def add(self, other: StepSums) -> None:
+    def add(self, sums: StepSums) -> None:
         """Adds ``other`` to these sums."""
-        self.tokens += other.tokens
-        self.samples += other.samples
-        self.groups += other.groups
-        self.rows += other.rows
-        self.loss += other.loss
-        self.gap_sum += other.gap_sum
-        self.gap_tokens += other.gap_tokens
-        self.gap_max = max(self.gap_max, other.gap_max)
-        self.broken_ranks += other.broken_ranks
-        self.not_finite += other.not_finite
-        for name, (total, count) in other.algorithm.items():
+        self.tokens += sums.tokens
+        self.samples += sums.samples
+        self.groups += sums.groups
+        self.rows += sums.rows
+        self.loss += sums.loss
+        self.gap_sum += sums.gap_sum
+        self.gap_tokens += sums.gap_tokens
+        self.gap_max = max(self.gap_max, sums.gap_max)
+        self.broken_ranks += sums.broken_ranks
+        self.not_finite += sums.not_finite
+        for name, (total, count) in sums.algorithm.items():
             before = self.algorithm.get(name, (0.0, 0.0))
             self.algorithm[name] = (before[0] + total, before[1] + count)
 
@@ -132,8 +132,8 @@ def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
     trained = [tree.trained_episodes() for tree in trees]
     return StepTotals(
         tokens=sum(int(np.count_nonzero(tree.loss_mask[tree.tokens[1]])) for tree in trees),
-        samples=sum(int(np.count_nonzero(one)) for one in trained),
-        groups=sum(tree.counts_group and bool(one.any()) for tree, one in zip(trees, trained, strict=True)),
+        samples=sum(int(np.count_nonzero(mask)) for mask in trained),
+        groups=sum(tree.counts_group and bool(mask.any()) for tree, mask in zip(trees, trained, strict=True)),
     )
 
 
@@ -215,7 +215,7 @@ def _first_words(found: Sequence[NotFinite]) -> str:
     """Describes the first tensor that is not finite over all ranks; weights come first, because they are the cause."""
     if not found:
         return ""
-    first = min(found, key=lambda one: (not one.weight, one.index, one.rank))
+    first = min(found, key=lambda finite: (not finite.weight, finite.index, finite.rank))
     whose = "the first tensor whose weights are not finite themselves" if first.weight else "the first such tensor"
     return f"; {whose} is {first.name}"
 
@@ -403,7 +403,7 @@ class MegatronRank:
         wide = (name for name, dtype in stored_dtypes(folder).items() if dtype == "float32")
         if all(self.architecture.stays_float32(name) for name in wide):
             return
-        weights = {each: each.detach().float() for model in self.models for each in model.parameters()}
+        weights = {parameter: parameter.detach().float() for model in self.models for parameter in model.parameters()}
         HfWeights(self.models, self.architecture, value_head=value_head, tensor_of=weights.__getitem__).load(
             open_safetensors(folder)
         )

@@ -70,7 +70,7 @@ def start_members(count: int) -> EngineMembers:
 def write_members(folder: Path, members: Iterable[EngineMember]) -> None:
     """Replaces the list in the folder of the published weights; creates the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_digested(folder / ENGINES, EngineMembers(members=tuple(sorted(members, key=lambda one: one.number))))
+    replace_digested(folder / ENGINES, EngineMembers(members=tuple(sorted(members, key=lambda member: member.number))))
 
 
 class MemberList:

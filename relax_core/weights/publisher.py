@@ -137,15 +137,15 @@ class WeightPublisher:
             ended = [future for future in self._unreported if future.done()]
             self._unreported = [future for future in self._unreported if not future.done()]
             outcomes = [future.result() for future in ended]
-            answered = {one.url for one in outcomes if not isinstance(one.refusal, EngineUnreachable)}
+            answered = {outcome.url for outcome in outcomes if not isinstance(outcome.refusal, EngineUnreachable)}
             self._silent = (self._silent | behind) - answered
         return SyncReport(
             version=push.manifest.version,
             bytes=push.manifest.total_bytes,
             write_ms=push.write_ms,
-            push_ms=max((one.push_ms for one in outcomes), default=1e3 * (time.monotonic() - push.began)),
-            stall_ms=max((one.stall_ms for one in outcomes), default=0.0),
-            refused={one.url: str(one.refusal) for one in outcomes if one.refusal is not None},
+            push_ms=max((outcome.push_ms for outcome in outcomes), default=1e3 * (time.monotonic() - push.began)),
+            stall_ms=max((outcome.stall_ms for outcome in outcomes), default=0.0),
+            refused={outcome.url: str(outcome.refusal) for outcome in outcomes if outcome.refusal is not None},
             behind=behind,
         )
 

@@ -68,7 +68,7 @@ def stored_bytes(path: Path) -> Iterator[tuple[str, StoredBytes]]:
     size = len(header)
     entries: dict[str, dict[str, Any]] = msgspec.json.decode(header)
     entries.pop("__metadata__", None)
-    for name, entry in sorted(entries.items(), key=lambda one: one[1]["data_offsets"][0]):
+    for name, entry in sorted(entries.items(), key=lambda named_entry: named_entry[1]["data_offsets"][0]):
         first, behind = entry["data_offsets"]
         yield (
             name,
@@ -96,7 +96,7 @@ def library_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Te
 
     order = {dtype: index for index, dtype in enumerate(DTYPES)}
     specs, offset = [], 0
-    for name, dtype, shape in sorted(tensors, key=lambda one: (order[one[1]], one[0])):
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (order[tensor[1]], tensor[0])):
         nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
         specs.append(TensorSpec(name=name, dtype=dtype, shape=list(shape), offset=offset, nbytes=nbytes))
         offset += nbytes

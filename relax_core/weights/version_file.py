@@ -202,7 +202,7 @@ def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Itera
     frozen = manifest.frozen if with_frozen else None
     if frozen is not None and frozen.frozen is not None:
         raise ValueError(f"weights version {manifest.version}: its frozen tensors are in more than one file")
-    parts = [_checked_tensors(one) for one in (frozen, manifest) if one is not None]
+    parts = [_checked_tensors(manifest_part) for manifest_part in (frozen, manifest) if manifest_part is not None]
     for part in parts:
         yield from part
 

@@ -47,15 +47,19 @@ def instruction_output(given: RewardInput, config: InstructionConfig, benchmark:
         names = instruction_names(given.row)
         values = _values(given.row, len(names))
         prompt = str(given.row.get("prompt", ""))
-        checkers = [_checker(benchmark, *one, prompt=prompt) for one in zip(names, values, strict=True)]
+        checkers = [
+            _checker(benchmark, *name_and_values, prompt=prompt) for name_and_values in zip(names, values, strict=True)
+        ]
         text = _without_thinking(given.response)
-        followed = [bool(text) and _is_followed(one, text, loose=config.loose) for one in checkers]
+        followed = [bool(text) and _is_followed(checker, text, loose=config.loose) for checker in checkers]
     except LookupError as error:
         return RewardOutput(reward=None, reason=_missing_data(error))
     except ValueError as error:
         return RewardOutput(reward=None, reason=str(error))
     share = sum(followed) / len(followed)
-    told = ", ".join(f"{name} {'yes' if one else 'no'}" for name, one in zip(names, followed, strict=True))
+    told = ", ".join(
+        f"{name} {'yes' if is_followed else 'no'}" for name, is_followed in zip(names, followed, strict=True)
+    )
     reward = share if config.partial else float(all(followed))
     return RewardOutput(reward=reward, exact=all(followed), parts={"share": share}, why=told)
 
@@ -63,7 +67,7 @@ def instruction_output(given: RewardInput, config: InstructionConfig, benchmark:
 def instruction_names(row: Mapping[str, Any]) -> list[str]:
     """Returns the names of a row's instructions; raises ValueError for a row without any."""
     names = row.get("instruction_id_list")
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"instruction_id_list={names!r}: the row needs a list of instructions' names.")
     _values(row, len(names))
     return list(names)
@@ -74,9 +78,13 @@ def _values(row: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     given = row.get("kwargs")
     if given is None:
         return [{}] * count
-    if not isinstance(given, list | tuple) or len(given) != count or not all(isinstance(one, dict) for one in given):
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != count
+        or not all(isinstance(value, dict) for value in given)
+    ):
         raise ValueError(f"kwargs={str(given)[:80]}: the row needs one mapping for each of {count} instructions.")
-    return [{key: value for key, value in one.items() if value is not None} for one in given]
+    return [{key: value for key, value in values.items() if value is not None} for values in given]
 
 
 def _checker(benchmark: Benchmark, name: str, values: Mapping[str, Any], *, prompt: str) -> Any:
@@ -92,14 +100,14 @@ def _checker(benchmark: Benchmark, name: str, values: Mapping[str, Any], *, prom
 
 def _is_followed(checker: Any, text: str, *, loose: bool) -> bool:
     variants: Sequence[str] = _variants(text) if loose else [text]
-    return any(bool(one.strip()) and bool(checker.check_following(one)) for one in variants)
+    return any(bool(variant.strip()) and bool(checker.check_following(variant)) for variant in variants)
 
 
 def _variants(text: str) -> list[str]:
     """Returns a response with and without its first line, its last line and its asterisks."""
     lines = text.split("\n")
-    shorter = ["\n".join(one).strip() for one in (lines[1:], lines[:-1], lines[1:-1])]
-    return [one for whole in (text, *shorter) for one in (whole, whole.replace("*", ""))]
+    shorter = ["\n".join(kept_lines).strip() for kept_lines in (lines[1:], lines[:-1], lines[1:-1])]
+    return [variant for whole in (text, *shorter) for variant in (whole, whole.replace("*", ""))]
 
 
 def _without_thinking(response: str) -> str:

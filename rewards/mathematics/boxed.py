@@ -55,10 +55,10 @@ def named_answers(label: str) -> list[str]:
     answer = last_boxed(answer) or answer
     answer = answer[1:-1] if len(answer) > 2 and answer[0] == answer[-1] == "$" else answer
     found = _NUMBER_WITH_WORDS.fullmatch(answer)
-    others = [found[1]] if found else [re.sub(r"\\?%$", r"\\%", answer)] if answer.endswith("%") else []
-    return [answer, *(one for one in others if one != answer)]
+    forms = [found[1]] if found else [re.sub(r"\\?%$", r"\\%", answer)] if answer.endswith("%") else []
+    return [answer, *(form for form in forms if form != answer)]
 
 
 def boxed_answers(label: str, *, start: str = "") -> list[str]:
     r"""Returns the answers that a label names, each in ``\boxed{}`` after ``start``."""
-    return [f"{start}\\boxed{{{one}}}" for one in named_answers(label)]
+    return [f"{start}\\boxed{{{answer}}}" for answer in named_answers(label)]

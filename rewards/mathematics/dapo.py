@@ -139,7 +139,7 @@ def _label(label: str) -> str:
 
 def right_answers(label: str, config: DapoConfig) -> list[str]:
     """Returns the answer of a label in the line "Answer: …", or in a box with ``strict``."""
-    return boxed_answers(label) if config.strict else [f"Answer: {one}" for one in named_answers(label)]
+    return boxed_answers(label) if config.strict else [f"Answer: {answer}" for answer in named_answers(label)]
 
 
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:

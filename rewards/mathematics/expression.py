@@ -123,7 +123,7 @@ def _named(name: str) -> list[_Token]:
     """Returns one token for a name with a meaning, and the letters and digits of any other name."""
     if name in FUNCTIONS or name in CONSTANTS or name in _UNKNOWN_NAMES:
         return [_Token("name", name)]
-    return [_Token("number" if one.isdigit() else "name", one) for one in _PIECES.findall(name)]
+    return [_Token("number" if piece.isdigit() else "name", piece) for piece in _PIECES.findall(name)]
 
 
 class _Reader:
@@ -249,10 +249,10 @@ class _Build:
         if len(parts) == 1:
             return parts[0]
         if self.fold:
-            numbers = [one for one in parts if one.is_Number]
-            others = [one for one in parts if not one.is_Number]
-            parts = [*([functools.reduce(lambda a, b: _checked(folded(a, b)), numbers)] if numbers else []), *others]
-        flat = [one for part in parts for one in (part.args if part.func is kind else (part,))]
+            numbers = [number for number in parts if number.is_Number]
+            terms = [term for term in parts if not term.is_Number]
+            parts = [*([functools.reduce(lambda a, b: _checked(folded(a, b)), numbers)] if numbers else []), *terms]
+        flat = [arg for part in parts for arg in (part.args if part.func is kind else (part,))]
         return kind(*flat, evaluate=False) if len(flat) > 1 else flat[0]
 
     def subtracted(self, term: Any) -> Any:

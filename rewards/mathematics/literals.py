@@ -133,7 +133,7 @@ def _prompt_text(prompt: Any) -> str:
         return prompt
     if not isinstance(prompt, Sequence):
         return ""
-    contents = [one.get("content") for one in prompt if isinstance(one, Mapping)]
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
     texts = [
         part if isinstance(part, str) else part.get("text")
         for content in contents

@@ -18,8 +18,8 @@ def same_size(wanted: Any, found: Any) -> bool | None:
     import mpmath  # type: ignore[import-untyped]
     import sympy
 
-    wanted, found = [one.rhs if isinstance(one, sympy.Eq) else one for one in (wanted, found)]
-    if all(isinstance(one, sympy.FiniteSet | sympy.Tuple) for one in (wanted, found)):
+    wanted, found = [value.rhs if isinstance(value, sympy.Eq) else value for value in (wanted, found)]
+    if all(isinstance(value, sympy.FiniteSet | sympy.Tuple) for value in (wanted, found)):
         return _same_elements(wanted, found)
     with mpmath.workdps(_DIGITS):
         logs = [_log_size(wanted), _log_size(found)]
@@ -39,10 +39,10 @@ def _same_elements(wanted: Any, found: Any) -> bool | None:
     import mpmath
 
     with mpmath.workdps(_DIGITS):
-        logs = [[(_log_size(one), one) for one in values.args] for values in (wanted, found)]
+        logs = [[(_log_size(element), element) for element in values.args] for values in (wanted, found)]
     if any(log is None for values in logs for log, _ in values) or len(logs[0]) != len(logs[1]):
         return None
-    ordered = [[one for _, one in sorted(values, key=lambda pair: pair[0])] for values in logs]
+    ordered = [[element for _, element in sorted(values, key=lambda pair: pair[0])] for values in logs]
     return False if any(same_size(*pair) is False for pair in zip(*ordered, strict=True)) else None
 
 
@@ -60,10 +60,10 @@ def _log_size(value: Any) -> Any:
     if isinstance(value, sympy.UnevaluatedExpr):
         return _log_size(value.args[0])
     if value.is_Mul:
-        logs = [_log_size(one) for one in value.args]
+        logs = [_log_size(arg) for arg in value.args]
         return None if None in logs or any(map(mpmath.isinf, logs)) else mpmath.fsum(logs)
     if value.is_Add:
-        terms = [_computed(one) for one in value.args]
+        terms = [_computed(arg) for arg in value.args]
         if None in terms or abs(total := mpmath.fsum(terms)) <= _TOLERANCE * max(map(abs, terms)):
             return None
         return mpmath.log(abs(total))
@@ -99,10 +99,10 @@ def _sign(value: Any) -> int | None:
     if value.is_Rational or value.is_Float:
         return -1 if value < 0 else 1
     if value.is_Mul:
-        signs = [_sign(one) for one in value.args]
+        signs = [_sign(arg) for arg in value.args]
         return None if None in signs else math.prod(sign for sign in signs if sign is not None)
     if value.is_Add:
-        terms = [_computed(one) for one in value.args]
+        terms = [_computed(arg) for arg in value.args]
         return None if None in terms else -1 if sum(terms) < 0 else 1
     if value.is_Pow and _sign(value.base) == -1:
         return (-1 if value.exp.p % 2 else 1) if value.exp.is_Integer else None

@@ -66,23 +66,23 @@ def _roots(text: str) -> str:
     first, *rest = text.split("\\sqrt")
     if "" in rest:
         raise _Unreadable
-    return first + "".join("\\sqrt" + (one if one[0] == "{" else f"{{{one[0]}}}{one[1:]}") for one in rest)
+    return first + "".join("\\sqrt" + (piece if piece[0] == "{" else f"{{{piece[0]}}}{piece[1:]}") for piece in rest)
 
 
 def _fractions(text: str) -> str:
     r"""Returns a text with ``\frac{1}{2}`` for ``\frac12`` and ``\frac1{2}``; as it is if a part is missing."""
     first, *rest = text.split("\\frac")
     parts = [first]
-    for one in rest:
-        if not one:
+    for piece in rest:
+        if not piece:
             raise _Unreadable
-        if one[0] == "{":
-            parts.append(one)
-        elif len(one) < 2:
+        if piece[0] == "{":
+            parts.append(piece)
+        elif len(piece) < 2:
             return text
         else:
-            below = one[1:] if one[1] == "{" else f"{{{one[1]}}}{one[2:]}"
-            parts.append(f"{{{one[0]}}}{below}")
+            below = piece[1:] if piece[1] == "{" else f"{{{piece[1]}}}{piece[2:]}"
+            parts.append(f"{{{piece[0]}}}{below}")
     return "\\frac".join(parts)
 
 

@@ -134,7 +134,7 @@ def _polynomial(variable: Any, value: Any) -> Callable[[Any], Any]:
 
     if not getattr(variable, "is_Symbol", False) or not value.is_polynomial(variable):
         raise NotImplementedError("a function of another form than a polynomial in one unknown")
-    parts = [one.as_real_imag() for one in sympy.Poly(value, variable).all_coeffs()]
+    parts = [coefficient.as_real_imag() for coefficient in sympy.Poly(value, variable).all_coeffs()]
     if not all(part.is_Rational for pair in parts for part in pair):
         raise NotImplementedError("a polynomial with other coefficients than rational numbers")
     whole = all(real.is_Integer and not imaginary for real, imaginary in parts)
@@ -142,7 +142,7 @@ def _polynomial(variable: Any, value: Any) -> Callable[[Any], Any]:
     def computed(at: Any) -> Any:
         total: Any = 0
         for real, imaginary in parts:
-            number = int(real) if whole else mpmath.mpc(*(mpmath.mpf(one.p) / one.q for one in (real, imaginary)))
+            number = int(real) if whole else mpmath.mpc(*(mpmath.mpf(ratio.p) / ratio.q for ratio in (real, imaginary)))
             total = total * at + number
         return total
 

@@ -59,7 +59,7 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
     if text is None:
         return RewardOutput(reward=0.0, answer="", why="the response has a <think> that never closes")
     found, why = _tagged(text), ""
-    texts = [one.replace("\\%", "%") for one in (wanted, found, last_boxed(framed(found) or "") or "")]
+    texts = [form.replace("\\%", "%") for form in (wanted, found, last_boxed(framed(found) or "") or "")]
     exact = texts[0] in texts[1:]
     if not exact:
         exact, why = _is_only_answer(text, given.answer, given.row)
@@ -107,7 +107,7 @@ def _verified(response: str, label: str, *, evaluate: bool) -> tuple[bool, str]:
     exact = bool(verify(wanted, found, timeout_seconds=None, raise_on_error=False))
     if exact and not evaluate:
         exact = is_equal(wanted, found, evaluate=False)
-    return exact, next((one for one in reversed(found) if isinstance(one, str)), "")
+    return exact, next((text for text in reversed(found) if isinstance(text, str)), "")
 
 
 def _tagged(text: str) -> str:
@@ -129,6 +129,6 @@ SPEC = RewardSpec(
     score=score,
     isolated=True,
     check_row=check_row,
-    right_answers=lambda label, config: [f"<answer>{one}</answer>" for one in named_answers(_tagged(label))],
+    right_answers=lambda label, config: [f"<answer>{answer}</answer>" for answer in named_answers(_tagged(label))],
     prepare=prepare,
 )

@@ -152,8 +152,13 @@ def _elements(text: str) -> list[str]:
     """Returns the elements of a tuple or an interval; any other text is the only element."""
     text = _without_thousands(text)
     inner = text[1:-1]
-    if len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS and not any(one in inner for one in _BRACKETS):
-        return [one.strip() for one in inner.split(",")]
+    if (
+        len(text) > 2
+        and text[0] in _BRACKETS
+        and text[-1] in _BRACKETS
+        and not any(bracket in inner for bracket in _BRACKETS)
+    ):
+        return [part.strip() for part in inner.split(",")]
     return [text] if text else []
 
 
@@ -161,7 +166,7 @@ def _is_difference_zero(wanted: str, found: str) -> bool:
     text = f"({wanted})-({found})"
     if not text.translate(_WITHOUT_LETTERS).isascii() or _NEVER_PARSED.search(text):
         return False
-    letters = {one for one in text.replace("sqrt", "").replace("frac", "") if one.isalpha()}
+    letters = {char for char in text.replace("sqrt", "").replace("frac", "") if char.isalpha()}
     if len(letters) > _MOST_LETTERS:
         return False
     import sympy

@@ -70,7 +70,7 @@ def form_error(text: str, behind: str, found: str | None) -> str:
 
 
 def _used_tool(given: RewardInput, text: str) -> bool:
-    observed = any(one["role"] == "tool" or _TOOL in str(one["content"]) for one in given.messages)
+    observed = any(message["role"] == "tool" or _TOOL in str(message["content"]) for message in given.messages)
     return observed or _TOOL in text
 
 

@@ -72,11 +72,14 @@ def score(given: RewardInput, config: F1Config) -> RewardOutput:
         return RewardOutput(reward=None, reason=str(error))
     text = given.response if config.public else _response(given.response)
     found = squad_form(text)
-    values = {one: _f1(found, squad_form(one)) for one in wanted}
+    values = {reference: _f1(found, squad_form(reference)) for reference in wanted}
     best = max(wanted, key=values.__getitem__)
     if not config.public:
-        reasons = {one: _not_one_answer(text, found, one) for one in wanted if values[one]}
-        values = {one: 0.0 if reasons.get(one) else _fair(values[one], found, one) for one in wanted}
+        reasons = {reference: _not_one_answer(text, found, reference) for reference in wanted if values[reference]}
+        values = {
+            reference: 0.0 if reasons.get(reference) else _fair(values[reference], found, reference)
+            for reference in wanted
+        }
         best = max(wanted, key=values.__getitem__)
         if why := reasons.get(best):
             return RewardOutput(reward=0.0, answer=found, why=why)
@@ -134,8 +137,10 @@ def _is_number(text: str) -> bool:
 
 def _numbers(text: str) -> list[str]:
     """Returns the numbers in a text with their signs, without thousands separators and trailing zeros."""
-    found = [one.replace(",", "").replace("−", "-").replace("–", "-").replace(" ", "") for one in _NUMBER.findall(text)]
-    return [one.rstrip("0").rstrip(".") if "." in one else one for one in found]
+    found = [
+        number.replace(",", "").replace("−", "-").replace("–", "-").replace(" ", "") for number in _NUMBER.findall(text)
+    ]
+    return [number.rstrip("0").rstrip(".") if "." in number else number for number in found]
 
 
 def same_numbers(text: str, reference: str) -> bool:
@@ -159,7 +164,7 @@ def _references(row: Mapping[str, Any], label: str, config: F1Config) -> Sequenc
     given: Any = [label] if config.references is None else row.get(config.references)
     if not isinstance(given, list | tuple):
         raise ValueError(f"{config.references}={given!r} is not a list of answers, as reward.references requires.")
-    if not (texts := [str(one) for one in given if squad_form(str(one))]):
+    if not (texts := [str(reference) for reference in given if squad_form(str(reference))]):
         raise ValueError(f"answer={label[:60]!r} has no word besides articles. Give an answer with words.")
     return texts
 

@@ -81,7 +81,9 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
         exact = letter == question.right
         return RewardOutput(reward=float(exact), exact=exact, answer=letter, why=compared(letter, question.right))
     words = _words(text)
-    exact = any(one in words for one in question.right_texts) and not any(one in words for one in question.other_texts)
+    exact = any(right_text in words for right_text in question.right_texts) and not any(
+        other_text in words for other_text in question.other_texts
+    )
     why = f"no letter; the text of choice {question.right} {'occurs alone' if exact else 'does not occur alone'}"
     return RewardOutput(reward=float(exact), exact=exact, answer=question.right if exact else "", why=why)
 
@@ -94,18 +96,18 @@ def _letter(text: str, letters: Sequence[str]) -> str | None:
         return _SEVERAL if _in_list(box, boxed.start(1), boxed.end(1)) else boxed[1].upper()
     text = _MARKUP.sub(lambda mark: "\n" if mark[0][0] == "<" else "", text.replace("\u00a0", " "))
     for pattern in _NAMED:
-        found = [(one, one.lastindex or 0) for one in pattern.finditer(text)]
+        found = [(match, match.lastindex or 0) for match in pattern.finditer(text)]
         named = [
-            (one[group].upper(), one.start(group), one.end(group))
-            for one, group in found
-            if not (one[group] == "I" and _WORD_FOLLOWS.match(text, one.end()))
+            (match[group].upper(), match.start(group), match.end(group))
+            for match, group in found
+            if not (match[group] == "I" and _WORD_FOLLOWS.match(text, match.end()))
         ]
-        if chosen := [one for one in named if one[0] in letters]:
+        if chosen := [candidate for candidate in named if candidate[0] in letters]:
             letter, start, end = chosen[-1]
             return _SEVERAL if _in_list(text, start, end) else letter
-    alone = [one for one in _ALONE.finditer(text) if one[1] in letters]
-    sure = [one for one in alone if not (one[1] in "AI" and _WORD_FOLLOWS.match(text, one.end()))]
-    if not (standing := sure or [one for one in alone if one[1] == "A"]):
+    alone = [match for match in _ALONE.finditer(text) if match[1] in letters]
+    sure = [match for match in alone if not (match[1] in "AI" and _WORD_FOLLOWS.match(text, match.end()))]
+    if not (standing := sure or [match for match in alone if match[1] == "A"]):
         return None
     last = standing[-1]
     return _SEVERAL if _in_list(text, last.start(), last.end()) else last[1]
@@ -120,8 +122,8 @@ def _in_list(text: str, start: int, end: int) -> bool:
 def _question(row: Mapping[str, Any], label: str) -> _Question:
     """Returns the row's choices and its right letter; raises ValueError if the label is not among the choices."""
     given = row.get("choices") or []
-    choices = [str(one) for one in (given.values() if isinstance(given, Mapping) else given)]
-    of_row = [str(one).upper() for one in row.get("valid_letters") or ()]
+    choices = [str(text) for text in (given.values() if isinstance(given, Mapping) else given)]
+    of_row = [str(letter).upper() for letter in row.get("valid_letters") or ()]
     letters = of_row or list(string.ascii_uppercase[: len(choices)] if choices else _LETTERS)
     right = _right_letter(str(row.get("correct_letter") or label).strip(), letters, choices)
     if right is None:

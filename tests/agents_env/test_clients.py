@@ -79,7 +79,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
 
 @pytest.mark.parametrize(
     ("client", "conversation"),
-    [pytest.param(one.client, one, id=one.name) for one in CONVERSATIONS],
+    [pytest.param(conversation.client, conversation, id=conversation.name) for conversation in CONVERSATIONS],
     indirect=["client"],
 )
 def test_a_client_holds_three_turns_whose_tokens_are_the_engine_s_own(
@@ -92,16 +92,18 @@ def test_a_client_holds_three_turns_whose_tokens_are_the_engine_s_own(
         recorders.append(Recorder(app))
         return recorders[0]
 
-    async def scene(one: Served) -> None:
-        said = await asyncio.to_thread(client.converse, conversation.mode, one.url, one.key)
+    async def scene(served: Served) -> None:
+        said = await asyncio.to_thread(client.converse, conversation.mode, served.url, served.key)
         assert "168" in said.get("answer", ""), said.get("error", said)
-        counts = one.session.counts
-        tree = one.tree()  # checks that every token is in one account
+        counts = served.session.counts
+        tree = served.tree()  # checks that every token is in one account
         (episode,) = tree.episodes
-        assert [turn.response.output_ids.tolist() for turn in one.record.turns] == pool.given and len(pool.given) == 3
+        assert [turn.response.output_ids.tolist() for turn in served.record.turns] == pool.given and len(
+            pool.given
+        ) == 3
         assert len(episode.leaves) == counts["segments"] == conversation.segments
         assert counts["foreign"] == (conversation.segments > 1) * (conversation.segments - 1)
-        assert one.record.orphan == 0 and counts["repeated"] == 0
+        assert served.record.orphan == 0 and counts["repeated"] == 0
         streamed = [bool(sent["body"].get("stream")) for sent in recorders[0].requests]
         assert streamed == [conversation.mode.endswith("_stream")] * 3
         if conversation.segments == 1:
@@ -114,7 +116,7 @@ def test_a_client_holds_three_turns_whose_tokens_are_the_engine_s_own(
 
 
 def test_every_mode_of_every_client_is_in_the_table() -> None:
-    known = {one.name for one in CONVERSATIONS}
+    known = {conversation.name for conversation in CONVERSATIONS}
     for file in sorted(CLIENTS.glob("*_client.py")):
         name = file.stem.removesuffix("_client")
         client = Client(name)

@@ -46,22 +46,22 @@ def test_a_client_goes_on_from_the_tokens_of_a_real_engine(engine: Engine, folde
     async def client_for(number: int, anew: bool) -> Any:
         return served_by
 
-    async def scene(one: Served) -> None:
-        said = await asyncio.to_thread(client.converse, "engine", one.url, one.key)
+    async def scene(served: Served) -> None:
+        said = await asyncio.to_thread(client.converse, "engine", served.url, served.key)
         assert said.get("answer", "None") != "None", said
         begun = int(said["answer"])  # the first turn with a call; each answer before it is in a separate conversation
-        one.session.end("env_done")
-        turns = one.record.turns[begun - 1 :]
-        assert len(turns) == 4 and turns[0].tools and one.record.orphan == 0
-        assert one.session.counts["segments"] == begun and one.session.counts["foreign"] == 0
+        served.session.end("env_done")
+        turns = served.record.turns[begun - 1 :]
+        assert len(turns) == 4 and turns[0].tools and served.record.orphan == 0
+        assert served.session.counts["segments"] == begun and served.session.counts["foreign"] == 0
         for before, after in pairwise(turns):
             sampled = before.response.output_ids.tolist()
             assert after.prompt_ids[: len(before.prompt_ids) + len(sampled)] == [*before.prompt_ids, *sampled]
         assert turns[-1].response.cached_tokens > 0
 
-    async def whole(one: Served) -> None:
+    async def whole(served: Served) -> None:
         try:
-            await scene(one)
+            await scene(served)
         finally:
             await served_by.aclose()
 

@@ -30,12 +30,12 @@ def test_a_task_is_played_in_one_segment_and_rewarded_by_its_taskset(tmp_path: P
 
     words = command(VerifiersConfig(taskset=str(SUMS), harness=str(SUMS)))
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         given = {
             "PATH": os.environ["PATH"],
             "HOME": str(tmp_path),
-            "OPENAI_BASE_URL": f"{one.url}/v1",
-            "OPENAI_API_KEY": one.key,
+            "OPENAI_BASE_URL": f"{served.url}/v1",
+            "OPENAI_API_KEY": served.key,
             "RELAX_TASK": str(task),
             "RELAX_RESULT": str(result),
         }
@@ -47,10 +47,12 @@ def test_a_task_is_played_in_one_segment_and_rewarded_by_its_taskset(tmp_path: P
                 process.kill()
         told = json.loads(result.read_text())
         assert told.get("reward") == reward, told
-        assert "2 + 3 ?" in one.record.messages[0]["content"]
-        tree = one.tree()
-        assert [turn.response.output_ids.tolist() for turn in one.record.turns] == pool.given and len(pool.given) == 3
-        assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 1
-        assert one.session.counts["foreign"] == 0 and one.record.orphan == 0
+        assert "2 + 3 ?" in served.record.messages[0]["content"]
+        tree = served.tree()
+        assert [turn.response.output_ids.tolist() for turn in served.record.turns] == pool.given and len(
+            pool.given
+        ) == 3
+        assert len(tree.episodes[0].leaves) == served.session.counts["segments"] == 1
+        assert served.session.counts["foreign"] == 0 and served.record.orphan == 0
 
     serve(tokenizer, scene, pool, long_s=2 * ANSWER_S)

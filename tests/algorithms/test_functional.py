@@ -38,7 +38,7 @@ def test_the_clip_is_flat_beyond_its_range_in_the_direction_of_the_advantage(
 ) -> None:
     ratio = math.exp(log_ratio)
     assume(min(abs(ratio - 1.3), abs(ratio - 0.8)) > 1e-3)
-    good, bad = (_policy_gradient(log_ratio, one) for one in (advantage, -advantage))
+    good, bad = (_policy_gradient(log_ratio, value) for value in (advantage, -advantage))
     assert good == (0.0 if ratio > 1.3 else pytest.approx(-advantage * ratio, rel=1e-4))
     assert bad == (0.0 if ratio < 0.8 else pytest.approx(advantage * ratio, rel=1e-4))
 

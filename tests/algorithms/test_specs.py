@@ -211,7 +211,7 @@ def grpo_inputs(*, new: list[float], old: list[float], rollout: list[float], adv
         rollout_logprobs=torch.tensor(rollout),
         reference_logprobs=torch.tensor(old),
         advantages=torch.tensor(advantages),
-        loss_mask=torch.tensor([one > -9.0 for one in new]),
+        loss_mask=torch.tensor([logprob > -9.0 for logprob in new]),
         sample_ids=torch.arange(len(new)),
         num_samples=len(new),
     )

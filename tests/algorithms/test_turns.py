@@ -56,7 +56,7 @@ def test_gigpo_adds_what_a_turn_did_better_than_others_from_its_state() -> None:
     assert got == pytest.approx(doubled, abs=1e-6)
     # RLOO compares with the mean of the others: 3/2 of the distance to the mean of all three.
     got = advantages("rloo", inputs, credit="gigpo", gigpo_gamma=0.5)
-    assert got == pytest.approx([1.5 * one for one in wanted], abs=1e-6)
+    assert got == pytest.approx([1.5 * advantage for advantage in wanted], abs=1e-6)
     # GRPO divides: the rewards' std is 1/√3, that of the returns 1/2, 0, 1 is 1/2.
     std, step_std = 3**-0.5 + 1e-6, 0.5 + 1e-6
     got = advantages("grpo", inputs, credit="gigpo", gigpo_gamma=0.5)
@@ -87,4 +87,6 @@ def test_ppo_gives_the_reward_of_a_masked_turn_to_what_led_to_it() -> None:
     mask = [1, 1, 0, 0, 1, 1, 1]
     inputs = group(rewards=[0.25, 1.0, -0.5, 2.0, 3.0], mask=mask, values=torch.zeros(7))
     got = advantages("ppo", inputs, gae_lambda=0.0)
-    assert [value for value, one in zip(got, mask, strict=True) if one] == pytest.approx([0.0, 1.25, 0.0, 2.0, 3.0])
+    assert [value for value, is_trained in zip(got, mask, strict=True) if is_trained] == pytest.approx(
+        [0.0, 1.25, 0.0, 2.0, 3.0]
+    )

@@ -45,7 +45,7 @@ def test_mistakes_are_typed_and_leave_no_folder(tmp_path: Path, capfd: pytest.Ca
     folder = f"run.dir={tmp_path / 'run'}"
     with pytest.raises(relax_core.ConfigError) as error:
         relax_core.run(["optimizer.lr=-1", "seed=-1", folder])
-    assert len(error.value.problems) == 2 and any("optimizer.lr=-1" in one for one in error.value.problems)
+    assert len(error.value.problems) == 2 and any("optimizer.lr=-1" in problem for problem in error.value.problems)
     with pytest.raises(relax_core.ConfigError, match="starts a run"):
         relax_core.run(["plan=true", folder])
     with pytest.raises(relax_core.ConfigError, match=r"<lambda> returned 'yes' of type str"):

@@ -31,7 +31,7 @@ def some_figures() -> Figures:
         for step in range(30)
     ]
     summary = {"eval": [{"exact": 0.25}, {"exact": 0.75}], "ledger": {"issued": 30, "trained": 20}}
-    records = [MetricRecord(source="actor", step=step, time_s=0.0, values=one) for step, one in enumerate(actor)]
+    records = [MetricRecord(source="actor", step=step, time_s=0.0, values=values) for step, values in enumerate(actor)]
     return run_figures(FinishedRun(summary=summary, records=records))
 
 

@@ -38,10 +38,10 @@ def test_each_inflicts_every_injury_of_every_run_once() -> None:
 
 def test_a_seed_repeats_its_draws() -> None:
     possible = {name: list(injuries(run)) for name, run in RUNS.items()}
-    first, again, other = (
+    first, again, other_draws = (
         list(draw_runs(possible, draws=25, each=False, chance=random.Random(seed))) for seed in (1, 1, 2)
     )
-    assert first == again != other and [len(kinds) for _, kinds in first] == [10, 10, 5]
+    assert first == again != other_draws and [len(kinds) for _, kinds in first] == [10, 10, 5]
 
 
 def test_injuries_that_the_machine_does_not_allow_are_left_out() -> None:
@@ -60,7 +60,7 @@ def test_the_tables_count_by_injury_run_and_tier() -> None:
 def test_a_record_is_read_again_and_gives_the_results_of_the_site(tmp_path: Path) -> None:
     found = [draw("pair", 2.0), LOST]
     record = tmp_path / "draws.jsonl"
-    record.write_text("".join(json.dumps(asdict(one)) + "\n" for one in found))
+    record.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in found))
     assert read_record(record) == found
     page = results(found, command="c")
     assert page["summary"].startswith("1 of 1") and "1 lost" in page["summary"]

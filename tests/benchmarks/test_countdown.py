@@ -47,7 +47,7 @@ def scored(prompt: str, response: str, *, stopped: bool = True) -> RewardOutput:
 def test_lengths_are_lognormal_and_cut_at_both_ends() -> None:
     lengths = drawn_lengths(20_000, mean=64.0, cap=CAP, seed=0)
     assert min(lengths) == SHORTEST and max(lengths) == CAP
-    logarithms = [math.log(one) for one in lengths]
+    logarithms = [math.log(length) for length in lengths]
     assert fmean(lengths) == pytest.approx(64.0, rel=0.05)
     assert median(lengths) == pytest.approx(64.0 * math.exp(-0.5), rel=0.05)
     assert pstdev(logarithms) == pytest.approx(1.0, rel=0.05)
@@ -129,8 +129,8 @@ def test_the_env_shows_the_prompts_in_order_behind_the_tools_and_ends(monkeypatc
         env, action = opened(CountdownEnvConfig(tool_wait_s=0.5)), Action(text="4r", stopped=True)
         assert await env.reset() == "red 4" and slept == []
         steps = [await env.step(action) for _ in range(3)]
-        assert [(one.observation, one.done) for one in steps] == [("blue 2", False), ("red 2", False), (None, True)]
-        assert [one.reward for one in steps] == [None] * 3
+        assert [(step.observation, step.done) for step in steps] == [("blue 2", False), ("red 2", False), (None, True)]
+        assert [step.reward for step in steps] == [None] * 3
 
     asyncio.run(play())
     assert slept == drawn_waits(2, mean_s=0.5, seed=7) != drawn_waits(2, mean_s=0.5, seed=8)

@@ -47,8 +47,8 @@ def test_a_run_of_the_page_of_environments_lacks_at_most_the_users_own_files(com
 
 def test_the_other_commands_are_known() -> None:
     """tests/integration/test_turns.py plays with a checkpoint, and reads the turns of its run."""
-    others = [shlex.split(command) for command in COMMANDS if command not in RUNS]
-    evaluates, checkpoint_plays, person_plays, tells, learns = others
+    not_runs = [shlex.split(command) for command in COMMANDS if command not in RUNS]
+    evaluates, checkpoint_plays, person_plays, tells, learns = not_runs
     assert evaluates == ["relax", "eval", "RUN"] and tells[:3] == ["relax", "lineage", "RUN"]
     assert parse_filters(tells[3:]) == {"uid": "g00000012.3"}
     for plays in (checkpoint_plays, person_plays):

@@ -69,9 +69,9 @@ def test_decoding_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None
 
 def test_a_row_has_the_ratio_of_each_round_and_the_share_of_the_machine() -> None:
     found = Comparison("x")
-    for speed, other, peak in ((10.0, 30.0, 100.0), (20.0, 40.0, 100.0), (10.0, 10.0, 50.0)):
+    for speed, other_speed, peak in ((10.0, 30.0, 100.0), (20.0, 40.0, 100.0), (10.0, 10.0, 50.0)):
         found.add("first", {"tokens/s": speed, "GFLOP/s": speed})
-        found.add("second", {"tokens/s": other, "GFLOP/s": other})
+        found.add("second", {"tokens/s": other_speed, "GFLOP/s": other_speed})
         found.add(MATRIX, {"GFLOP/s": peak})
     lines = list(Result(found=found, figures=["tokens/s"], base="first").lines())
     assert lines == [

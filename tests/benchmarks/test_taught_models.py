@@ -33,13 +33,16 @@ def test_a_judge_is_taught_what_is_right_and_its_verdict_can_be_read() -> None:
 def test_held_out_pairs_are_known_verdicts_of_questions_that_no_judge_was_taught(tmp_path: Path) -> None:
     taught_models.write_known_verdicts(tmp_path / "known.jsonl", {"rev": "a", "inc": "b"})
     known = known_verdicts(str(tmp_path / "known.jsonl"))
-    assert len(known) == 512 and 0.3 < sum(one.verdict for one in known) / 512 < 0.7
-    for one in known:
-        task, digits = str(one.row["prompt"]).split(" ")
-        assert one.verdict == float(one.response == TASKS[task](digits)) and one.row["judge"] == "ab"[task == "inc"]
+    assert len(known) == 512 and 0.3 < sum(verdict.verdict for verdict in known) / 512 < 0.7
+    for verdict in known:
+        task, digits = str(verdict.row["prompt"]).split(" ")
+        assert (
+            verdict.verdict == float(verdict.response == TASKS[task](digits))
+            and verdict.row["judge"] == "ab"[task == "inc"]
+        )
     rng = random.Random(1)
     taught = {pair_of(rng, "rev")[0] for _ in range(2000)}
-    assert not taught & {str(one.row["prompt"]) for one in known}
+    assert not taught & {str(verdict.row["prompt"]) for verdict in known}
 
 
 def test_rows_name_their_judges(tmp_path: Path) -> None:
@@ -50,9 +53,9 @@ def test_rows_name_their_judges(tmp_path: Path) -> None:
 
 
 def test_the_control_sees_another_question_of_the_task() -> None:
-    other = other_question("rev 12345")
-    assert other == other_question("rev 12345") != "rev 12345"
-    assert other.startswith("rev ") and len(other) == len("rev 12345")
+    another = other_question("rev 12345")
+    assert another == other_question("rev 12345") != "rev 12345"
+    assert another.startswith("rev ") and len(another) == len("rev 12345")
 
 
 def test_a_taught_guess_is_a_turn_of_the_agents_game() -> None:

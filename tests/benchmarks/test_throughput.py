@@ -47,16 +47,16 @@ PROMPT_BATCHES = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(
 
 
 @pytest.mark.parametrize(
-    ("name", "sync", "other"),
+    ("name", "sync", "other_ms"),
     [(COLOCATE, 1.0, 8.0), (STRICT, 3.0, 6.0), (ASYNC, 1.0, 19.0)],
 )
-def test_a_steps_parts_add_up(name: str, sync: float, other: float) -> None:
+def test_a_steps_parts_add_up(name: str, sync: float, other_ms: float) -> None:
     """A step takes 40 ms: 20 train, 11 engine and reward without overlap; the push is on the path in one case."""
     figures = run_figures(name, actor_records([40.0, 40.0, 64.0]), PROMPT_BATCHES)
     assert figures["step"] == 40.0
     assert figures["sync"] == pytest.approx(sync)
-    assert figures["bus+control"] == pytest.approx(other)
-    assert figures["control+bus+sync"] == pytest.approx(sync + other)
+    assert figures["bus+control"] == pytest.approx(other_ms)
+    assert figures["control+bus+sync"] == pytest.approx(sync + other_ms)
     on_path = 0.0 if name == ASYNC else figures["engine"] + figures["reward"]
     assert figures["train"] + on_path + figures["control+bus+sync"] == pytest.approx(40.0)
 

@@ -50,8 +50,8 @@ def test_experts_that_the_model_chose_itself_change_nothing(tmp_path: Path) -> N
     routed = with_own_experts(HuggingFace(path).model, groups)
     for group in routed:
         assert group.extras["routed_experts"].shape == (group.rows, SIZES["demo"].layers, 2)
-    others = [group.with_extras(routed_experts=(group.extras["routed_experts"] + 1) % 4) for group in routed]
-    ours = [Ours(path, family="qwen3_moe").step(some) for some in (groups, routed, others)]
+    other_experts = [group.with_extras(routed_experts=(group.extras["routed_experts"] + 1) % 4) for group in routed]
+    ours = [Ours(path, family="qwen3_moe").step(some) for some in (groups, routed, other_experts)]
     assert ours[1] == pytest.approx(ours[0], rel=1e-5)
     assert ours[2] != pytest.approx(ours[0], rel=1e-3)
 

@@ -45,7 +45,7 @@ class MediaModel:
     def check(self, core: BusCore, rows: dict[str, Group], in_flight: Collection[str]) -> None:
         """Removes unused items as the bus does, and compares the remaining items with the items in use."""
         self.stored.difference_update(core.media.take_unnamed())
-        self.lost = {worker: one for worker, one in self.lost.items() if not one[1].isdisjoint(in_flight)}
+        self.lost = {worker: loss for worker, loss in self.lost.items() if not loss[1].isdisjoint(in_flight)}
         self.leased = {lease: digests for lease, digests in self.leased.items() if lease in core.leases}
         open_groups = [set(rows[uid].media) for uid in core.groups if uid in rows and uid not in in_flight]
         needed = set().union(
@@ -54,4 +54,4 @@ class MediaModel:
         assert needed <= self.stored, "an item in use was removed"
         assert self.stored <= needed, "an unused item is stored"
         progress = core.progress()
-        assert (progress.media_items, progress.media_bytes) == (len(needed), sum(NBYTES[one] for one in needed))
+        assert (progress.media_items, progress.media_bytes) == (len(needed), sum(NBYTES[item] for item in needed))

@@ -46,10 +46,10 @@ def test_the_calls_of_a_thread_share_one_loop() -> None:
 
 def test_each_thread_has_a_loop_that_ends_with_it() -> None:
     own = blocking(current_loop())
-    other, closed_early = loop_of_another_thread()
-    assert other is not own
+    foreign_loop, closed_early = loop_of_another_thread()
+    assert foreign_loop is not own
     assert not closed_early
-    assert other.is_closed(), "the thread has ended"
+    assert foreign_loop.is_closed(), "the thread has ended"
     assert not own.is_closed()
 
 

@@ -44,23 +44,25 @@ class Rollout:
             self.now += 1
 
     def _admit(self) -> None:
-        for one in self._core.admit(self._rng.choice((3, 100))):
-            self._issued[one.index] = one
-            self._core.name_modalities({one.index: self.modality(one)})  # with data.mix it has this modality already
-            slow = 10 if self.modality(one) == "video" else 1
-            self._open.append((self.now + slow * self._rng.randint(1, 3), one))
+        for admission in self._core.admit(self._rng.choice((3, 100))):
+            self._issued[admission.index] = admission
+            self._core.name_modalities(
+                {admission.index: self.modality(admission)}
+            )  # with data.mix it has this modality already
+            slow = 10 if self.modality(admission) == "video" else 1
+            self._open.append((self.now + slow * self._rng.randint(1, 3), admission))
 
     def _complete(self) -> None:
         waiting = []
-        for at, one in self._open:
-            if at > self.now or one.min_version > self._core.version:
-                waiting.append((at, one))
-            elif not self._core.accepts(one.group_uid):
+        for at, admission in self._open:
+            if at > self.now or admission.min_version > self._core.version:
+                waiting.append((at, admission))
+            elif not self._core.accepts(admission.group_uid):
                 continue
             elif self._rng.random() < self._lost:
-                self._core.drop(one.group_uid, reason="reward_failed")
+                self._core.drop(admission.group_uid, reason="reward_failed")
             else:
-                self._core.put([make_row(one, version=self._core.version)])
+                self._core.put([make_row(admission, version=self._core.version)])
         self._open = waiting
 
 
@@ -70,8 +72,8 @@ def new_core(steps: int, **changes: object) -> BusCore:
 
 def shares(counts: LedgerCounts) -> dict[str, tuple[float, float]]:
     """Returns the share of the issued samples that have an end, and of the trained ones, by modality."""
-    ended = {name: one.issued - one.open for name, one in counts.modalities.items()}
-    trained = {name: one.trained for name, one in counts.modalities.items()}
+    ended = {name: modality.issued - modality.open for name, modality in counts.modalities.items()}
+    trained = {name: modality.trained for name, modality in counts.modalities.items()}
     return {name: (ended[name] / sum(ended.values()), trained[name] / sum(trained.values())) for name in MIX}
 
 
@@ -88,7 +90,7 @@ def test_every_step_trains_the_shares_however_long_a_prompt_takes(
         trained = Counter(map(rollout.modality, rollout.trained))
         assert trained == {name: count for name in MIX if (count := MixOrder(MIX).count(name, GROUPS * (step + 1)))}
     counts = core.progress().ledger
-    assert counts.lost == 0 and counts.issued == sum(one.issued for one in counts.modalities.values())
+    assert counts.lost == 0 and counts.issued == sum(modality.issued for modality in counts.modalities.values())
     if surplus == "drop":
         for issued, of_trained in shares(counts).values():
             assert abs(issued - of_trained) <= 0.02
@@ -122,28 +124,28 @@ def test_a_resume_trains_each_prompt_once_and_keeps_the_shares(
     second = Rollout(resumed, random.Random(seed + 1), lost=0.1)
     while not resumed.finished():
         second.step()
-    drawn = [one.data_index for one in first.trained + second.trained]
+    drawn = [admission.data_index for admission in first.trained + second.trained]
     assert len(drawn) == 10 * GROUPS and len(set(drawn)) == len(drawn)
     counts = resumed.progress().ledger
     assert (counts.lost, counts.trained_twice, counts.trained) == (0, 0, 10 * GROUPS * 2)
     trained = Counter(map(second.modality, first.trained + second.trained))
     assert trained == {name: MixOrder(MIX).count(name, 10 * GROUPS) for name in MIX}
     # Each modality has issued its first prompts without a gap, and the ledger has the ends of their groups.
-    for name, one in counts.modalities.items():
+    for name, modality in counts.modalities.items():
         numbers = sorted(MixOrder(MIX).at(index)[1] for index in {*drawn} if MixOrder(MIX).at(index)[0] == name)
-        assert numbers[-1] < one.issued // 2
+        assert numbers[-1] < modality.issued // 2
 
 
 def test_a_lost_prompt_is_replaced_by_the_next_of_its_modality() -> None:
     core = new_core(5, max_staleness=0)
     order = MixOrder(MIX)
     admitted = core.admit(100)
-    lost = next(one for one in admitted if order.at(one.data_index)[0] == "video")
+    lost = next(admission for admission in admitted if order.at(admission.data_index)[0] == "video")
     core.drop(lost.group_uid, reason="bad_media:truncated")
     (again,) = core.admit(100)
     assert again.min_version == lost.min_version and again.index == len(admitted)
     modality, number = order.at(again.data_index)
-    given_before = sum(order.at(one.data_index)[0] == "video" for one in admitted)
+    given_before = sum(order.at(admission.data_index)[0] == "video" for admission in admitted)
     assert (modality, number) == ("video", given_before)
     counts = core.progress().ledger.modalities["video"]
     assert counts.dropped == {"bad_media:truncated": 2} and counts.issued == 2 * (given_before + 1)

@@ -105,9 +105,9 @@ def test_a_restore_sets_later_events_aside(path: Path) -> None:
 
 def test_a_failed_write_is_told_at_the_next_flush(journal: Journal, path: Path) -> None:
     journal.flush(timeout_s=T)
-    with closing(sqlite3.connect(path)) as other:
-        other.execute("DROP TABLE events")
-        other.commit()
+    with closing(sqlite3.connect(path)) as intruder:
+        intruder.execute("DROP TABLE events")
+        intruder.commit()
     journal.append("issued", "g0", ["g0.0"])
     with pytest.raises(LedgerUnwritable, match=r"ledger\.sqlite: no such table"):
         journal.flush(timeout_s=T)

@@ -53,11 +53,11 @@ def test_a_snapshot_keeps_everything() -> None:
     ledger.drop(1, "g1", {"g1.0": "stale"}, step=0)
     before = ledger.counts([1, 2])
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state()), type=LedgerState)
-    other = Ledger(group_size=2, journal=None)
-    other.restore(state)
-    assert other.counts([1, 2]) == before
-    other.drop(1, "g1", {"g1.1": "engine failed"}, step=0)
-    assert other.counts([2]).dropped == {"engine failed": 1, "stale": 1}
+    restored = Ledger(group_size=2, journal=None)
+    restored.restore(state)
+    assert restored.counts([1, 2]) == before
+    restored.drop(1, "g1", {"g1.1": "engine failed"}, step=0)
+    assert restored.counts([2]).dropped == {"engine failed": 1, "stale": 1}
 
 
 def test_a_million_samples_take_four_bytes_each() -> None:

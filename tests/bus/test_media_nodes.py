@@ -40,7 +40,9 @@ def second(ray_session: str) -> Iterator[Node]:
     yield node
     node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
     deadline = time.monotonic() + T
-    while any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node.node_id):  # Ray places actors there
+    while any(
+        ray_node["Alive"] for ray_node in ray.nodes() if ray_node["NodeID"] == node.node_id
+    ):  # Ray places actors there
         assert time.monotonic() < deadline, "Ray has not noticed the end of the second node"
         time.sleep(0.05)
 
@@ -77,8 +79,8 @@ def look(bus: BlockingBus, items: list[MediaItem]) -> tuple[int, list[np.ndarray
     reader = bus.media_reader(timeout_s=T)
     reader.bring(items)
     mapped = [reader.tensors(item)["frames"] for item in items]
-    assert not any(one.flags.writeable for one in mapped)
-    return os.getpid(), [one.copy() for one in mapped], Path("/proc/self/maps").read_bytes()
+    assert not any(array.flags.writeable for array in mapped)
+    return os.getpid(), [array.copy() for array in mapped], Path("/proc/self/maps").read_bytes()
 
 
 def names_in(*folders: Path) -> dict[Path, list[str]]:
@@ -105,8 +107,8 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
     ranks = [on_node(other_node, look).remote(bus, items[:2]) for _ in range(3)]  # several ranks of one node at once
     for pid, frames, maps in ray.get(ranks, timeout=T):
         assert pid != os.getpid() and str(there).encode() in maps and str(here).encode() not in maps
-        for one, (_, expected) in zip(frames, made, strict=False):
-            np.testing.assert_array_equal(one, expected)
+        for frame, (_, expected) in zip(frames, made, strict=False):
+            np.testing.assert_array_equal(frame, expected)
     assert {file.name for file in there.iterdir()} == {item.digest for item in items[:2]}
     first = (there / items[0].digest).stat()
     assert first.st_mode & 0o777 == 0o600

@@ -31,7 +31,7 @@ def spans(versions: list[int]) -> dict[str, bytes]:
 @pytest.mark.parametrize(("surplus", "expected"), [("drop", [0, 0, 0, 1, 1, 1]), ("keep", [0, 0, 0, 1, 1])])
 def test_spares_are_let_in_for_each_step_or_once(surplus: str, expected: list[int]) -> None:
     core = make_core(max_staleness=0, spare_groups=1, surplus=surplus, on_stale="mask")
-    assert [one.min_version for one in core.admit(100)] == expected
+    assert [admission.min_version for admission in core.admit(100)] == expected
     assert core.credits() == 0
 
 
@@ -39,7 +39,7 @@ def test_the_fastest_groups_train_and_the_rest_ends_with_its_reason() -> None:
     core = make_core(max_staleness=0, spare_groups=2)
     admitted = core.admit(100)
     now, early = admitted[:4], admitted[4:]
-    assert [one.min_version for one in admitted] == [0] * 4 + [1] * 4
+    assert [admission.min_version for admission in admitted] == [0] * 4 + [1] * 4
     core.put([make_row(now[3]), make_row(now[1])])  # the step does not wait for the group that was issued first
     core.put([make_row(now[2])])
     assert train(core) == [1, 2]
@@ -49,8 +49,8 @@ def test_the_fastest_groups_train_and_the_rest_ends_with_its_reason() -> None:
     assert counts.dropped == {"over_sampled": 4} and counts.lost == 0  # one in flight, one complete
     core.put([make_row(now[0])])  # a late group that was already ended
     assert core.progress().ledger == counts
-    assert [one.min_version for one in core.admit(100)] == [2] * 4, "the next step's are in already"
-    core.put([make_row(one) for one in early])
+    assert [admission.min_version for admission in core.admit(100)] == [2] * 4, "the next step's are in already"
+    core.put([make_row(admission) for admission in early])
     assert train(core) == [4, 5]
 
 
@@ -58,7 +58,7 @@ def test_what_is_kept_goes_on_and_trains_masked() -> None:
     """A group in flight is not dropped; a complete group with old tokens only is dropped."""
     core = make_core(max_staleness=0, spare_groups=2, surplus="keep", on_stale="mask")
     slow, finished, first, second, *early = core.admit(100)
-    core.put([make_row(one, columns=spans([0])) for one in (first, second, finished)])
+    core.put([make_row(admission, columns=spans([0])) for admission in (first, second, finished)])
     assert train(core) == [1, 2]
     change = core.version_change(-1)
     assert change is not None and change.retired == []
@@ -70,12 +70,12 @@ def test_what_is_kept_goes_on_and_trains_masked() -> None:
 def test_a_group_that_was_dropped_is_back_filled_for_the_same_step() -> None:
     core = make_core(max_staleness=0, spare_groups=1)
     admitted = core.admit(100)
-    for one in admitted[:2]:
-        core.drop(one.group_uid, reason="reward_failed")
+    for admission in admitted[:2]:
+        core.drop(admission.group_uid, reason="reward_failed")
     again = core.admit(100)
-    assert [one.min_version for one in again] == [0, 0]
-    core.put([make_row(one) for one in again])
-    assert train(core) == [one.index for one in again]
+    assert [admission.min_version for admission in again] == [0, 0]
+    core.put([make_row(admission) for admission in again])
+    assert train(core) == [admission.index for admission in again]
 
 
 @pytest.mark.parametrize("surplus", ["drop", "keep"])
@@ -84,9 +84,9 @@ def test_the_last_step_leaves_nothing_open(surplus: str) -> None:
     issued: list[Admission] = []
     while not core.finished():
         issued += core.admit(100)
-        issued = [one for one in issued if core.accepts(one.group_uid)]
-        startable = [one for one in issued if one.min_version <= core.version]
-        core.put([make_row(one, version=core.version) for one in startable[:2]])
+        issued = [admission for admission in issued if core.accepts(admission.group_uid)]
+        startable = [admission for admission in issued if admission.min_version <= core.version]
+        core.put([make_row(admission, version=core.version) for admission in startable[:2]])
         train(core)
     counts = core.progress().ledger
     assert (counts.open, counts.lost, counts.trained) == (0, 0, 3 * 2 * 2)

@@ -64,12 +64,12 @@ def test_large_payloads_outlive_their_producer_and_are_not_copied(
 
     producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # the process ends with the call
     ray.get(producer.remote(bus), timeout=180)
-    other = BlockingBus(connect_bus(request.node.name, NAMESPACE))
-    lease = other.lease(for_worker(("pixels",)), timeout_s=T)
+    second_bus = BlockingBus(connect_bus(request.node.name, NAMESPACE))
+    lease = second_bus.lease(for_worker(("pixels",)), timeout_s=T)
     pixels = lease.rows[0].columns["pixels"]
     assert isinstance(pixels, memoryview) and pixels.readonly
     assert pixels == payload
-    again = other.lease(for_worker(("pixels",), task="reader"), timeout_s=T).rows[0].columns["pixels"]
+    again = second_bus.lease(for_worker(("pixels",), task="reader"), timeout_s=T).rows[0].columns["pixels"]
     assert np.shares_memory(np.frombuffer(pixels, np.uint8), np.frombuffer(again, np.uint8))
 
 

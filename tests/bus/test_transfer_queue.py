@@ -156,17 +156,17 @@ def test_an_index_that_another_sample_has_now_is_not_read(bus: BlockingBus) -> N
     clear(first)
     with pytest.raises(LeaseLost, match="g00000001"):
         asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
-    others = [put(f"g0000001{number}") for number in range(10)]
+    samples = [put(f"g0000001{number}") for number in range(10)]
     deadline = time.monotonic() + T
-    while first.index not in [other.index for other in others]:  # a freed index may be reused only later
+    while first.index not in [sample.index for sample in samples]:  # a freed index may be reused only later
         assert time.monotonic() < deadline
-        others.append(put(f"g0000001{len(others)}"))
+        samples.append(put(f"g0000001{len(samples)}"))
     with pytest.raises(LeaseLost, match="g00000001"):
         asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
     clear(first)  # frees nothing, because samples are cleared by key
-    assert len(asyncio.run(client.call(client.get(partition, others), timeout_s=T, what="a get"))) == len(others)
-    for other in others:
-        clear(other)
+    assert len(asyncio.run(client.call(client.get(partition, samples), timeout_s=T, what="a get"))) == len(samples)
+    for sample in samples:
+        clear(sample)
 
 
 def test_payloads_outlive_their_producer(bus: BlockingBus) -> None:
@@ -180,12 +180,12 @@ def test_payloads_outlive_their_producer(bus: BlockingBus) -> None:
 
     producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # the process ends with the call
     ray.get(producer.remote(bus), timeout=180)
-    other = BlockingBus(connect_bus("shared", NAMESPACE))
-    lease = other.lease(for_actor(step), timeout_s=T)
+    second_bus = BlockingBus(connect_bus("shared", NAMESPACE))
+    lease = second_bus.lease(for_actor(step), timeout_s=T)
     payload = lease.rows[0].columns["a"]
     assert payload == PIXELS
     assert isinstance(payload, memoryview) and payload.readonly
-    other.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
+    second_bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
 
 
 def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: BlockingBus) -> None:
@@ -195,7 +195,7 @@ def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: BlockingB
         ours = {int(port) for port in server.ports.values()}
         assert {file.name for file in Path(server.folder).iterdir()} == {str(port) for port in ours}
         listening = psutil.Process(server.pid).net_connections("inet")
-        ray_only = [one for one in listening if one.status == "LISTEN"]
+        ray_only = [connection for connection in listening if connection.status == "LISTEN"]
         assert len(ray_only) <= 1, f"more ports than Ray's: {ray_only}"
         above = Path(server.folder).parent
         assert stat.S_IMODE(above.stat().st_mode) == 0o700
@@ -216,7 +216,7 @@ def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
         with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             waiting.result(timeout=T)
         with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
-            pool.submit(bus.put, [make_row(one) for one in admissions], timeout_s=LONG_S).result(timeout=T)
+            pool.submit(bus.put, [make_row(admission) for admission in admissions], timeout_s=LONG_S).result(timeout=T)
         with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             pool.submit(bus.progress, timeout_s=LONG_S).result(timeout=T)
     assert not [server.pid for server in servers if psutil.pid_exists(server.pid)]

@@ -42,8 +42,8 @@ def test_too_little_memory_is_bad(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_a_missing_library_is_bad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     missing = doctor.LibraryVersion(name="ray", found=None, tested="2.60.0")
-    other = doctor.LibraryVersion(name="torch", found="2.14.0", tested="2.13.0")
-    monkeypatch.setattr(doctor, "versions", lambda: [missing, other])
+    present = doctor.LibraryVersion(name="torch", found="2.14.0", tested="2.13.0")
+    monkeypatch.setattr(doctor, "versions", lambda: [missing, present])
     assert doctor.doctor_command() == 1
     printed = capsys.readouterr().out
     assert "ray is missing" in printed
@@ -67,7 +67,7 @@ def test_optional_packages_and_data_are_told(monkeypatch: pytest.MonkeyPatch) ->
     there = {"pylatexenc", "if-verifiable", "gymnasium", "mcp"}
     monkeypatch.setattr(doctor, "_is_installed", there.__contains__)
     monkeypatch.setattr(doctor, "_has_nltk_data", lambda name: name != "punkt")
-    words = [one.words for one in doctor._optional()]
+    words = [finding.words for finding in doctor._optional()]
     assert "reasoning-gym is missing. Only data=reasoning_gym with its reward needs it: pip install" in words[0]
     assert "textarena is missing. Only env=textarena needs it: pip install 'relax-core[envs]'" in words[1]
     assert "data of nltk is missing: punkt. Only some instructions of reward=ifeval" in words[2]
@@ -75,7 +75,7 @@ def test_optional_packages_and_data_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_versions_are_those_of_the_constraints() -> None:
-    found = {one.name: one for one in doctor.versions()}
+    found = {version.name: version for version in doctor.versions()}
     assert {"torch", "ray", "hydra-core", "megatron-core"} <= set(found)
     assert found["torch"].found is not None and found["torch"].tested is not None
 

@@ -66,14 +66,14 @@ class Controller:
         self._book.write_engines(
             [
                 EngineRow(
-                    id=engine_id(one),
-                    origin="added" if one else "start",
-                    state="serving" if one in present else "left",
+                    id=engine_id(engine),
+                    origin="added" if engine else "start",
+                    state="serving" if engine in present else "left",
                     since=1.0,
-                    url=f"http://h:{one}",
+                    url=f"http://h:{engine}",
                 )
-                for one in (0, 1)
-                if one in present or one in {row.number for row in self._book.engines()}
+                for engine in (0, 1)
+                if engine in present or engine in {row.number for row in self._book.engines()}
             ]
         )
 

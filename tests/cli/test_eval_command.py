@@ -91,8 +91,8 @@ def test_a_file_with_too_few_rows_to_hold_some_out_is_evaluated_whole(
     lines = [json.dumps({"prompt": f"What is 0 + {number}?", "answer": str(number)}) for number in range(count)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     words = (f"data.path={tmp_path}/rows.jsonl", "model.task=arithmetic", *more)
-    (one,) = eval_sets_alone(load_config(words, checks=EVAL_CHECKS, settle=settle_evaluation))
-    assert [int(row["answer"]) for row in one.rows] == list(asked) and not one.bad
+    (eval_set,) = eval_sets_alone(load_config(words, checks=EVAL_CHECKS, settle=settle_evaluation))
+    assert [int(row["answer"]) for row in eval_set.rows] == list(asked) and not eval_set.bad
 
 
 def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,12 +114,12 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
             out = out.with_name(f"{out.name}-2")
         results[target] = json.loads((out / "evaluation.json").read_text())
         answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-        assert [len(one["responses"]) for one in answers] == [4] * 12
+        assert [len(answer["responses"]) for answer in answers] == [4] * 12
         assert not list(out.glob(".weights-*"))
     first, second = results.values()
     assert first["sets"] == second["sets"]
-    (one,) = first["sets"]
-    assert set(one["figures"]) == {"exact", "pass@2", "pass@4", "maj@4", "reward"}
+    (eval_set,) = first["sets"]
+    assert set(eval_set["figures"]) == {"exact", "pass@2", "pass@4", "maj@4", "reward"}
     assert "Wilson (1927)" in first["intervals"] and first["step"] is None
     assert "held-out rows, 12 prompts" in capsys.readouterr().out
 
@@ -151,9 +151,9 @@ def test_images_and_videos_are_evaluated_and_bad_ones_are_no_wrong_answers(
     )
     before = set(SHARED_MEMORY.iterdir())
     assert evaluated(str(folder), f"run.dir={tmp_path / 'out'}", *words) == 0, capsys.readouterr().err
-    assert {one for one in set(SHARED_MEMORY.iterdir()) - before if str(os.getpid()) in one.name} == set()
-    (one,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["sets"]
-    assert one["rows"] == 4 and one["bad_rows"] == {"bad_media:truncated": 1, "bad_media:outside_root": 1}
+    assert {path for path in set(SHARED_MEMORY.iterdir()) - before if str(os.getpid()) in path.name} == set()
+    (eval_set,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["sets"]
+    assert eval_set["rows"] == 4 and eval_set["bad_rows"] == {"bad_media:truncated": 1, "bad_media:outside_root": 1}
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     prompts = [answer["prompt"] for answer in answers]
     assert prompts[0] == prompts[1] and re.fullmatch(r"\[image \d+×\d+\]which colour\?", prompts[0])

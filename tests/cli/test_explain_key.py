@@ -76,10 +76,10 @@ def test_every_value_of_conf_is_found_with_its_comment() -> None:
     for group in groups():
         for option in yaml_options(group):
             found += keys_of_option(group, conf_folder() / group / f"{option}.yaml")
-    for one in found:
-        line = one.file.read_text().splitlines()[one.line - 1]
-        assert line.strip().startswith(f"{one.key.split('.')[-1]}: ") and one.value in line
-    keys = {one.key for one in found}
+    for field in found:
+        line = field.file.read_text().splitlines()[field.line - 1]
+        assert line.strip().startswith(f"{field.key.split('.')[-1]}: ") and field.value in line
+    keys = {field.key for field in found}
     assert {"optimizer.lr", "algo.gamma", "launcher.follow", "parallel.forward", "data.eval_path", "seed"} <= keys
     assert not [key for key in keys if key.startswith(("defaults", "hydra"))]
 

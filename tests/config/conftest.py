@@ -69,9 +69,9 @@ def write_header(path: Path, values: dict[str, Any]) -> None:
     """Writes a weight file of zeros as a sparse file."""
     specs: list[TensorSpec] = []
     end = 0
-    for one in stored_weights(folder_architecture(path.parent, family=values["model_type"])):
-        size = 4 * math.prod(one.shape)
-        specs.append(TensorSpec(name=one.name, dtype="float32", shape=list(one.shape), offset=end, nbytes=size))
+    for weight in stored_weights(folder_architecture(path.parent, family=values["model_type"])):
+        size = 4 * math.prod(weight.shape)
+        specs.append(TensorSpec(name=weight.name, dtype="float32", shape=list(weight.shape), offset=end, nbytes=size))
         end += size
     header = header_bytes(specs)
     path.write_bytes(header)

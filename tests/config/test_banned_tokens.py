@@ -106,10 +106,10 @@ def test_ids_for_which_the_tokenizer_has_no_text_are_banned(
     config = load_config(with_media, checks=CHECKS)
     assert config.rollout.banned_token_ids == [7, 9, *holes, *range(91, 100)]
     textless = len(holes) + 9
-    (line,) = [one for one in context_words(settled(config), None) if "banned_token_ids" in one]  # type: ignore[arg-type]
+    (line,) = [word for word in context_words(settled(config), None) if "banned_token_ids" in word]  # type: ignore[arg-type]
     assert f"has {textless + 2} tokens" in line and f"no text for {textless} token ids" in line
     own = settled(load_config([*with_media, "rollout.banned_token_ids=[30]"]))
-    (line,) = [one for one in context_words(own, None) if "banned_token_ids" in one]  # type: ignore[arg-type]
+    (line,) = [word for word in context_words(own, None) if "banned_token_ids" in word]  # type: ignore[arg-type]
     assert "has 1 token," in line and f"no text for {textless} token ids of the model, and {len(holes[:1])} of" in line
 
 

@@ -30,7 +30,7 @@ TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "clearml": "clearml", "all_offline": "clearml"}  # make test-trackers
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
-PUBLISHED = [one for one in yaml_options("model") if not one.startswith("tiny_") and one not in PRETRAINED]
+PUBLISHED = [option for option in yaml_options("model") if not option.startswith("tiny_") and option not in PRETRAINED]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -139,7 +139,7 @@ def test_a_published_model_brings_its_own_numbers(option: str) -> None:
         assert (config.optimizer.lr, config.rollout.max_new_tokens) == (1e-6, 1024)
 
 
-@pytest.mark.parametrize("option", [one for one in yaml_options("model") if one.startswith("tiny_")])
+@pytest.mark.parametrize("option", [option for option in yaml_options("model") if option.startswith("tiny_")])
 def test_a_built_in_model_keeps_the_numbers_of_the_demo(option: str) -> None:
     config = typed_config(compose([f"model={option}"]))
     assert (config.optimizer.lr, config.rollout.max_new_tokens) == (8e-4, 8)
@@ -164,8 +164,8 @@ def test_a_plugins_yaml_has_its_config_and_their_defaults(kind: Kind) -> None:
 def test_a_game_brings_its_rows_and_its_reward_unless_others_are_chosen(env: str) -> None:
     own = compose([f"env={env}"])
     assert (own.data.name, own.reward.name) == ("seeds", "env")
-    others = compose([f"env={env}", "data=file", "reward=math"])
-    assert (others.data.name, others.reward.name) == ("file", "math")
+    chosen = compose([f"env={env}", "data=file", "reward=math"])
+    assert (chosen.data.name, chosen.reward.name) == ("file", "math")
 
 
 @pytest.mark.parametrize("chosen", ["algo", "algo.name"])

@@ -74,10 +74,10 @@ def test_what_cannot_be_is_refused_with_key_value_and_fix(keys: list[str], text:
 
 
 def test_a_resumed_run_has_the_same_freeze_set() -> None:
-    before, same, other = (
+    before, same, changed = (
         plain(load_config([*SEES, f"model.freeze=[{parts}]"]))
         for parts in ("vision,projector", "projector,vision", "vision")
     )
     assert changes(before, same, keys=REFUSED) == []
-    (change,) = changes(before, other, keys=REFUSED)
+    (change,) = changes(before, changed, keys=REFUSED)
     assert change.words() == "model.freeze was [projector,vision], is [vision]"

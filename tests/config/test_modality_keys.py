@@ -50,7 +50,7 @@ def test_a_value_without_meaning_is_refused(sees: RelaxConfig, key: str, value: 
 def test_every_key_is_in_the_list_above() -> None:
     marks = test_a_value_without_meaning_is_refused.pytestmark  # type: ignore[attr-defined]
     tested = {key for key, _ in marks[0].args[1]}
-    assert tested | {"name", "audio_in_video"} == {one.name for one in dataclasses.fields(ModalityConfig)}
+    assert tested | {"name", "audio_in_video"} == {field.name for field in dataclasses.fields(ModalityConfig)}
 
 
 @pytest.mark.parametrize(

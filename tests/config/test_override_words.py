@@ -219,7 +219,9 @@ def test_the_characters_survive_the_saved_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(marked(to_yaml(config)))
     again: list[RelaxConfig] = []
     assert run(rerun_line([str(tmp_path)]), lambda config: again.append(config) or 0) == 0
-    assert [(one.name, one.rollout.stop) for one in again] == [("83e1234", ["1e5", "007", "true"])]
+    assert [(rerun_config.name, rerun_config.rollout.stop) for rerun_config in again] == [
+        ("83e1234", ["1e5", "007", "true"])
+    ]
     assert config_from_yaml(to_whole_yaml(config)).name == "83e1234"
 
 

@@ -57,8 +57,8 @@ def test_values_on_top_win_and_what_is_chosen_anew_takes_nothing_along(folder: P
     assert (config.mode.max_staleness, config.seed, config.run.dir) == (1, 9, "/somewhere/new=er")
     assert (config.optimizer.lr, config.run.steps, config.parallel.dp) == (3e-4, 11, 2)
     assert config.name == "tiny_qwen3-arithmetic"
-    other = repeated(str(folder), "algo.name=rloo", "data=reverse_digits", "reward=reverse_digits")
-    assert (other.algo.name, other.name) == ("rloo", "tiny_qwen3-reverse_digits")
+    changed = repeated(str(folder), "algo.name=rloo", "data=reverse_digits", "reward=reverse_digits")
+    assert (changed.algo.name, changed.name) == ("rloo", "tiny_qwen3-reverse_digits")
 
 
 def test_a_sweep_starts_from_a_run(folder: Path, tmp_path: Path) -> None:

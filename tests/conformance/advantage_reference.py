@@ -35,7 +35,7 @@ def _mean_weight(config: Config, samples: Sequence[Sample]) -> float:
     """Returns the mean weight of all trained tokens, or of all samples with a trained token if each has one weight."""
     counted = []
     for sample in samples:
-        trained = [t for t, one in enumerate(sample["mask"]) if one]
+        trained = [t for t, is_trained in enumerate(sample["mask"]) if is_trained]
         rho = {t: log_ratio(sample["old_logprobs"][t], sample["rollout_logprobs"][t]) for t in trained}
         weights = list(weights_of(config, rho).values())
         counted += weights if config["correction_level"] == "token" else weights[:1]
@@ -49,8 +49,8 @@ def _whitened(
         a
         for group, values in zip(groups, step, strict=True)
         for sample, row in zip(group["samples"], values, strict=True)
-        for a, one in zip(row, sample["mask"], strict=True)
-        if one
+        for a, is_trained in zip(row, sample["mask"], strict=True)
+        if is_trained
     ]
     mean = math.fsum(trained) / len(trained)
     std = math.sqrt(math.fsum((a - mean) ** 2 for a in trained) / len(trained))
@@ -134,8 +134,8 @@ def _of_episodes(algorithm: str, config: Config, group: Mapping[str, Any]) -> li
     rewards, samples = group["rewards"], group["samples"]
     if algorithm == "ppo":
         return [
-            _generalized_advantages(config, earned, one, of_returns=False)
-            for earned, one in zip(_earned(group), samples, strict=True)
+            _generalized_advantages(config, earned, sample, of_returns=False)
+            for earned, sample in zip(_earned(group), samples, strict=True)
         ]
     if algorithm == "reinforce_pp":
         mean = math.fsum(rewards) / len(rewards) if config["group_baseline"] else 0.0
@@ -190,12 +190,12 @@ def _against_the_others(config: Config, rewards: Sequence[float]) -> list[float]
     """Returns RLOO's advantages, with NeMo-RL's division by the standard deviation of the other rewards."""
     values = []
     for i, reward in enumerate(rewards):
-        others = [one for j, one in enumerate(rewards) if j != i]
-        value = reward - math.fsum(others) / len(others)
+        other_rewards = [other_reward for j, other_reward in enumerate(rewards) if j != i]
+        value = reward - math.fsum(other_rewards) / len(other_rewards)
         if config["normalize_std"] == "group":
             value /= statistics.stdev(rewards) + config["std_epsilon"]
-        if config["normalize_std"] == "others" and len(set(others)) > 1:
-            value /= statistics.stdev(others) + config["std_epsilon"]
+        if config["normalize_std"] == "others" and len(set(other_rewards)) > 1:
+            value /= statistics.stdev(other_rewards) + config["std_epsilon"]
         values.append(value)
     return values
 
@@ -222,9 +222,9 @@ def charges(config: Config, sample: Sample) -> list[float]:
     old = sample["rollout_logprobs"] if config["old_logprobs"] != "actor_fwd" else sample["old_logprobs"]
     return [
         config["kl_coef"] * kl(log_ratio(old[t], sample["reference_logprobs"][t]), config["kl_estimator"])
-        if one
+        if is_trained
         else 0.0
-        for t, one in enumerate(sample["mask"])
+        for t, is_trained in enumerate(sample["mask"])
     ]
 
 
@@ -232,7 +232,7 @@ def _generalized_advantages(
     config: Config, earned: Mapping[int, float], sample: Sample, *, of_returns: bool
 ) -> list[float]:
     """Returns GAE as a sum and not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
-    trained = [t for t, one in enumerate(sample["mask"]) if one]
+    trained = [t for t, is_trained in enumerate(sample["mask"]) if is_trained]
     charged = charges(config, sample)
     rewards = [-charged[t] + earned.get(t, 0.0) for t in trained]
     values = [sample["values"][t] for t in trained] + [0.0]

@@ -83,9 +83,9 @@ def losses(
     out = []
     for sample, values, tops in zip(samples, live, live_top, strict=True):
         row = []
-        for t, one in enumerate(sample["mask"]):
+        for t, is_trained in enumerate(sample["mask"]):
             value = 0.0
-            if one:
+            if is_trained:
                 found = divergence(tops[t], sample["teacher_top_logprobs"][t], config["form"], config["mix"])
                 value = config["teacher_coef"] * found
                 if config["kl_coef"] > 0 and config["kl_placement"] == "loss":

@@ -179,7 +179,7 @@ ONE_UPDATE = {"mini_batches": 1, "epochs": 1}  # the number of updates per batch
 
 def rounded(values: Any) -> Any:
     """Rounds to twelve significant digits; a difference quotient of the reference has about nine."""
-    return [rounded(one) for one in values] if isinstance(values, list) else float(f"{values:.12g}")
+    return [rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.12g}")
 
 
 def make_samples(
@@ -191,7 +191,7 @@ def make_samples(
         base = [source.uniform(-3.0, -0.5) for _ in range(length)]
 
         def near(centre: list[float] = base) -> list[float]:
-            return [round(min(-1e-3, one + source.uniform(-spread, spread)), 7) for one in centre]
+            return [round(min(-1e-3, value + source.uniform(-spread, spread)), 7) for value in centre]
 
         masked = {2} if length > 2 and place % 2 == 0 else set(range(length)) if place == 3 else set()
         sample = {
@@ -243,7 +243,7 @@ def value_case(config: dict[str, Any], *, seed: int) -> dict[str, Any]:
             {
                 "mask": sample["mask"],
                 "old_values": old,
-                "values": [round(one + source.choice((-0.5, -0.3, -0.1, 0.1, 0.3, 0.5)), 7) for one in old],
+                "values": [round(value + source.choice((-0.5, -0.3, -0.1, 0.1, 0.3, 0.5)), 7) for value in old],
                 "returns": numbers(source, count, -1.5, 1.5),
             }
         )
@@ -294,7 +294,9 @@ def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict
             "expected": rounded(advantage_reference.advantages(algorithm, config, groups)),
         }
     for group in groups:
-        group["samples"] = [one | {"values": numbers(source, len(one["mask"]), -0.5, 1.0)} for one in group["samples"]]
+        group["samples"] = [
+            sample | {"values": numbers(source, len(sample["mask"]), -0.5, 1.0)} for sample in group["samples"]
+        ]
     return {
         "config": config,
         "groups": groups,

@@ -57,7 +57,7 @@ def losses(
 
 def _sample_losses(algorithm: str, config: Config, sample: Sample, live: Sequence[float]) -> list[float]:
     frozen = sample["logprobs"]
-    trained = [place for place, one in enumerate(sample["mask"]) if one]
+    trained = [place for place, is_trained in enumerate(sample["mask"]) if is_trained]
     old = frozen if config["old_logprobs"] == "current" else sample["old_logprobs"]
     if config["old_logprobs"] == "rollout":
         old = sample["rollout_logprobs"]
@@ -180,7 +180,7 @@ def weights_of(config: Config, rho: Mapping[int, float]) -> dict[int, float]:
 def step_loss(config: Config, samples: Sequence[Sample], per_token: Sequence[Sequence[float]]) -> float:
     """Returns the step's loss over samples with a trained token, as each aggregation's paper defines it."""
     kept = [
-        ([x for x, one in zip(values, sample["mask"], strict=True) if one])
+        ([x for x, is_trained in zip(values, sample["mask"], strict=True) if is_trained])
         for sample, values in zip(samples, per_token, strict=True)
         if any(sample["mask"])
     ]
@@ -195,7 +195,7 @@ def gradient(algorithm: str, config: Config, samples: Sequence[Sample], *, step:
     """Returns the gradient of the step's loss for each log-prob; values under a stop-gradient stay fixed."""
 
     def loss(moved: Sequence[Sample]) -> float:
-        return step_loss(config, samples, losses(algorithm, config, samples, [one["logprobs"] for one in moved]))
+        return step_loss(config, samples, losses(algorithm, config, samples, [sample["logprobs"] for sample in moved]))
 
     return differences(samples, "logprobs", loss, step=step)
 
@@ -235,8 +235,8 @@ def value_losses(config: Config, samples: Sequence[Sample]) -> list[list[float]]
     out = []
     for sample in samples:
         row = [0.0] * len(sample["mask"])
-        for t, one in enumerate(sample["mask"]):
-            if not one:
+        for t, is_trained in enumerate(sample["mask"]):
+            if not is_trained:
                 continue
             value, old, target = sample["values"][t], sample["old_values"][t], sample["returns"][t]
             near = (

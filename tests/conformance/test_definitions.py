@@ -54,7 +54,7 @@ def _whole_kl(logits: Tensor, reference: Tensor) -> tuple[float, list[float]]:
 def test_the_kl_times_the_ratio_is_the_kl_in_value_and_gradient_also_off_policy(
     estimator: str, new: list[float], old: list[float], reference: list[float]
 ) -> None:
-    logits, sampled, target = (torch.tensor(one, dtype=torch.float64) for one in (new, old, reference))
+    logits, sampled, target = (torch.tensor(logprobs, dtype=torch.float64) for logprobs in (new, old, reference))
     got = _expected_gradient(logits, sampled, target, estimator=estimator, placement="loss_times_ratio")
     value, gradient = _whole_kl(logits, target)
     assert got[0] == pytest.approx(value, abs=1e-9)
@@ -265,16 +265,21 @@ def test_pass_at_k_adds_up_to_zero_and_knows_neither_order_nor_shift(
 @patient
 def test_a_reward_has_no_say_in_the_deviation_of_the_others(eighths: list[int], place: int, by: int) -> None:
     place %= len(eighths)
-    others = torch.tensor([one for i, one in enumerate(eighths) if i != place]).double() / 8
-    raised = [one + by if i == place else one for i, one in enumerate(eighths)]
+    other_eighths = torch.tensor([eighth for i, eighth in enumerate(eighths) if i != place]).double() / 8
+    raised = [eighth + by if i == place else eighth for i, eighth in enumerate(eighths)]
     low, high = (
-        float(F.leave_one_out_advantages(rewards=torch.tensor(one) / 8, deviation="others", std_epsilon=1e-6)[place])
-        for one in (eighths, raised)
+        float(
+            F.leave_one_out_advantages(rewards=torch.tensor(rewards) / 8, deviation="others", std_epsilon=1e-6)[place]
+        )
+        for rewards in (eighths, raised)
     )
     assume(len(set(eighths)) > 1 and len(set(raised)) > 1)
-    scale = float(others.std(correction=1)) + 1e-6 if len(set(others.tolist())) > 1 else 1.0
-    bound = LARGEST_OF_OTHERS if len(set(others.tolist())) > 1 else math.inf
-    wanted = [min(max((one[place] / 8 - float(others.mean())) / scale, -bound), bound) for one in (eighths, raised)]
+    scale = float(other_eighths.std(correction=1)) + 1e-6 if len(set(other_eighths.tolist())) > 1 else 1.0
+    bound = LARGEST_OF_OTHERS if len(set(other_eighths.tolist())) > 1 else math.inf
+    wanted = [
+        min(max((rewards[place] / 8 - float(other_eighths.mean())) / scale, -bound), bound)
+        for rewards in (eighths, raised)
+    ]
     assert [low, high] == pytest.approx(wanted, rel=1e-4, abs=1e-4) and high >= low
 
 
@@ -293,7 +298,9 @@ def test_the_deviation_of_the_step_takes_the_rewards_scale_away(groups: list[lis
 
     def advantages(factor: float) -> Tensor:
         rewards = [torch.tensor(group) / 8 * factor for group in groups]
-        centred = [F.group_relative_advantages(rewards=one, normalize_std=False, std_epsilon=0.0) for one in rewards]
+        centred = [
+            F.group_relative_advantages(rewards=reward, normalize_std=False, std_epsilon=0.0) for reward in rewards
+        ]
         return torch.cat(F.divide_by_step_deviation(advantages=centred, rewards=rewards, std_epsilon=0.0))
 
     torch.testing.assert_close(advantages(scale), advantages(1.0), rtol=1e-5, atol=1e-6)

@@ -61,7 +61,7 @@ def test_rloo_is_grpo_without_std_scaled(eighths: list[int]) -> None:
 @patient
 def test_reinforce_pp_has_mean_0_and_std_1_over_the_step(groups: list[list[int]]) -> None:
     inputs = [_group(torch.tensor(group) / 8) for group in groups]
-    values = [_of_group("reinforce_pp", one.rewards) for one in inputs]
+    values = [_of_group("reinforce_pp", group_input.rewards) for group_input in inputs]
     got = torch.cat(reinforce_pp.normalize(values, inputs, reinforce_pp.ReinforcePpConfig()))
     assert float(got.mean()) == pytest.approx(0.0, abs=1e-5)
     varied = any(len(set(group)) > 1 for group in groups)

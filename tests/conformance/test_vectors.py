@@ -163,7 +163,7 @@ def test_the_vectors_gradient_is_that_of_their_loss(algorithm: str, case: dict[s
         for t, expected in enumerate(case["expected"]["gradient"][i]):
             ends = []
             for by in (step, -step):
-                live = [list(one["logprobs"]) for one in samples]
+                live = [list(sample["logprobs"]) for sample in samples]
                 live[i][t] += by
                 per_token = reference.losses(algorithm, config, samples, live)
                 ends.append(reference.step_loss(config, samples, per_token))
@@ -175,16 +175,16 @@ def test_the_vectors_gradient_is_that_of_their_loss(algorithm: str, case: dict[s
 def test_advantages(algorithm: str, case: dict[str, Any]) -> None:
     spec, config = find_algorithm(algorithm), cases.config_of(algorithm, case)
     inputs = [cases.advantage_inputs(group, config=config) for group in case["groups"]]
-    got = [spec.advantages(one, config) for one in inputs]
-    for raw, one, wanted in zip(got, inputs, case.get("returns", []), strict=False):
+    got = [spec.advantages(group_input, config) for group_input in inputs]
+    for raw, group_input, wanted in zip(got, inputs, case.get("returns", []), strict=False):
         assert spec.returns is not None
-        assert spec.returns(one, raw, config).tolist() == pytest.approx(joined(wanted), rel=1e-5, abs=1e-6)
+        assert spec.returns(group_input, raw, config).tolist() == pytest.approx(joined(wanted), rel=1e-5, abs=1e-6)
     if spec.normalize is not None:
         got = spec.normalize(got, inputs, config)
-    for values, one, expected in zip(got, inputs, case["expected"], strict=True):
+    for values, group_input, expected in zip(got, inputs, case["expected"], strict=True):
         assert values.dtype == torch.float32
         wanted = [a for row in expected for a in row]
-        trained = one.loss_mask.tolist()
+        trained = group_input.loss_mask.tolist()
         pairs = [
             pair for pair, counts in zip(zip(values.tolist(), wanted, strict=True), trained, strict=True) if counts
         ]
@@ -210,8 +210,8 @@ def assert_alike(left: Any, right: Any) -> None:
             assert_alike(left[key], right[key])
     elif isinstance(left, list):
         assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_alike(one, other)
+        for left_part, right_part in zip(left, right, strict=True):
+            assert_alike(left_part, right_part)
     elif isinstance(left, float):
         assert math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9)
     else:
@@ -264,11 +264,12 @@ def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], n
     clean = cases.loss_inputs(case["samples"], config=config, dtype=torch.float32)
     masked = ~clean.loss_mask
     names = (*NOISY, *NOISY_OF_DISTILL) if algorithm == "distill" else NOISY
-    columns = {name: one.detach() for name in names if (one := getattr(clean, name)) is not None}
+    columns = {name: column.detach() for name in names if (column := getattr(clean, name)) is not None}
     spoilt = dataclasses.replace(
         clean,
         **{
-            name: one.masked_fill(masked[:, None] if one.dim() == 2 else masked, noise) for name, one in columns.items()
+            name: column.masked_fill(masked[:, None] if column.dim() == 2 else masked, noise)
+            for name, column in columns.items()
         },
     )
     results = []
@@ -278,7 +279,7 @@ def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], n
         outputs = spec.loss(inputs, config)
         outputs.loss_sum.backward()
         metrics = {name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()}
-        gradients = [gradient_of(one) for one in (inputs.logprobs, *tops)]
+        gradients = [gradient_of(tensor) for tensor in (inputs.logprobs, *tops)]
         results.append((float(outputs.loss_sum.detach()), gradients, metrics))
     assert results[0] == results[1]
     assert not torch.tensor(results[1][1][0])[masked].any()

@@ -110,8 +110,8 @@ def start(tmp_path: Path) -> Iterator[Any]:
         return started[-1]
 
     yield start_child
-    for one in started:
-        one.end(grace_s=0.0)
+    for child in started:
+        child.end(grace_s=0.0)
 
 
 def test_a_child_is_asked_for_its_first_lines_without_waiting(start: Any) -> None:
@@ -176,6 +176,8 @@ time.sleep(600)
 
 def _await_end(processes: list[psutil.Process]) -> None:
     deadline = time.monotonic() + 60.0
-    while left := [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
+    while left := [
+        process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)

@@ -56,10 +56,10 @@ def test_a_flat_distribution_costs_a_bit_a_token_of_the_vocabulary() -> None:
 def test_a_token_outside_of_its_set_is_told(tokens: int, seed: int) -> None:
     mask, sampled = random_sets(VOCAB, tokens, seed)
     for place in np.flatnonzero(~mask.all(1)).tolist():
-        other = list(sampled)
-        other[place] = int(np.argmin(mask[place]))
-        assert KeptTokens.of_mask(mask).fault(other) == (
-            f"its token {place}, id {other[place]}, is not in the set that it was sampled from"
+        altered = list(sampled)
+        altered[place] = int(np.argmin(mask[place]))
+        assert KeptTokens.of_mask(mask).fault(altered) == (
+            f"its token {place}, id {altered[place]}, is not in the set that it was sampled from"
         )
 
 

@@ -110,7 +110,9 @@ def test_positions_are_the_published_ones_on_every_path(tree: Drawn) -> None:
     positions = rotary_positions(chains_of(ends_of(tree.parents)), tree.media)
     assert positions.dtype == np.int64
     for path in tree.paths:
-        assert positions[:, path].T.tolist() == [list(one) for one in published([tree.rows[row] for row in path])]
+        assert positions[:, path].T.tolist() == [
+            list(position) for position in published([tree.rows[row] for row in path])
+        ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,13 +120,17 @@ def test_positions_are_the_published_ones_on_every_path(tree: Drawn) -> None:
 def test_a_sequence_is_a_tree_of_one_path_and_its_short_form_names_each_item_once(tree: Drawn) -> None:
     path = max(tree.paths, key=len)
     place = {row: number for number, row in enumerate(path)}
-    media = [Media(one.item, place[one.start], place[one.end - 1] + 1) for one in tree.media if one.start in place]
+    media = [
+        Media(medium.item, place[medium.start], place[medium.end - 1] + 1)
+        for medium in tree.media
+        if medium.start in place
+    ]
     positions, following = rotary_of_sequence(len(path), media)
     wanted = published([tree.rows[row] for row in [*path]] + [None])
-    assert positions.T.tolist() == [list(one) for one in wanted[:-1]] and following == wanted[-1][0]
+    assert positions.T.tolist() == [list(position) for position in wanted[:-1]] and following == wanted[-1][0]
     # The short form by hand: every row outside of items, and one placeholder at each item's first row.
-    by_start = {one.start: one for one in media}
-    inside = {row for one in media for row in range(one.start, one.end)}
+    by_start = {medium.start: medium for medium in media}
+    inside = {row for medium in media for row in range(medium.start, medium.end)}
     short: list[int] = []
     for number, row in enumerate(path):
         if number in by_start:
@@ -141,7 +147,7 @@ def test_an_item_s_file_gives_back_record_and_tensors_and_the_folder_takes_diges
     }
     item = msgspec.structs.replace(image_item(1, 1), digest=item_digest(b"a setting", tensors))
     written = write_item(tmp_path, item, tensors)
-    assert [one.name for one in tmp_path.iterdir()] == [item.digest]
+    assert [path.name for path in tmp_path.iterdir()] == [item.digest]
     record, found = FolderReader(tmp_path).open(item.digest)
     assert record == written
     for name, tensor in tensors.items():

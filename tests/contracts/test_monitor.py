@@ -76,10 +76,10 @@ def test_an_error_beside_the_loop_ends_the_loop() -> None:
     try:
         with Monitor(
             [Check(name="Ray", every_s=0.0, look=look, act=pytest.fail, beside=True, at_end=ended.set)]
-        ) as one:
+        ) as monitor:
             assert ended.wait(DEADLINE_S)
             with pytest.raises(OSError, match="no such process"):
-                one.tick()
+                monitor.tick()
     finally:
         threading.excepthook = hook
 

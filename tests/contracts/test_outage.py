@@ -73,10 +73,10 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_action_is_repeated_until_the_outage_is_over(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
-    one = Outage("the file", report=told.append)
+    disk_outage = Outage("the file", report=told.append)
     with caplog.at_level(logging.WARNING):
-        assert wait_out(Disk(FULL, FULL, sqlite_error(sqlite3.SQLITE_BUSY)), one, limit_s=math.inf) == "written"
-    assert one.problem == ""
+        assert wait_out(Disk(FULL, FULL, sqlite_error(sqlite3.SQLITE_BUSY)), disk_outage, limit_s=math.inf) == "written"
+    assert disk_outage.problem == ""
     assert told[:2] == ["the file: waits for the disk (No space left on device since 0 s)"] * 2
     begin, end = (record.message for record in caplog.records)
     assert begin == "the file waits for the disk: No space left on device"
@@ -84,12 +84,12 @@ def test_an_action_is_repeated_until_the_outage_is_over(caplog: pytest.LogCaptur
 
 
 def test_another_error_and_the_limit_end_the_wait() -> None:
-    one = Outage("the file")
+    disk_outage = Outage("the file")
     with pytest.raises(ValueError, match="a value"):
-        wait_out(Disk(FULL, ValueError("a value")), one, limit_s=math.inf)
+        wait_out(Disk(FULL, ValueError("a value")), disk_outage, limit_s=math.inf)
     with pytest.raises(OSError, match="No space left"):
-        wait_out(Disk(*[FULL] * 99), one, limit_s=0.05)
-    assert one.problem.startswith("No space left on device since 0 s")
+        wait_out(Disk(*[FULL] * 99), disk_outage, limit_s=0.05)
+    assert disk_outage.problem.startswith("No space left on device since 0 s")
 
 
 def test_a_wait_that_is_given_up_raises_the_newest_error() -> None:

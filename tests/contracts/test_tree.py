@@ -64,7 +64,7 @@ def test_runs_are_the_chains_of_a_forest(parents: list[int]) -> None:
     assert runs.stop.tolist() == [*first[1:], len(parents)]
     of_rows = runs.of_rows(np.arange(len(parents)))
     assert [int(runs.start[run]) for run in of_rows] == [
-        max(one for one in first if one <= r) for r in range(len(parents))
+        max(start for start in first if start <= r) for r in range(len(parents))
     ]
 
 
@@ -74,7 +74,7 @@ def test_subtrees_that_do_not_nest_are_refused_and_no_others(parents: list[int],
     end = ends_of(parents)
     row = data.draw(st.integers(0, len(end) - 1))
     end[row] = data.draw(st.integers(0, len(end) + 2))
-    nests = all(one < end[one] <= len(end) for one in range(len(end))) and all(
+    nests = all(start < end[start] <= len(end) for start in range(len(end))) and all(
         end[inner] <= end[outer] for outer in range(len(end)) for inner in range(outer, min(end[outer], len(end)))
     )
     if nests:
@@ -88,8 +88,8 @@ def tokens_of(tree: TokenTree) -> list[tuple[int, int]]:
     """Returns the unique (episode, sampled row) pairs, by the definition."""
     return [
         (place, row)
-        for place, one in enumerate(tree.episodes)
-        for row in sorted({int(row) for leaf in one.leaves for row in path_of(tree, leaf)})
+        for place, episode in enumerate(tree.episodes)
+        for row in sorted({int(row) for leaf in episode.leaves for row in path_of(tree, leaf)})
         if tree.versions[row] >= 0
     ]
 
@@ -116,7 +116,7 @@ def test_tokens_are_pairs_of_an_episode_and_a_sampled_row(seed: int, roots: int)
 def test_rows_that_episodes_share_and_several_segments_are_among_the_trees_of_these_tests() -> None:
     trees = [random_tree(np.random.default_rng(seed)) for seed in range(20)]
     assert any(len(tree.tokens[1]) > len(tree.sampled) for tree in trees)
-    assert any(len(one.leaves) > 1 for tree in trees for one in tree.episodes)
+    assert any(len(episode.leaves) > 1 for tree in trees for episode in tree.episodes)
     assert any(int(tree.runs.positions().max()) > 12 for tree in trees)
 
 
@@ -137,7 +137,7 @@ def whole_tree(random: np.random.Generator, *, roots: int = 1, experts: int = 8)
             media.append(Media(item, first, behind))
     names = ("old_logprobs", "reference_logprobs", "teacher_logprobs")
     tree = dataclasses.replace(tree, kept=KeptTokens.of_mask(mask), media=media)
-    extras = {name: one for name, one in tree.extras.items() if name != "on_policy"}
+    extras = {name: extra for name, extra in tree.extras.items() if name != "on_policy"}
     return dataclasses.replace(tree, extras=extras).with_extras(
         **{name: random.random(tree.rows).astype(np.float32) for name in names},
         teacher_top_ids=random.integers(0, VOCABULARY, (tree.rows, 3)).astype(np.int32),
@@ -162,15 +162,15 @@ def test_a_part_of_the_episodes_has_the_rows_of_their_paths_and_all_that_belongs
         assert np.array_equal(getattr(part, name), getattr(tree, name)[rows]) and part.end.dtype == np.int32
     new = {row: place for place, row in enumerate(rows)}
     for row in rows:
-        assert path_of(part, new[row]).tolist() == [new[int(one)] for one in path_of(tree, row)]
+        assert path_of(part, new[row]).tolist() == [new[int(old_row)] for old_row in path_of(tree, row)]
     for mine, place in zip(part.episodes, places, strict=True):
         whole = tree.episodes[place]
         moved = [msgspec.structs.replace(t, start=new[t.start], end=new[t.end - 1] + 1) for t in whole.turns]
         assert mine == msgspec.structs.replace(whole, leaves=[new[leaf] for leaf in whole.leaves], turns=moved)
     assert part.media == [
-        msgspec.structs.replace(one, start=new[one.start], end=new[one.end - 1] + 1)
-        for one in tree.media
-        if one.start in new
+        msgspec.structs.replace(medium, start=new[medium.start], end=new[medium.end - 1] + 1)
+        for medium in tree.media
+        if medium.start in new
     ]
     assert part.kept is not None and tree.kept is not None
     assert part.kept.lists() == [tree.kept.lists()[row] for row in rows]

@@ -50,7 +50,7 @@ def counts(demand: Callable[[int], float], *, seconds: int, engines: int, lost: 
 
 
 def changes(seen: list[int]) -> int:
-    return sum(one != other for one, other in pairwise(seen))
+    return sum(before != after for before, after in pairwise(seen))
 
 
 def test_engines_follow_a_load_that_rises_and_one_that_falls() -> None:
@@ -156,7 +156,9 @@ def test_it_orders_none_that_the_samples_in_flight_could_not_fill(scaled: Scaled
     groups = (1 + mode.max_staleness) * rollout.prompts_per_step + rollout.spare_prompts
     usable = usable_engines(scaled.config)
     assert 16 * (usable - 1) < groups * scaled.config.algo.group_size <= 16 * usable
-    serving = [EngineRow(id=f"engine-{one}", origin="added", state="serving", since=1.0) for one in range(1, usable)]
+    serving = [
+        EngineRow(id=f"engine-{number}", origin="added", state="serving", since=1.0) for number in range(1, usable)
+    ]
     scaled.book.write_engines(serving)
     scaled.book.enable_autoscaler(True)
     scaled.pass_seconds(200, wait_ms=500.0, waiting=4)

@@ -39,7 +39,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 @pytest.mark.parametrize("name", ["GCS", "raylet"])
 def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
-    pids = {one: process.pid for one, process in daemons.items()}
+    pids = {daemon: process.pid for daemon, process in daemons.items()}
     with Monitor([daemons_check(lambda: pids, LONG_S, lost=lost)]):
         os.kill(daemons[name].pid, signal.SIGKILL)
         assert lost.reported.wait(DEADLINE_S)

@@ -94,10 +94,10 @@ def test_the_end_of_an_added_engine_is_no_failure_of_the_run(run: Run) -> None:
     run.tick_until("it is not removed", lambda: refused in run.services.removed)
     assert run.engines.failures[refused] == "its weights do not fit"
     run.difference = "it computes something else"
-    other = run.join()
-    run.tell(other, engine=EngineReport(url="http://h:2", version=4))
-    run.tick_until("it is not removed", lambda: other in run.services.removed)
-    assert run.engines.failures[other] == "it computes something else"
+    other_engine = run.join()
+    run.tell(other_engine, engine=EngineReport(url="http://h:2", version=4))
+    run.tick_until("it is not removed", lambda: other_engine in run.services.removed)
+    assert run.engines.failures[other_engine] == "it computes something else"
 
     given_up = run.join()
     run.changes.leave(given_up)

@@ -96,7 +96,7 @@ def ordered(run: Run, tmp_path: Path) -> Ordered:
 
 
 def states(order: Order) -> list[str]:
-    return [one.state for one in order.history]
+    return [change.state for change in order.history]
 
 
 def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
@@ -202,7 +202,9 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
         order = ordered.order(first)
         assert order.status == "CONNECTING" and order.engines == [1, 2]
     members = ordered.run.members.read()
-    assert [(one.origin, one.url) for one in members.members[1:]] == [("external", f"http://h:{n}") for n in (1, 2)]
+    assert [(member.origin, member.url) for member in members.members[1:]] == [
+        ("external", f"http://h:{n}") for n in (1, 2)
+    ]
     assert ordered.order(second).status == "PENDING", "it is queued, and its timeout has not started"
     ordered.change(second, history=[StateAt(state="PENDING", at=1.0)])
     ordered.book.ask_cancel(third)

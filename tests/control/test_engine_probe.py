@@ -32,15 +32,15 @@ def test_an_engine_that_computes_something_else_is_found(
 ) -> None:
     context = context_of(load_config(settle=settle), tmp_path)
     fits = replace(launch, engine=replace(launch.engine, context_length=512, max_total_tokens=8192))
-    first, other = start_engine(fits).process.url, start_engine(fits, dtype="bfloat16").process.url
+    first, half_url = start_engine(fits).process.url, start_engine(fits, dtype="bfloat16").process.url
     probe = EngineProbe(context)
     assert probe.start(first, attached=False, reference=first).result(60.0) == ""
-    why = probe.start(other, attached=False, reference=first).result(60.0)
+    why = probe.start(half_url, attached=False, reference=first).result(60.0)
     assert "does not compute what the run's engines compute" in why and "at most 0.0001" in why
     print(why)
     with monkeypatch.context() as wide:
         wide.setattr(module, "TOLERANCE", 10.0)
-        assert probe.start(other, attached=False, reference=first).result(60.0) == ""
+        assert probe.start(half_url, attached=False, reference=first).result(60.0) == ""
 
     monkeypatch.setattr(module, "PROBE_S", 0.2)
     gone = probe.start("http://127.0.0.1:9", attached=False, reference=first).result(60.0)

@@ -99,8 +99,8 @@ def test_runs_that_take_no_order_for_engines_say_why() -> None:
     assert "mode=colocate" in limits_of(load_config(["mode=colocate"])).refusal
     ours = limits_of(load_config())
     assert not ours.no_urls and not ours.no_more and ours.hosts == ["127.0.0.1", "localhost"]
-    others = limits_of(load_config(["engine.urls=[http://127.0.0.1:9]"]))
-    assert "engine.urls" in others.no_more and not others.no_urls
+    attached = limits_of(load_config(["engine.urls=[http://127.0.0.1:9]"]))
+    assert "engine.urls" in attached.no_more and not attached.no_urls
     sees = ["model=tiny_qwen3_vl", "data=see"]
     assert "gets no image and no video of prompts" in limits_of(load_config(sees)).no_urls
     assert "gets no video of prompts" in limits_of(load_config([*sees, "engine=sglang"])).no_urls

@@ -28,7 +28,7 @@ def student() -> Path:
 
 
 @pytest.fixture
-def other(student: Path, tmp_path: Path) -> Path:
+def student_copy(student: Path, tmp_path: Path) -> Path:
     """Copies the student, so that a test can change the copy."""
     folder = tmp_path / "other"
     shutil.copytree(student, folder)
@@ -53,13 +53,17 @@ def problems(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
-def test_the_builtin_teacher_and_a_folder_of_ones_own(student: Path, other: Path) -> None:
+def test_the_builtin_teacher_and_a_folder_of_ones_own(student: Path, student_copy: Path) -> None:
     config = load_config(
-        ["algo=distill", f"algo.teachers={{default: tiny_qwen3_teacher, mine: {other}}}", "algo.teacher_key=prompt"],
+        [
+            "algo=distill",
+            f"algo.teachers={{default: tiny_qwen3_teacher, mine: {student_copy}}}",
+            "algo.teacher_key=prompt",
+        ],
         checks=[check for check in CHECKS if check.__name__ != "teacher_problems"],
     )
     folders = teacher_folders(config, student=student)
-    assert list(folders) == ["default", "mine"] and folders["mine"] == other
+    assert list(folders) == ["default", "mine"] and folders["mine"] == student_copy
     assert folders["default"].name.startswith("tiny_qwen3_teacher-reverse_digits-")
     assert teacher_folders(load_config(), student=student) == {}
 
@@ -70,29 +74,29 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     ]
 
 
-def test_another_family_teaches_where_it_is_known(other: Path, student: Path) -> None:
-    keys = ("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
-    change(other / "config.json", model_type="llama")
+def test_another_family_teaches_where_it_is_known(student_copy: Path, student: Path) -> None:
+    keys = ("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
+    change(student_copy / "config.json", model_type="llama")
     load_config(["algo=distill", *keys], checks=CHECKS)
-    change(other / "config.json", model_type="phi3")
+    change(student_copy / "config.json", model_type="phi3")
     (text,) = problems(*keys)
     assert text.startswith("algo.teachers.default: ") and "'phi3', which is no family of Relax" in text
 
 
-def test_another_tokenizer(other: Path, student: Path) -> None:
-    swap_two_tokens(other)
-    (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
+def test_another_tokenizer(student_copy: Path, student: Path) -> None:
+    swap_two_tokens(student_copy)
+    (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
     assert "its token ids are not those of the model that learns" in text
     assert "'7' is 16 in the one (56 tokens) and 17 in the other (56)" in text
     # The built-in student is made first, and the problem is found with it.
     with pytest.raises(ValueError, match="A teacher must have the student's tokenizer"):
-        teacher_folders(load_config(["algo=distill", f"algo.teachers.default={other}"]), student=student)
+        teacher_folders(load_config(["algo=distill", f"algo.teachers.default={student_copy}"]), student=student)
 
 
-def test_another_size_of_vocabulary_matters_to_the_top_k_tokens_alone(other: Path, student: Path) -> None:
-    change(other / "config.json", vocab_size=64)
-    keys = ["algo=distill", f"algo.teachers.default={other}"]
-    assert teacher_folders(load_config(keys), student=student) == {"default": other}
+def test_another_size_of_vocabulary_matters_to_the_top_k_tokens_alone(student_copy: Path, student: Path) -> None:
+    change(student_copy / "config.json", vocab_size=64)
+    keys = ["algo=distill", f"algo.teachers.default={student_copy}"]
+    assert teacher_folders(load_config(keys), student=student) == {"default": student_copy}
     with pytest.raises(ValueError, match="vocab_size 64, the model that learns has"):
         teacher_folders(load_config([*keys, "algo.form=topk_jsd"]), student=student)
     with pytest.raises(ValueError, match=r"algo.top_k=5000: the vocabulary has \d+ tokens"):
@@ -100,9 +104,9 @@ def test_another_size_of_vocabulary_matters_to_the_top_k_tokens_alone(other: Pat
 
 
 @pytest.mark.parametrize("word", ["algo.teachers={mine: FOLDER}", "algo.teachers.mine=FOLDER"])
-def test_who_names_a_teacher_gets_no_other(student: Path, other: Path, word: str) -> None:
-    config = load_config(["algo=distill", word.replace("FOLDER", str(other))], checks=CHECKS)
-    assert teacher_folders(config, student=student) == {"mine": other}
+def test_who_names_a_teacher_gets_no_other(student: Path, student_copy: Path, word: str) -> None:
+    config = load_config(["algo=distill", word.replace("FOLDER", str(student_copy))], checks=CHECKS)
+    assert teacher_folders(config, student=student) == {"mine": student_copy}
 
 
 def test_a_builtin_teacher_of_an_unknown_task(student: Path, tmp_path: Path) -> None:
@@ -110,7 +114,8 @@ def test_a_builtin_teacher_of_an_unknown_task(student: Path, tmp_path: Path) -> 
     rows.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": str(i)}) + "\n" for i in range(300)))
     found = problems("model=qwen3", f"model.path={student}", "data=file", f"data.path={rows}", "data.eval_size=256")
     assert any(
-        "algo.teachers.default=tiny_qwen3_teacher: the task that it was trained on is not known" in one for one in found
+        "algo.teachers.default=tiny_qwen3_teacher: the task that it was trained on is not known" in problem
+        for problem in found
     )
 
 
@@ -143,22 +148,27 @@ def test_truncated_sampling_and_a_teacher_go_together(form: str, served_by: str)
     load_config([*keys, "rollout.top_p=0.9", "rollout.top_k=20"], checks=CHECKS)
 
 
-def test_a_teacher_with_other_media_tokens(other: Path, student: Path) -> None:
-    change(other / "config.json", image_token_id=30)
-    (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
-    assert f"algo.teachers.default={other}: its media tokens are [30], those of the model that learns are []" in text
+def test_a_teacher_with_other_media_tokens(student_copy: Path, student: Path) -> None:
+    change(student_copy / "config.json", image_token_id=30)
+    (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
+    assert (
+        f"algo.teachers.default={student_copy}: its media tokens are [30], those of the model that learns are []"
+        in text
+    )
     assert "so a teacher must name the same ones in tokenizer.json and config.json" in text
 
 
 def test_a_teacher_of_pictures_must_cut_them_as_the_student_does(student: Path, tmp_path: Path) -> None:
     sees = tiny_model_folder("tiny_qwen3_vl", task="see")
-    other = tmp_path / "other"
-    shutil.copytree(sees, other)
-    config = read_hf_config(other)
-    change(other / "config.json", vision_config=config["vision_config"] | {"patch_size": 4, "hidden_size": 48})
+    other_folder = tmp_path / "other"
+    shutil.copytree(sees, other_folder)
+    config = read_hf_config(other_folder)
+    change(other_folder / "config.json", vision_config=config["vision_config"] | {"patch_size": 4, "hidden_size": 48})
     keys = ("model=qwen3_vl", f"model.path={sees}", "data=see", "algo.teachers.default=")
-    (found,) = problems(*keys[:3], f"{keys[3]}{other}")
-    assert found.startswith(f"algo.teachers.default={other}: its vision tower has patch_size=4, that of the model that")
+    (found,) = problems(*keys[:3], f"{keys[3]}{other_folder}")
+    assert found.startswith(
+        f"algo.teachers.default={other_folder}: its vision tower has patch_size=4, that of the model that"
+    )
     found = " ".join(problems(*keys[:3], f"{keys[3]}{student}"))
     assert f"algo.teachers.default={student}: it reads text only, and prompts may have images or video." in found
     load_config(["algo=distill", *keys[:3], f"{keys[3]}{sees}"], checks=CHECKS)
@@ -219,7 +229,7 @@ def test_judges_have_engines_and_memory_of_their_own(model: Path, prompt: Path) 
     ],
 )
 def test_what_cannot_work_is_told(model: Path, prompt: Path, overrides: tuple[str, ...], words: str) -> None:
-    found = list(judge_problems(config_of(prompt, *(one.format(model=model) for one in overrides))))
+    found = list(judge_problems(config_of(prompt, *(override.format(model=model) for override in overrides))))
     assert len(found) == 1 and words in found[0], found
 
 

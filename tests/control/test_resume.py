@@ -181,9 +181,9 @@ def test_a_checkpoint_of_another_run_is_refused(config: RelaxConfig, overrides: 
     made_with = load_config([f"run.dir={config.run.dir}"])
     folder = write_checkpoint(Path(config.run.dir), 10, config=made_with)
     before = plain(made_with)["data"]["size"]
-    other = load_config([f"run.dir={config.run.dir}", "resume=auto", *overrides])
+    other_config = load_config([f"run.dir={config.run.dir}", "resume=auto", *overrides])
     with pytest.raises(ValueError, match="it was made by another run") as refused:
-        find_resume_point(other)
+        find_resume_point(other_config)
     assert words.replace("data.size was 0", f"data.size was {before}").replace(
         "data.size=0", f"data.size={before}"
     ) in (str(refused.value))
@@ -270,9 +270,9 @@ def test_the_rows_of_a_plug_in_are_known_by_their_content(tmp_path: Path) -> Non
     assert point is not None and point.notes == (
         f"data.config was {{database:{first}}}, is {{database:{moved}}}, the same data by its content from step 10 on",
     )
-    other = write_database(tmp_path / "other.db", [*ROWS[:-1], ("rev 1", "1")])
+    other_database = write_database(tmp_path / "other.db", [*ROWS[:-1], ("rev 1", "1")])
     with pytest.raises(ValueError, match=r"it was made by another run: data.config was \{database:"):
-        find_resume_point(on_database(other))
+        find_resume_point(on_database(other_database))
 
 
 def test_a_checkpoint_that_does_not_say_its_datas_content_compares_paths(tmp_path: Path, rows: Path) -> None:
@@ -301,9 +301,9 @@ def test_a_resumed_run_keeps_the_date_of_its_chat_template(config: RelaxConfig) 
     for again in (config, with_date):
         point = find_resume_point(replace(again, resume="auto"))
         assert point is not None and (point.template_date, point.notes) == ("2026-11-28", ())
-    other = replace(config, data=replace(config.data, template_date="2026-11-29"), resume="auto")
+    other_config = replace(config, data=replace(config.data, template_date="2026-11-29"), resume="auto")
     with pytest.raises(ValueError, match=r"data.template_date was 2026-11-28, is 2026-11-29"):
-        find_resume_point(other)
+        find_resume_point(other_config)
     write_checkpoint(Path(config.run.dir), 20, config=config)  # by a version of Relax without the key
     point = find_resume_point(replace(config, resume="auto"))
     assert point is not None and point.template_date is None

@@ -80,7 +80,7 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pyte
         run.look()
         run.tick(step=step)
     run.close("failed", "the last words")
-    events = [one.event for one in read_alarms(tmp_path / "run")]
+    events = [alarm.event for alarm in read_alarms(tmp_path / "run")]
     expected = ["started", "restarts", "engine_lost", "engine_lost", "recovery", "stalled", "straggler", "rule"]
     assert sorted(events) == sorted([*expected, "disk_low", "order_failed", "failed"])
     texts = "\n".join(f"{title}\n{text}" for title, text in told.messages)
@@ -106,12 +106,12 @@ def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, to
     run.watch(engine_lost=dict, order_failed=failed)
     order = book.place("scale_out", {"num_replicas": 2})
     book.move(order, "FAILED", failure="engine-1: no memory is left")
-    other = book.place("scale_out", {"num_replicas": 2})
+    open_order = book.place("scale_out", {"num_replicas": 2})
     run.watch_no_more()
     book.end_orders()
     run.close("stopped", "in the run's folder")
-    events = {one.event: one.text for one in read_alarms(tmp_path / "run")}
-    assert "no memory is left" in events["order_failed"] and other.request_id not in events["order_failed"]
+    events = {alarm.event: alarm.text for alarm in read_alarms(tmp_path / "run")}
+    assert "no memory is left" in events["order_failed"] and open_order.request_id not in events["order_failed"]
     assert "stopped" in events
 
 
@@ -129,7 +129,7 @@ def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
     run.stragglers([slow(ended=False), slow(ended=True), slow(ended=True)])
     run.tick(step=7)
     run.close("finished", "")
-    found = [(one.event, one.kind) for one in read_alarms(tmp_path / "run")]
+    found = [(alarm.event, alarm.kind) for alarm in read_alarms(tmp_path / "run")]
     assert found == [
         *(("started", "new"), ("rule", "new"), ("rule", "again"), ("rule", "over")),
         *(("straggler", "new"), ("straggler", "over"), ("finished", "new")),
@@ -146,7 +146,7 @@ def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_pa
     second.add_records([record(0, time_s=1.0, reward=0.1), record(1, reward=0.1)])
     second.tick(step=2)
     second.close("stopped", "")
-    assert [one.event for one in read_alarms(tmp_path / "run")] == ["started", "rule", "stopped"]
+    assert [alarm.event for alarm in read_alarms(tmp_path / "run")] == ["started", "rule", "stopped"]
 
 
 def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path: Path, told: Told) -> None:
@@ -155,7 +155,7 @@ def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path
     resumed = record(0, source=RUN, **{RESUMED: 1.0})
     run.add_records([record(0, reward=0.1), resumed, record(1, reward=0.1)])
     run.tick(step=2)
-    assert [one.event for one in read_alarms(tmp_path / "run")] == ["started"]
+    assert [alarm.event for alarm in read_alarms(tmp_path / "run")] == ["started"]
     run.add_records(record(step, reward=1.0) for step in range(2, UNKNOWN_RECORDS))
     lines = [line for line in run.take_lines() if "notify.rules" in line]
     assert len(lines) == 1 and "actor/algorithm/rewrad was in none of 100 records of actor" in lines[0]
@@ -188,9 +188,9 @@ def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
     def lines(records: list[MetricRecord]) -> list[tuple[int, str]]:
         run = alarms(tmp_path, told, "rollout.max_new_tokens=8", "notify.events=[]", clock=Clock(), again=True)
         found = []
-        for one in records:
-            run.add_records([one])
-            found += [(one.step, line) for line in run.take_lines()]
+        for record in records:
+            run.add_records([record])
+            found += [(record.step, line) for line in run.take_lines()]
         run.close("finished", "")
         return found
 

@@ -20,7 +20,7 @@ from tests.roles.run_context import context_in
 
 
 def beat(name: str, *on: str, silent_s: float = 0.0, state: State = "running", life: Any = "alive") -> Beat:
-    waits = tuple(Wait(what=f"call {number}", on=one, since=0.0) for number, one in enumerate(on))
+    waits = tuple(Wait(what=f"call {number}", on=peer, since=0.0) for number, peer in enumerate(on))
     status = WorkerStatus(name=name, state=state, since=0.0, pid=1, detail="", error=None, waits=waits)
     return Beat(name=name, life=life, status=status, silent_s=silent_s)
 
@@ -30,14 +30,14 @@ def in_bus(task: str, *owed_by: str) -> BusWait:
 
 
 def blockers(*beats: Beat, bus: Any = ()) -> list[str]:
-    return chain({one.name: one for one in beats}, bus, start="actor-0").blockers
+    return chain({known_beat.name: known_beat for known_beat in beats}, bus, start="actor-0").blockers
 
 
 def test_the_chain_is_followed_through_the_bus() -> None:
     bus = [in_bus("actor", "advantages"), in_bus("advantages", "actor_fwd")]
     beats = [beat("actor-0", "bus"), beat("advantages-0", "bus"), beat("actor_fwd-0"), beat("reference-0")]
     assert blockers(*beats, bus=bus) == ["actor_fwd-0"]
-    found = chain({one.name: one for one in beats}, bus, start="actor-0")
+    found = chain({known_beat.name: known_beat for known_beat in beats}, bus, start="actor-0")
     assert "bus: actor waits for g00000007; owed by advantages" in found.lines
     assert any(line.startswith("actor-0: waits ") and "on bus for call 0" in line for line in found.lines)
 

@@ -48,7 +48,7 @@ def test_before_a_train_step_is_done_a_stop_ends_everything_at_once(tmp_path: Pa
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "stopped before a train step was done" in err
-    assert len(below) == 2 and not any(one.is_running() for one in below)
+    assert len(below) == 2 and not any(child.is_running() for child in below)
 
 
 def test_a_train_step_that_is_reported_after_the_stop_has_its_checkpoint(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_controller_that_dies_of_the_stop_is_not_repeated(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_asks_and_a_later_one_ends(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    before = [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS]
     monkeypatch.setattr("relax_core.control.controller_process.AGAIN_S", 3600.0)
     with StopSignals() as signals:
         assert signals.received is None
@@ -109,7 +109,7 @@ def test_the_first_signal_asks_and_a_later_one_ends(number: signal.Signals, monk
         monkeypatch.setattr("relax_core.control.controller_process.AGAIN_S", -1.0)
         signal.raise_signal(signal.SIGTERM)
         assert signals.again and signals.received == number
-    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
+    assert [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS] == before
 
 
 def test_another_signal_is_left_alone() -> None:

@@ -19,28 +19,28 @@ def config(**values: object) -> DataConfig:
 
 
 def test_a_file_that_only_moved_is_the_same_data(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.jsonl", tmp_path / "below" / "other.jsonl"
-    one.write_text("a\nb\n")
-    before = data_digest(config(path=str(one)))
-    other.parent.mkdir()
-    one.rename(other)
-    assert data_digest(config(path=str(other))) == before
-    assert data_digest(config(paths=[str(other)])) == before
-    other.write_text("a\nc\n")
-    assert data_digest(config(path=str(other))) != before
+    old_path, new_path = tmp_path / "one.jsonl", tmp_path / "below" / "other.jsonl"
+    old_path.write_text("a\nb\n")
+    before = data_digest(config(path=str(old_path)))
+    new_path.parent.mkdir()
+    old_path.rename(new_path)
+    assert data_digest(config(path=str(new_path))) == before
+    assert data_digest(config(paths=[str(new_path)])) == before
+    new_path.write_text("a\nc\n")
+    assert data_digest(config(path=str(new_path))) != before
 
 
 def test_order_weights_and_held_out_rows_are_part_of_it(tmp_path: Path) -> None:
-    one, other = str(tmp_path / "one.jsonl"), str(tmp_path / "other.jsonl")
-    Path(one).write_text("a\n")
-    Path(other).write_text("b\n")
+    first_path, second_path = str(tmp_path / "one.jsonl"), str(tmp_path / "other.jsonl")
+    Path(first_path).write_text("a\n")
+    Path(second_path).write_text("b\n")
     digests = [
-        data_digest(config(paths=[one, other])),
-        data_digest(config(paths=[other, one])),
-        data_digest(config(paths={one: 1, other: 1})),
-        data_digest(config(paths={one: 2, other: 1})),
-        data_digest(config(path=one)),
-        data_digest(config(path=one, eval_path=other)),
+        data_digest(config(paths=[first_path, second_path])),
+        data_digest(config(paths=[second_path, first_path])),
+        data_digest(config(paths={first_path: 1, second_path: 1})),
+        data_digest(config(paths={first_path: 2, second_path: 1})),
+        data_digest(config(path=first_path)),
+        data_digest(config(path=first_path, eval_path=second_path)),
     ]
     assert len(set(digests)) == len(digests)
     assert data_digest(config(task="reverse_digits")) == ""

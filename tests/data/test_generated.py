@@ -19,9 +19,9 @@ def test_examples_depend_on_seed_and_index_only(task: str) -> None:
 WORDS_TO_COPY = {f"say {word}" for word in WORDS}
 
 
-def shown(one: Example) -> str:
+def shown(task_example: Example) -> str:
     """Returns the content of an example: its files if it has any, otherwise its prompt."""
-    return " ".join(str(source.path) for source in one.sources) or one.prompt
+    return " ".join(str(source.path) for source in task_example.sources) or task_example.prompt
 
 
 @pytest.mark.parametrize("task", task_names())
@@ -35,19 +35,21 @@ def test_no_training_prompt_is_held_out(task: str) -> None:
 
 def test_reverse_digits_answers_are_reversed() -> None:
     for index in range(100):
-        one = example("reverse_digits", split="train", seed=0, index=index)
-        word, digits = one.prompt.split()
-        assert (word, len(digits), one.answer) == ("rev", 5, digits[::-1])
+        task_example = example("reverse_digits", split="train", seed=0, index=index)
+        word, digits = task_example.prompt.split()
+        assert (word, len(digits), task_example.answer) == ("rev", 5, digits[::-1])
 
 
 def test_arithmetic_answers_are_right() -> None:
     kinds = set()
     for index in range(300):
-        one = example("arithmetic", split="train", seed=0, index=index)
-        first, second = (int(word.strip(".")) for word in one.prompt.split() if word.strip(".").isdigit())
-        kind = next(word for word in ("more", "loses", "boxes") if word in one.prompt)
+        task_example = example("arithmetic", split="train", seed=0, index=index)
+        first, second = (int(word.strip(".")) for word in task_example.prompt.split() if word.strip(".").isdigit())
+        kind = next(word for word in ("more", "loses", "boxes") if word in task_example.prompt)
         kinds.add(kind)
-        assert int(one.answer) == {"more": first + second, "loses": first - second, "boxes": first * second}[kind]
+        assert (
+            int(task_example.answer) == {"more": first + second, "loses": first - second, "boxes": first * second}[kind]
+        )
     assert kinds == {"more", "loses", "boxes"}
 
 

@@ -35,7 +35,7 @@ def layouts() -> list[tuple[dict[str, Any], dict[str, str]]]:
 
 
 def label_of(number: int, path: str) -> str:
-    name = next(one for one in LABELS if path.startswith(one))
+    name = next(label for label in LABELS if path.startswith(label))
     found = LABELS[name]
     return found if isinstance(found, str) else found[number - len(layouts())]
 

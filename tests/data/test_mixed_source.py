@@ -52,7 +52,7 @@ def test_an_epoch_of_each_modality_has_each_of_its_rows_once(jsonl: Path) -> Non
     mix = {"video": 0.25, "text": 0.75}
     source = make_source(config_of(jsonl, mix=mix), seed=3, eval_rows=0)
     drawn = [source.number(index) for index in range(64)]
-    by_modality = {name: [one for one in drawn if MODALITIES[one] == name] for name in mix}
+    by_modality = {name: [index for index in drawn if MODALITIES[index] == name] for name in mix}
     assert {name: len(numbers) for name, numbers in by_modality.items()} == {"video": 16, "text": 48}
     for name, numbers in by_modality.items():
         rows = MODALITIES.count(name)
@@ -60,8 +60,8 @@ def test_an_epoch_of_each_modality_has_each_of_its_rows_once(jsonl: Path) -> Non
     assert all(source.row(index) == source.numbered(drawn[index]) for index in range(8))
     again = make_source(config_of(jsonl, mix=mix), seed=3, eval_rows=0)
     assert [again.number(index) for index in range(64)] == drawn
-    other = make_source(config_of(jsonl, mix=mix), seed=4, eval_rows=0)
-    assert [other.number(index) for index in range(64)] != drawn
+    other_source = make_source(config_of(jsonl, mix=mix), seed=4, eval_rows=0)
+    assert [other_source.number(index) for index in range(64)] != drawn
 
 
 def test_every_file_gives_a_row_the_modality_of_its_media(jsonl: Path, tmp_path: Path) -> None:
@@ -75,7 +75,9 @@ def test_every_file_gives_a_row_the_modality_of_its_media(jsonl: Path, tmp_path:
         source = make_source(config_of(path), seed=0, eval_rows=0)
         found = [source.modality(number) for number in range(len(source))]
         assert found == [modality_of_row(source.numbered(number)) for number in range(len(source))]
-        assert found == (MODALITIES if path != table else [one if one == "image" else "text" for one in MODALITIES])
+        assert found == (
+            MODALITIES if path != table else [modality if modality == "image" else "text" for modality in MODALITIES]
+        )
 
 
 def row_images(row: dict[str, Any]) -> dict[str, Any]:

@@ -20,61 +20,70 @@ def examples(task: str, count: int = 256, *, split: Split = "eval") -> list[Exam
     return [example(task, split=split, seed=0, index=index) for index in range(count)]
 
 
-def shown(one: Example, number: int = 0) -> str:
+def shown(task_example: Example, number: int = 0) -> str:
     """Returns the answer that a file of an example was made for."""
-    return Path(str(one.sources[number].path)).name.partition("-")[0]
+    return Path(str(task_example.sources[number].path)).name.partition("-")[0]
 
 
 @pytest.mark.parametrize("task", [name for name in MEDIA_TASKS if name.startswith(FOUR_MODALITIES)])
 def test_parts_and_answers_are_balanced_and_controls_tell_nothing(task: str) -> None:
     drawn = examples(task)
     assert parts_of(task) == MODALITY_PARTS
-    assert Counter((one.part, one.answer) for one in drawn) == {
+    assert Counter((task_example.part, task_example.answer) for task_example in drawn) == {
         (part, answer): 16 for part in MODALITY_PARTS for answer in MODALITY_ANSWERS[part]
     }
     for part, kind in KINDS.items():
-        ours = [one for one in drawn if one.part == part]
-        assert {source.kind for one in ours for source in one.sources} == {kind}
-        right = sum(shown(one) == one.answer for one in ours) / len(ours)
+        ours = [task_example for task_example in drawn if task_example.part == part]
+        assert {source.kind for task_example in ours for source in task_example.sources} == {kind}
+        right = sum(shown(task_example) == task_example.answer for task_example in ours) / len(ours)
         assert right < 0.5 if kind in MEDIA_TASKS[task].exchanged else right == 1.0, (task, part)
-    assert all(not one.sources and one.prompt == f"say {one.answer}" for one in drawn if one.part == WORD)
+    assert all(
+        not task_example.sources and task_example.prompt == f"say {task_example.answer}"
+        for task_example in drawn
+        if task_example.part == WORD
+    )
 
 
 def test_an_exchanged_kind_leaves_the_prompts_and_answers_of_all_as_they_are() -> None:
     plain = examples(FOUR_MODALITIES)
     for kind in ("image", "video", "audio"):
         control = examples(f"{FOUR_MODALITIES}_{kind}_exchanged")
-        assert [(one.prompt, one.answer) for one in control] == [(one.prompt, one.answer) for one in plain]
+        assert [(task_example.prompt, task_example.answer) for task_example in control] == [
+            (task_example.prompt, task_example.answer) for task_example in plain
+        ]
 
 
 def test_the_question_of_two_kinds_is_balanced_and_needs_both() -> None:
     drawn = examples(TONE_OF_PICTURE)
     tone_of = dict(zip(COLOURS, TONES, strict=True))
-    assert Counter(one.answer for one in drawn) == {"yes": 128, "no": 128}
-    for one in drawn:
-        assert [source.kind for source in one.sources] == ["image", "audio"]
-        assert (tone_of[shown(one)] == shown(one, 1)) == (one.answer == "yes")
+    assert Counter(task_example.answer for task_example in drawn) == {"yes": 128, "no": 128}
+    for task_example in drawn:
+        assert [source.kind for source in task_example.sources] == ["image", "audio"]
+        assert (tone_of[shown(task_example)] == shown(task_example, 1)) == (task_example.answer == "yes")
     for number in (0, 1):  # neither alone determines the answer
-        for name in Counter(shown(one, number) for one in drawn):
-            answers = Counter(one.answer for one in drawn if shown(one, number) == name)
+        for name in Counter(shown(task_example, number) for task_example in drawn):
+            answers = Counter(task_example.answer for task_example in drawn if shown(task_example, number) == name)
             assert 0.3 < answers["yes"] / answers.total() < 0.7
     for kind in ("image", "audio"):
         control = examples(f"{TONE_OF_PICTURE}_{kind}_exchanged")
-        right = [(tone_of[shown(one)] == shown(one, 1)) == (one.answer == "yes") for one in control]
+        right = [
+            (tone_of[shown(task_example)] == shown(task_example, 1)) == (task_example.answer == "yes")
+            for task_example in control
+        ]
         assert 0.4 < np.mean(right) < 0.6
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_a_tone_has_its_pitch_in_every_form(split: Split) -> None:
     forms = set()
-    for one in examples(FOUR_MODALITIES, 400, split=split):
-        if one.part != TONE:
+    for task_example in examples(FOUR_MODALITIES, 400, split=split):
+        if task_example.part != TONE:
             continue
-        with wave.open(str(one.sources[0].path)) as file:
+        with wave.open(str(task_example.sources[0].path)) as file:
             rate, channels, count = file.getframerate(), file.getnchannels(), file.getnframes()
             samples = np.frombuffer(file.readframes(count), "<i2").reshape(-1, channels)[:, 0]
         loudest = np.abs(np.fft.rfft(samples * np.hanning(count))).argmax() * rate / count
-        assert loudest == pytest.approx(TONES[one.answer], rel=0.07)
+        assert loudest == pytest.approx(TONES[task_example.answer], rel=0.07)
         assert count / rate + 1e-3 >= 0.3 and count / rate <= 0.8
         forms.add((rate, channels))
     assert len(forms) == 6

@@ -22,7 +22,7 @@ from tests.data.test_labels import opened, replaced
 
 def write(path: Path, *prompts: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f'{{"prompt": "{one}", "answer": "1"}}\n' for one in prompts))
+    path.write_text("".join(f'{{"prompt": "{prompt}", "answer": "1"}}\n' for prompt in prompts))
     return str(path)
 
 

@@ -68,7 +68,7 @@ def own_source(folder: Path, *, held_out: str = "None", opened: str = "Rows()") 
 
 def test_it_gives_what_a_file_with_the_same_rows_gives(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
-    lines.write_text("".join(json.dumps({"prompt": one, "answer": two}) + "\n" for one, two in ROWS))
+    lines.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in ROWS))
     words = ["data=file", f"data.path={lines}", "data.eval_size=8", "model.task=reverse_digits", "eval.rows=8"]
     of_file = make_source(load_config(words).data, seed=3, eval_rows=8)
     config = sqlite_config(write_database(tmp_path / "rows.db", ROWS))
@@ -107,8 +107,8 @@ def test_its_own_held_out_rows_are_evaluated_and_all_others_trained_on(tmp_path:
     data = own_source(tmp_path, held_out=held_out)
     source = make_source(data, seed=0, eval_rows=3)
     assert len(source) == 4
-    (one,) = eval_sets(_with_data(data, max_bad_rows=0.5), source)
-    assert [row["prompt"] for row in one.rows] == ["e0", "e2"] and "held-out row 1" in str(one.bad[0])
+    (eval_set,) = eval_sets(_with_data(data, max_bad_rows=0.5), source)
+    assert [row["prompt"] for row in eval_set.rows] == ["e0", "e2"] and "held-out row 1" in str(eval_set.bad[0])
     with pytest.raises(ValueError, match=r"eval.rows=4, but data.name=.*own.py holds out 3 rows"):
         make_source(data, seed=0, eval_rows=4)
 

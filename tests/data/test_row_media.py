@@ -56,14 +56,14 @@ def test_sounds_come_from_columns_and_from_parts_of_every_form(tmp_path: Path) -
     ]
     file.write_text("".join(json.dumps({"answer": "low", **row}) + "\n" for row in rows), encoding="utf-8")
     found = [media_sources(row["prompt"]) for row in open_rows(file, keys(tmp_path, media=columns))]
-    assert [(one.kind, Path(str(one.path)).name) for one in found[0]] == [
+    assert [(source.kind, Path(str(source.path)).name) for source in found[0]] == [
         ("audio", "2.wav"),
         ("image", "1.png"),
         ("audio", "3.mp3"),
     ]
-    assert {one.kind for one in found[1]} == {"audio"}
-    assert [one.data for one in found[1]] == [None, sound, sound, None, None]
-    names = [None if one.path is None else Path(one.path).name for one in found[1]]
+    assert {source.kind for source in found[1]} == {"audio"}
+    assert [source.data for source in found[1]] == [None, sound, sound, None, None]
+    names = [None if source.path is None else Path(source.path).name for source in found[1]]
     assert names == ["a.wav", None, None, "a.wav", "last.flac"]
     assert found[1][3].path == "https://example.org/a.wav", "the URL is refused when the item is opened"
 
@@ -157,7 +157,7 @@ def test_media_without_a_place_stand_before_the_first_user_message(tmp_path: Pat
     ]
     assert types == [["image", "image", "video", "text"], ["image", "text"], ["video", "text", "image"]]
     assert found[1]["prompt"][0]["content"] == "S" and found[3]["prompt"] == "Q"
-    assert [Path(str(one.path)).name for one in media_sources(found[0]["prompt"])] == ["1.png", "2.png", "3.mp4"]
+    assert [Path(str(source.path)).name for source in media_sources(found[0]["prompt"])] == ["1.png", "2.png", "3.mp4"]
     with pytest.raises(MediaError, match="another number of items"):
         found[4]
     with pytest.raises(BadRow, match=r"data\.media_place=first needs"):
@@ -217,7 +217,7 @@ def test_a_row_that_does_not_fit_is_bad_with_its_reason(
 
 def test_urls_stay_what_they_are_so_that_they_are_refused_by_name(tmp_path: Path) -> None:
     row = jsonl(tmp_path, {"prompt": "<image><image>", "images": ["https://x/a.png", "file:///etc/passwd"]})[0]
-    assert [one.path for one in media_sources(row["prompt"])] == ["https://x/a.png", "file:///etc/passwd"]
+    assert [source.path for source in media_sources(row["prompt"])] == ["https://x/a.png", "file:///etc/passwd"]
 
 
 def test_no_error_shows_base64(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def parquet(folder: Path, *, group: int, rows: int = 12) -> Path:
         {
             "prompt": ["<image>?" if number % 3 else "text" for number in range(rows)],
             "answer": [str(number) for number in range(rows)],
-            "images": [one if number % 3 else None for number, one in enumerate(struct)],
+            "images": [value if number % 3 else None for number, value in enumerate(struct)],
             "videos": pyarrow.array([None] * rows, pyarrow.string()),
         }
     )

@@ -55,7 +55,7 @@ def test_a_null_key_of_a_message_is_absent(tmp_path: Path, kind: str) -> None:
     found = rows(tmp_path, kind, [{**USER, **nulls}], [{**USER, **nulls, "reasoning_content": "so"}])
     assert found == [[USER], [{**USER, "reasoning_content": "so"}]]
     (of_parts,) = rows(tmp_path, kind, [{"role": "user", "content": parts}])
-    assert of_parts == [{"role": "user", "content": [{"type": "text", "text": one} for one in "ab"]}]
+    assert of_parts == [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}]
     checked = checked_env(find_env("single_turn"))
     assert checked.messages is not None
     assert checked.messages({"prompt": found[0], "answer": "1"}, None) == [USER]
@@ -63,13 +63,13 @@ def test_a_null_key_of_a_message_is_absent(tmp_path: Path, kind: str) -> None:
 
 def test_arguments_keep_a_null_that_a_person_wrote_and_lose_those_of_arrow(tmp_path: Path) -> None:
     prompt = [USER, called({"city": "Paris", "unit": None}), RESULT]
-    other = [USER, called({"unit": "C"}), RESULT]
-    as_lines, _ = rows(tmp_path, "jsonl", prompt, other)
+    other_messages = [USER, called({"unit": "C"}), RESULT]
+    as_lines, _ = rows(tmp_path, "jsonl", prompt, other_messages)
     assert as_lines[1] == {**called({"city": "Paris", "unit": None}), "content": ""}
-    for one, arguments in zip(
-        rows(tmp_path, "parquet", prompt, other), ({"city": "Paris"}, {"unit": "C"}), strict=True
+    for messages, arguments in zip(
+        rows(tmp_path, "parquet", prompt, other_messages), ({"city": "Paris"}, {"unit": "C"}), strict=True
     ):
-        assert one == [USER, {**called(arguments), "content": ""}, RESULT]
+        assert messages == [USER, {**called(arguments), "content": ""}, RESULT]
     text = [USER, called('{"city": "Paris", "unit": null}'), RESULT]
     assert rows(tmp_path, "parquet", text)[0][1]["tool_calls"] == text[1]["tool_calls"]
 

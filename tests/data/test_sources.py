@@ -104,7 +104,7 @@ def test_a_bad_line_is_named_and_the_others_can_be_used(tmp_path: Path, line: by
         source.row(1)
     assert bad.value.reason == reason
     held_out = _file_source(str(path), eval_size=2, eval_rows=2).held_out()
-    assert ([row["answer"] for row in held_out.rows], [one.reason for one in held_out.bad]) == (["b"], [reason])
+    assert ([row["answer"] for row in held_out.rows], [bad_row.reason for bad_row in held_out.bad]) == (["b"], [reason])
 
 
 def test_a_file_without_rows_or_with_too_few_is_named(tmp_path: Path) -> None:
@@ -260,6 +260,6 @@ def test_a_generated_task_repeats_its_rows_each_epoch() -> None:
     held_out = source.held_out().rows
     assert len(held_out) == 8
     assert not {row["prompt"] for row in held_out} & set(epochs[0])
-    other = make_source(GENERATED, seed=1, eval_rows=8)
-    assert other.held_out().rows == held_out
-    assert [other.row(index)["prompt"] for index in range(20)] != epochs[0]
+    other_source = make_source(GENERATED, seed=1, eval_rows=8)
+    assert other_source.held_out().rows == held_out
+    assert [other_source.row(index)["prompt"] for index in range(20)] != epochs[0]

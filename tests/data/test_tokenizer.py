@@ -159,7 +159,9 @@ def test_a_special_token_in_a_message_is_text_and_the_template_s_own_stay(folder
             plain = tokenizer.encode([{"role": role, "content": "a"}, {"role": "user", "content": "1"}])
             special = [token for token in tokenizer.encode(messages) if tokenizer.is_special(token)]
             unknown = tokenizer.encode_text("<unk>")[0]
-            assert [one for one in special if one != unknown] == [one for one in plain if tokenizer.is_special(one)]
+            assert [token_id for token_id in special if token_id != unknown] == [
+                token_id for token_id in plain if tokenizer.is_special(token_id)
+            ]
             assert tokenizer.token_text(tokenizer.encode(messages)[0]) == "<|im_start|>"
 
 
@@ -179,7 +181,7 @@ def test_a_template_reads_the_date_of_the_run_in_every_time_zone(folder: Path, t
             words, capture_output=True, text=True, check=True, env=os.environ | {"TZ": zone}, timeout=300
         )
         found.add(done.stdout.strip())
-    assert all(one.startswith("28 02 2026 00:00 ") for one in found)
+    assert all(text.startswith("28 02 2026 00:00 ") for text in found)
     assert len(found) <= 2  # midnight in UTC may fall between two of them
     assert reads_clock(copy) and not reads_clock(folder)
 

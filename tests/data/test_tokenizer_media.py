@@ -52,8 +52,8 @@ def own_item(tokenizer: PromptTokenizer, kind: str, seed: int = 0) -> MediaItem:
     core = tokenizer._tokenizer
     names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     own = dict(zip((90, 91, 92, 93), (core.token_to_id(name) for name in names), strict=True))
-    ids = np.array([own.get(one, one) for one in made.ids.tolist()], dtype="<i4").tobytes()
-    return msgspec.structs.replace(made, token_ids=ids, placeholder=[own[one] for one in made.placeholder])
+    ids = np.array([own.get(token_id, token_id) for token_id in made.ids.tolist()], dtype="<i4").tobytes()
+    return msgspec.structs.replace(made, token_ids=ids, placeholder=[own[token_id] for token_id in made.placeholder])
 
 
 @pytest.mark.parametrize("special", SPECIALS)
@@ -63,7 +63,7 @@ def test_the_name_of_a_special_token_in_a_user_s_text_stays_text(
     core = tokenizer._tokenizer
     token = core.token_to_id(special)
     assert token is not None
-    plain, marked = (tokenizer.encode([{"role": "user", "content": f"a{one}b"}]) for one in ("", special))
+    plain, marked = (tokenizer.encode([{"role": "user", "content": f"a{name}b"}]) for name in ("", special))
     assert marked.count(token) == plain.count(token)  # the template's own token, if it writes one
     assert tokenizer.decode(marked) == tokenizer.decode(plain).replace("ab", f"a{special}b")
     # Each character is one token in this tokenizer.
@@ -90,10 +90,10 @@ def test_items_stand_for_their_placeholders_in_order(tokenizer: PromptTokenizer)
     picture, video = own_item(tokenizer, "image"), own_item(tokenizer, "video")
     messages = user(text("a"), shown("image"), text("b"), shown("video"), shown("image"), text("c"))
     ids, media = tokenizer.place_items(tokenizer.encode(messages), [picture, video, picture])
-    assert [one.item for one in media] == [picture, video, picture]
-    for one in media:
-        assert ids[one.start : one.end] == one.item.ids.tolist()
-    rest = [token for place, token in enumerate(ids) if not any(one.start <= place < one.end for one in media)]
+    assert [medium.item for medium in media] == [picture, video, picture]
+    for medium in media:
+        assert ids[medium.start : medium.end] == medium.item.ids.tolist()
+    rest = [token for place, token in enumerate(ids) if not any(medium.start <= place < medium.end for medium in media)]
     words = tokenizer.decode(rest)  # the template's marks around an item remain
     assert words.count("<|vision_start|>") == 3 and "<|image_pad|>" not in words and "<|video_pad|>" not in words
 

@@ -32,7 +32,7 @@ Written = Sequence[tuple[str, Mapping[str, Any]]]
 
 def hermes(calls: Written) -> str:
     inner = (json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls)
-    return "I look.\n" + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in inner)
+    return "I look.\n" + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in inner)
 
 
 def qwen3_coder(calls: Written) -> str:
@@ -53,7 +53,7 @@ def pythonic(calls: Written) -> str:
     def call(name: str, given: Mapping[str, Any]) -> str:
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
-    return f"[{', '.join(call(*one) for one in calls)}]"
+    return f"[{', '.join(call(*arguments) for arguments in calls)}]"
 
 
 def mistral(calls: Written) -> str:
@@ -77,7 +77,9 @@ FORMS: list[tuple[str, Callable[[Written], str]]] = [
 def test_a_call_that_was_written_is_read(parser: str, write: Callable[[Written], str], calls: Written) -> None:
     action = read_action(f"<think>\nhm\n</think>\n\n{write(calls)}", stopped=True, parser=parser)
     wanted = list(calls[:1] if parser == "llama3_json" else calls)
-    assert [(call.name, call.arguments) for call in action.tool_calls] == [(name, dict(one)) for name, one in wanted]
+    assert [(call.name, call.arguments) for call in action.tool_calls] == [
+        (name, dict(arguments)) for name, arguments in wanted
+    ]
     assert action.thinking == "hm" and not action.parse_error
     assert action.content == ("I look." if write is hermes else "")
 

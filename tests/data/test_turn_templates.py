@@ -29,14 +29,16 @@ ODD = '\n "7"\nü \n'
 def calling(family: Family, count: int) -> dict[str, Any]:
     """Returns an answer with this many calls, as a client would write it."""
     arguments: Any = '{"a": 1}' if family.text else {"a": 1}
-    calls = [{"id": one, "type": "function", "function": {"name": "add", "arguments": arguments}} for one in IDS]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}} for call_id in IDS
+    ]
     return {"role": "assistant", "content": "", "tool_calls": calls[:count]}
 
 
 def results(*texts: str) -> list[dict[str, Any]]:
     return [
-        {"role": "tool", "name": "add", "tool_call_id": one, "content": text}
-        for one, text in zip(IDS, texts, strict=False)
+        {"role": "tool", "name": "add", "tool_call_id": call_id, "content": text}
+        for call_id, text in zip(IDS, texts, strict=False)
     ]
 
 
@@ -99,10 +101,10 @@ def test_turns_equal_the_whole_conversation_where_the_template_only_appends(name
 def test_several_results_of_a_template_with_one_call_an_answer_follow_each_other(rendering: Any) -> None:
     family = FAMILIES["drops_content"]
     tokenizer, whole_of = rendering(family)
-    opened, one = whole_of(OPENING), whole_of([*OPENING, calling(family, 1), *results("7", "8")])
-    sampled = tokenizer.encode_text(sampled_part(one, opened, family))
+    opened, whole = whole_of(OPENING), whole_of([*OPENING, calling(family, 1), *results("7", "8")])
+    sampled = tokenizer.encode_text(sampled_part(whole, opened, family))
     prompt, _ = TurnTokens(tokenizer, OPENING).next_prompt(tokenizer.encode_text(opened), sampled, results("7", "8"))
-    assert tokenizer.decode(prompt) == one
+    assert tokenizer.decode(prompt) == whole
 
 
 def test_the_end_that_was_sampled_stands_for_the_end_of_the_history(rendering: Any) -> None:

@@ -32,9 +32,9 @@ class TracedClient(EngineClient):
     ) -> AsyncIterator[Generated]:
         self._directory.calls.append(self._number)
         self._directory.requests += [(self._number, prompt) for prompt in prompts]
-        async for one in super().generate(prompts, params, **options):
-            self._directory.came += [(self._number, one)]
-            yield one
+        async for response in super().generate(prompts, params, **options):
+            self._directory.came += [(self._number, response)]
+            yield response
 
 
 class Directory:
@@ -115,7 +115,7 @@ def generate(
 
 
 async def list_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> list[tuple[int, list[Generated]]]:
-    return [one async for one in groups]
+    return [group async for group in groups]
 
 
 async def collect_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> dict[int, list[Generated]]:
@@ -124,7 +124,7 @@ async def collect_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> 
 
 def tokens(found: list[tuple[int, list[Generated]]]) -> dict[int, list[list[int]]]:
     return {
-        index: [one.output_ids.tolist() for one in sorted(responses, key=lambda one: one.sample)]
+        index: [response.output_ids.tolist() for response in sorted(responses, key=lambda response: response.sample)]
         for index, responses in found
     }
 

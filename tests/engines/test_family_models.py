@@ -34,7 +34,7 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> LanguageMode
 
 def scored(model: LanguageModel, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     items = [ScoreItem(token_ids=random_ids(length), start=0, top_k=1, temperature=1.0) for length in LENGTHS]
-    return torch.cat([torch.tensor(one.logprobs) for one in score(model, items, dtype=dtype)])
+    return torch.cat([torch.tensor(scores.logprobs) for scores in score(model, items, dtype=dtype)])
 
 
 def expected(model: Any) -> torch.Tensor:

@@ -129,7 +129,7 @@ def ended(pid: int) -> bool:
 @STARTS
 def test_tools_of_a_server_over_stdin_are_shown_and_called() -> None:
     config = config_of(sum=McpServer(command=SUM))
-    shown = {one["function"]["name"]: one["function"] for one in tools({}, config)}
+    shown = {tool["function"]["name"]: tool["function"] for tool in tools({}, config)}
     assert shown["add"]["description"] == "Returns the sum of whole numbers."
     assert shown["add"]["parameters"]["required"] == ["numbers"]
 
@@ -283,6 +283,6 @@ played(config_of(**servers), scene)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        pids = [int(one) for one in owner.stdout.readline().split()]
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
         owner.send_signal(signal.SIGKILL)
         assert len(pids) == 2 and all(map(ended, pids))

@@ -92,7 +92,9 @@ def test_an_episode_is_a_session_that_is_played_to_its_end_and_given_back(url: s
 
     async def scene() -> None:
         rounds = [await won(seed) for seed in (1, 1, 2, 3, 4)]  # the server has one session
-        assert rounds[0] == rounds[1] and len({len(one) for one in rounds}) > 1  # the seed of the group
+        assert (
+            rounds[0] == rounds[1] and len({len(round_played) for round_played in rounds}) > 1
+        )  # the seed of the group
 
     played(scene)
 
@@ -117,14 +119,14 @@ def test_mistakes_of_the_model_are_read_and_failures_of_the_environment_fail_the
             assert (await as_text.step(Action(text="9", content="9", stopped=True))).observation in ("lower", "right")
         finally:
             await as_text.close()
-        other = episode(OpenEnvConfig(url=url, observation_field="board"))
+        second_episode = episode(OpenEnvConfig(url=url, observation_field="board"))
         try:
             with pytest.raises(
                 RuntimeError, match=r"env\.observation_field=board: an observation of this server has text"
             ):
-                await other.reset()
+                await second_episode.reset()
         finally:
-            await other.close()
+            await second_episode.close()
 
     played(scene)
 
@@ -144,8 +146,8 @@ def test_a_server_without_a_free_session_is_asked_until_it_has_one(url: str) -> 
             await first.close()
             assert "Guess" in await waiting
         finally:
-            for one in (first, second, late):
-                await one.close()
+            for session in (first, second, late):
+                await session.close()
 
     played(scene)
 

@@ -103,11 +103,11 @@ class Scripted:
     async def generate(
         self, prompts: Sequence[PromptRequest], sampling: SamplingParams, *, places: Sequence[int]
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
-        for number, one in enumerate(prompts):
-            self.requests.append(one)
-            turn = int(one.rid.rpartition(".")[2])
-            made = response(self._ids[turn], versions=0, rid=one.rid, prompt=number, engine="engine-0")
-            yield number, [msgspec.structs.replace(made, prompt_tokens=len(one.input_ids))]
+        for number, prompt in enumerate(prompts):
+            self.requests.append(prompt)
+            turn = int(prompt.rid.rpartition(".")[2])
+            made = response(self._ids[turn], versions=0, rid=prompt.rid, prompt=number, engine="engine-0")
+            yield number, [msgspec.structs.replace(made, prompt_tokens=len(prompt.input_ids))]
 
 
 CROP = "".join(
@@ -143,21 +143,21 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
             return await player.play(start, tasks)
 
     records = asyncio.run(asyncio.wait_for(play(), 60.0))
-    assert [(one.ended, len(one.turns), one.tool_calls) for one in records] == [("env_done", 3, 2)] * 2
+    assert [(record.ended, len(record.turns), record.tool_calls) for record in records] == [("env_done", 3, 2)] * 2
     for record in records:
         assert [turn.tools for turn in record.turns] == [["crop"], ["rotate"], []]
         assert record.turns[-1].reward == 1.0
-    last = next(one for one in pool.requests if one.rid.endswith(".2"))
-    assert [one.item.words for one in last.media] == ["[image 32×16]", "[image 16×16]", "[image 16×16]"]
-    for one in last.media:
-        assert last.input_ids[one.start : one.end] == one.item.ids.tolist()
+    last = next(request for request in pool.requests if request.rid.endswith(".2"))
+    assert [medium.item.words for medium in last.media] == ["[image 32×16]", "[image 16×16]", "[image 16×16]"]
+    for medium in last.media:
+        assert last.input_ids[medium.start : medium.end] == medium.item.ids.tolist()
     for record, reward in zip(records, (1.0, 0.0), strict=True):
         record.output = RewardOutput(reward=reward)
     tree = build_tree("g0", records)
     check_tree(tree)
     # The row's image occurs once in the tree, and each tool's image once per episode.
-    assert [one.item.words for one in tree.media].count("[image 32×16]") == 1 and len(tree.media) == 1 + 2 * 2
-    for one in tree.media:
-        assert not tree.loss_mask[one.start : one.end].any()
+    assert [medium.item.words for medium in tree.media].count("[image 32×16]") == 1 and len(tree.media) == 1 + 2 * 2
+    for medium in tree.media:
+        assert not tree.loss_mask[medium.start : medium.end].any()
     text = tokenizer.decode(last.input_ids)
     assert "<tool_response>" in text and text.count("<|vision_start|>") == 3

@@ -64,9 +64,9 @@ def test_the_calls_of_a_response_share_their_time(monkeypatch: pytest.MonkeyPatc
     env = PythonTool(EpisodeStart(row={"prompt": "p"}, group_seed=0, episode_seed=0), config)
     slow = ToolCall(name="python", arguments={"code": "import time; time.sleep(600)"})
     step = env.step(Action(text="", stopped=True, tool_calls=(slow, slow, slow)))
-    first, *others = [message["content"] for message in step.observation]
+    first, *other_answers = [message["content"] for message in step.observation]
     assert first == "[ended after 1 s]"
-    assert others == ["[not run: the calls of a response have 1 s together]"] * 2
+    assert other_answers == ["[not run: the calls of a response have 1 s together]"] * 2
 
 
 def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -72,11 +72,11 @@ def test_a_game_depends_on_its_seeds_alone_whatever_is_played_beside_it() -> Non
         try:
             alone_game = await begin(1, 2)
             alone = [await move(alone_game, word) for word in words]
-            others = [await begin(3, 4), await begin(1, 5)]
+            other_games = [await begin(3, 4), await begin(1, 5)]
             again, beside = await begin(1, 2), []
             for word in words:
-                for other in others:
-                    await move(other, word)
+                for game in other_games:
+                    await move(game, word)
                 beside.append(await move(again, word))
             assert beside == alone
             differs = await begin(1, 7)

@@ -61,7 +61,7 @@ def test_a_clips_rows_are_the_same_alone_and_in_company(
 ) -> None:
     with torch.no_grad():
         together = pass_sounds(module, tower, features)
-        alone = [pass_sounds(module, tower, [one]) for one in features]
+        alone = [pass_sounds(module, tower, [feature]) for feature in features]
         backwards = pass_sounds(module, tower, features[::-1])
     assert together.equal(torch.cat(alone))
     assert backwards.equal(torch.cat(alone[::-1]))
@@ -73,10 +73,10 @@ def test_a_change_of_one_frame_changes_the_rows_of_its_window_only(
     changed = features[2].copy()
     changed[:, 450] += 1
     with torch.no_grad():
-        before, after = (pass_sounds(module, tower, [one]) for one in (features[2], changed))
+        before, after = (pass_sounds(module, tower, [sound]) for sound in (features[2], changed))
     moved = (before != after).any(1).nonzero()[:, 0]
     assert (int(moved[0]), int(moved[-1])) == (4 * 13, 6 * 13 - 1)  # two chunks of 13 rows form a window
 
 
-def relative(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
+def relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).abs().max() / reference.abs().max())

@@ -61,10 +61,10 @@ def test_ids_and_positions_are_those_of_transformers(shown: list[Any], heard: bo
     media: list[Media] = []
     ids: list[int] = []
     template: list[int] = []
-    for one in shown:
+    for medium in shown:
         text = [1] * data.draw(st.integers(0, 3))
-        before, after = (AUDIO_START, AUDIO_END) if one[0] == "audio" else (VISION_START, VISION_END)
-        rows = rows_of(one, heard=heard)
+        before, after = (AUDIO_START, AUDIO_END) if medium[0] == "audio" else (VISION_START, VISION_END)
+        rows = rows_of(medium, heard=heard)
         start = len(ids) + len(text) + 1
         ids += [*text, before, *rows.token_ids.tolist(), after]
         template += [*text, before, *rows.placeholder, after]
@@ -94,12 +94,12 @@ def test_whole_seconds_give_whole_offsets() -> None:
     assert rows.offsets.tolist() == [[0, 0, 13, 13, 26, 26], [0] * 6, [0, 1] * 3] and rows.advance == 27
 
 
-def rows_of(one: Any, *, heard: bool) -> ItemRows:
-    if one[0] == "image":
-        return image_rows(SEEN, grid=[1, *one[1]])
-    if one[0] == "audio":
-        return clip_rows(HEARD, frames=one[1])
-    _, steps, size, seconds, count = one
+def rows_of(medium: Any, *, heard: bool) -> ItemRows:
+    if medium[0] == "image":
+        return image_rows(SEEN, grid=[1, *medium[1]])
+    if medium[0] == "audio":
+        return clip_rows(HEARD, frames=medium[1])
+    _, steps, size, seconds, count = medium
     grid = [steps, *size]
     if heard:
         return heard_video_rows(SEEN, HEARD, grid=grid, seconds=seconds, frames=count)
@@ -118,10 +118,10 @@ class Grids:
     """Holds transformers' inputs about the items."""
 
     def __init__(self, shown: list[Any], *, heard: bool) -> None:
-        self.images = torch.tensor([[1, *one[1]] for one in shown if one[0] == "image"]).reshape(-1, 3)
-        self.videos = torch.tensor([[one[1], *one[2]] for one in shown if one[0] == "video"]).reshape(-1, 3)
-        self.seconds = [one[3] for one in shown if one[0] == "video"]
-        self.frames = [one[-1] for one in shown if one[0] == "audio" or (one[0] == "video" and heard)]
+        self.images = torch.tensor([[1, *medium[1]] for medium in shown if medium[0] == "image"]).reshape(-1, 3)
+        self.videos = torch.tensor([[medium[1], *medium[2]] for medium in shown if medium[0] == "video"]).reshape(-1, 3)
+        self.seconds = [medium[3] for medium in shown if medium[0] == "video"]
+        self.frames = [medium[-1] for medium in shown if medium[0] == "audio" or (medium[0] == "video" and heard)]
 
 
 def expanded(template: list[int], grids: Grids, *, heard: bool) -> list[int]:
@@ -134,7 +134,7 @@ def expanded(template: list[int], grids: Grids, *, heard: bool) -> list[int]:
     )  # fmt: skip
     (text,) = Qwen3OmniMoeProcessor.replace_multimodal_special_tokens(
         processor,
-        ["".join(NAMES.get(one, "t") for one in template)],
+        ["".join(NAMES.get(token_id, "t") for token_id in template)],
         iter([_get_feat_extract_output_lengths(count) for count in grids.frames]),
         iter(grids.images.numpy()),
         iter(grids.videos.numpy()),

@@ -37,13 +37,13 @@ def inputs(lengths: Sequence[int], *, dtype: torch.dtype = torch.float32) -> dic
         "strength": normal(rows, HEADS).sigmoid(),
         "states": normal(len(lengths), HEADS, KEY, VALUE),
     }
-    return {name: one.requires_grad_() for name, one in found.items()}
+    return {name: tensor.requires_grad_() for name, tensor in found.items()}
 
 
 def transformers_rule(given: dict[str, Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     outputs, states, first = [], [], 0
     for number, rows in enumerate(lengths):
-        own = {name: one[first : first + rows][None] for name, one in given.items() if name != "states"}
+        own = {name: tensor[first : first + rows][None] for name, tensor in given.items() if name != "states"}
         output, state = torch_recurrent_gated_delta_rule(
             own["query"].repeat_interleave(HEADS // KEY_HEADS, 2),
             own["key"].repeat_interleave(HEADS // KEY_HEADS, 2),
@@ -85,7 +85,7 @@ def test_segments_of_any_length_are_those_of_transformers(lengths: tuple[int, ..
 
 def test_rows_of_one_segment_do_not_change_another() -> None:
     lengths = (70, 5, 64)
-    given = {name: one.detach() for name, one in inputs(lengths).items()}
+    given = {name: tensor.detach() for name, tensor in inputs(lengths).items()}
     segments = Segments.of(lengths)
     before, states = gated_delta_rule(*list(given.values())[:5], segments, given["states"])
     given["value"] = given["value"].clone()

@@ -101,7 +101,7 @@ def test_the_products_of_a_row_are_those_that_torch_counts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention scores grow with the square of the rows, so they are the second difference."""
-    one, config = architecture_of(name, tmp_path), dict(inner_config(config_of(name)))
+    architecture, config = architecture_of(name, tmp_path), dict(inner_config(config_of(name)))
     model_class = getattr(transformers, SEEING[name])
     monkeypatch.setattr(
         sys.modules[model_class.__module__], "torch_chunk_gated_delta_rule", no_delta_rule, raising=False
@@ -111,15 +111,15 @@ def test_the_products_of_a_row_are_those_that_torch_counts(
     model = getattr(model, "language_model", model)
 
     def of_rows(rows: int) -> int:
-        values = torch.randn(1, rows, one.hidden_size)
+        values = torch.randn(1, rows, architecture.hidden_size)
         return counted(lambda: model(inputs_embeds=values, use_cache=False))
 
     few, more, most = of_rows(1), of_rows(2), of_rows(3)
     found = more - few - 3 * (most - 2 * more + few) // 2
-    net = one.delta_net
+    net = architecture.delta_net
     if net is not None:  # reading the state, writing it, and the output
-        found += len(one.delta_layers) * 3 * net.value_heads * net.key_dim * net.value_dim
-    assert row_products(one) == found
+        found += len(architecture.delta_layers) * 3 * net.value_heads * net.key_dim * net.value_dim
+    assert row_products(architecture) == found
 
 
 def item_of(*, grid: tuple[int, int, int] = (0, 0, 0), audio_frames: int = 0) -> MediaItem:
@@ -138,10 +138,10 @@ def test_an_image_of_the_published_model_is_as_much_work_as_its_rows(tmp_path: P
     settings = tiny_omni_files()
     settings["preprocessor_config.json"] |= {"patch_size": 16, "feature_size": 128}
     write_settings(tmp_path, config, settings)
-    one = folder_architecture(tmp_path)
-    assert item_work(one, item_of(grid=(1, 64, 64))) == pytest.approx(1024, rel=0.05)
-    sound = item_work(one, item_of(audio_frames=3000))
-    both = item_work(one, item_of(grid=(1, 64, 64), audio_frames=3000))
-    assert both == pytest.approx(sound + item_work(one, item_of(grid=(1, 64, 64))))
+    architecture = folder_architecture(tmp_path)
+    assert item_work(architecture, item_of(grid=(1, 64, 64))) == pytest.approx(1024, rel=0.05)
+    sound = item_work(architecture, item_of(audio_frames=3000))
+    both = item_work(architecture, item_of(grid=(1, 64, 64), audio_frames=3000))
+    assert both == pytest.approx(sound + item_work(architecture, item_of(grid=(1, 64, 64))))
     assert sound == pytest.approx(115, abs=1)  # of 390 rows: 67 G products of convolutions, 248 G of the layers
-    assert item_work(replace(one, vision=None, audio=None), item_of(audio_frames=3000)) == 0.0
+    assert item_work(replace(architecture, vision=None, audio=None), item_of(audio_frames=3000)) == 0.0

@@ -21,16 +21,29 @@ from relax_core.tools.tiny_media import write_settings
 def test_a_published_folder_is_read(tmp_path: Path) -> None:
     config = tiny_omni_config()
     write_settings(tmp_path, config, tiny_omni_files())
-    one = folder_architecture(tmp_path, family="qwen3_omni_moe")
-    assert (one.vocab_size, one.hidden_size, one.num_layers, one.max_positions) == (67, 72, 4, 4096)
-    assert one.rope == Rope(theta=1e4, sections=(4, 2, 2)) and one.qk_norm and not one.tie_word_embeddings
-    assert (one.prefix, one.output_weight) == ("thinker.model.", "thinker.lm_head.weight")
-    assert (
-        one.experts == Experts(count=8, per_token=2, width=40, normalized=True)
-        and one.expert_layout is ExpertLayout.apart
+    architecture = folder_architecture(tmp_path, family="qwen3_omni_moe")
+    assert (architecture.vocab_size, architecture.hidden_size, architecture.num_layers, architecture.max_positions) == (
+        67,
+        72,
+        4,
+        4096,
     )
-    assert one.passes("talker.model.norm.weight") and one.passes("code2wav.x") and not one.passes("thinker.talker.")
-    vision, audio = one.vision, one.audio
+    assert (
+        architecture.rope == Rope(theta=1e4, sections=(4, 2, 2))
+        and architecture.qk_norm
+        and not architecture.tie_word_embeddings
+    )
+    assert (architecture.prefix, architecture.output_weight) == ("thinker.model.", "thinker.lm_head.weight")
+    assert (
+        architecture.experts == Experts(count=8, per_token=2, width=40, normalized=True)
+        and architecture.expert_layout is ExpertLayout.apart
+    )
+    assert (
+        architecture.passes("talker.model.norm.weight")
+        and architecture.passes("code2wav.x")
+        and not architecture.passes("thinker.talker.")
+    )
+    vision, audio = architecture.vision, architecture.audio
     assert vision is not None and audio is not None
     assert (vision.patch_size, vision.merge_size, vision.deepstack_layers) == (8, 2, 2)
     assert vision.frame_bounds and vision.positions_per_second == 13

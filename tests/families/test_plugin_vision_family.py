@@ -25,8 +25,8 @@ def house_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_folder_gives_the_weights_and_the_rows_of_qwen3_vl(house_vl: Path) -> None:
     published = folder_architecture(tiny_model_folder("tiny_qwen3_vl", task="see"))
     own = folder_architecture(house_vl, family=str(HOUSE_VL))
-    assert [(one.name, tuple(one.shape)) for one in stored_weights(own)] == [
-        (one.name, tuple(one.shape)) for one in stored_weights(published)
+    assert [(weight.name, tuple(weight.shape)) for weight in stored_weights(own)] == [
+        (weight.name, tuple(weight.shape)) for weight in stored_weights(published)
     ]
     assert own.vision is not None and published.vision is not None
     assert own.vision.alone() == published.vision.alone()  # the settings of the encode workers

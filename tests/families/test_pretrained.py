@@ -28,7 +28,7 @@ class Installed:
         return pretrained_folder("tiny", cache_root=self.cache)
 
     def left(self) -> list[str]:
-        return sorted(each.name for each in self.cache.iterdir() if not each.name.endswith(".lock"))
+        return sorted(path.name for path in self.cache.iterdir() if not path.name.endswith(".lock"))
 
 
 def describe(file: Path) -> Pretrained:
@@ -42,11 +42,11 @@ def describe(file: Path) -> Pretrained:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a cache with one conversion that three threads requested at the same time; tests copy it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        one = make_installed(tmp_path_factory.mktemp("converted"), monkeypatch)
+        package = make_installed(tmp_path_factory.mktemp("converted"), monkeypatch)
         with ThreadPoolExecutor(3) as threads:
-            folders = set(threads.map(lambda _: one.folder, range(3)))
-        assert one.left() == [folders.pop().name] and not folders
-    return one.cache
+            folders = set(threads.map(lambda _: package.folder, range(3)))
+        assert package.left() == [folders.pop().name] and not folders
+    return package.cache
 
 
 def make_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:

@@ -49,13 +49,13 @@ def test_a_layer_has_what_transformers_gives_it(family: str, bias: bool, norm: b
     from transformers import AutoModelForCausalLM
 
     values = SIZES | NO_WINDOW
-    one = read_architecture(find_family(family), values)
+    architecture = read_architecture(find_family(family), values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
     names = {name for name, _ in model.named_parameters()}
-    assert one.qkv_bias is bias is all(f"model.layers.1.self_attn.{part}_proj.bias" in names for part in "qkv")
-    assert one.qk_norm is norm is ("model.layers.1.self_attn.q_norm.weight" in names)
-    assert not one.tie_word_embeddings and "lm_head.weight" in names
+    assert architecture.qkv_bias is bias is all(f"model.layers.1.self_attn.{part}_proj.bias" in names for part in "qkv")
+    assert architecture.qk_norm is norm is ("model.layers.1.self_attn.q_norm.weight" in names)
+    assert not architecture.tie_word_embeddings and "lm_head.weight" in names
     assert not any(name.endswith(("o_proj.bias", "gate_proj.bias")) for name in names)
 
 
@@ -71,20 +71,27 @@ def test_either_spelling_is_the_same(family: str) -> None:
     config = AutoConfig.for_model(family, **old)
     new = {**config.to_dict(), "rope_theta": None}
     assert "rope_parameters" in new and not new.get("rope_scaling")
-    one = read_architecture(find_family(family), old | {"head_dim": new.get("head_dim")})
-    assert one == read_architecture(find_family(family), new)
-    assert one.rope == Rope(theta=5e5, scaling=Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4,
+    architecture = read_architecture(find_family(family), old | {"head_dim": new.get("head_dim")})
+    assert architecture == read_architecture(find_family(family), new)
+    assert architecture.rope == Rope(theta=5e5, scaling=Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4,
                                                               original_positions=8192))  # fmt: skip
     if family == "qwen3_moe":
-        assert one.experts == Experts(count=4, per_token=2, width=32, normalized=True)
+        assert architecture.experts == Experts(count=4, per_token=2, width=32, normalized=True)
         assert "num_local_experts" in new and "num_experts" in old
 
 
 def test_what_an_old_config_leaves_out() -> None:
     """Llama 2's config.json lacks rope_theta and head_dim, the first Llama's num_key_value_heads."""
-    one = read_architecture(find_family("llama"), {k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
-    assert (one.num_kv_heads, one.head_dim, one.rope, one.rms_norm_eps) == (4, 16, Rope(theta=10000.0), 1e-6)
-    assert not one.tie_word_embeddings
+    architecture = read_architecture(
+        find_family("llama"), {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    )
+    assert (architecture.num_kv_heads, architecture.head_dim, architecture.rope, architecture.rms_norm_eps) == (
+        4,
+        16,
+        Rope(theta=10000.0),
+        1e-6,
+    )
+    assert not architecture.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

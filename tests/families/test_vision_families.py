@@ -62,7 +62,7 @@ def test_the_towers_weights_are_those_of_transformers(name: str) -> None:
     config = config_of(name)
     family = find_family(config["model_type"])
     outer = "thinker." if "omni" in config["model_type"] else ""
-    theirs = {outer + weight: tuple(one.shape) for weight, one in on_meta(config).named_parameters()}
+    theirs = {outer + weight: tuple(parameter.shape) for weight, parameter in on_meta(config).named_parameters()}
     assert family.vision is not None and (family.audio is not None) == bool(outer)
     for tower in filter(None, (family.vision, family.audio)):
         shapes = tower.shapes(inner_config(config)[tower.config_key])
@@ -75,14 +75,23 @@ def test_the_towers_weights_are_those_of_transformers(name: str) -> None:
 def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
     config = tiny_config(name)
     write_settings(tmp_path, config)
-    one = folder_architecture(tmp_path, family=config["model_type"])
-    assert (one.vocab_size, one.hidden_size, one.num_layers, one.max_positions) == (64, 72, 4, 4096)
-    assert one.rope == Rope(theta=1e4, sections=(4, 2, 2)) and one.qk_norm and not one.qkv_bias
-    assert one.prefix == "model.language_model." and one.tie_word_embeddings is (name == "tiny_qwen3_vl")
+    architecture = folder_architecture(tmp_path, family=config["model_type"])
+    assert (architecture.vocab_size, architecture.hidden_size, architecture.num_layers, architecture.max_positions) == (
+        64,
+        72,
+        4,
+        4096,
+    )
+    assert (
+        architecture.rope == Rope(theta=1e4, sections=(4, 2, 2)) and architecture.qk_norm and not architecture.qkv_bias
+    )
+    assert architecture.prefix == "model.language_model." and architecture.tie_word_embeddings is (
+        name == "tiny_qwen3_vl"
+    )
     experts = Experts(count=8, per_token=2, width=40, normalized=True)
     layout = ExpertLayout.transposed if name.endswith("_moe") else ExpertLayout.apart
-    assert (one.experts, one.expert_layout) == (experts if name.endswith("_moe") else None, layout)
-    tower = one.vision
+    assert (architecture.experts, architecture.expert_layout) == (experts if name.endswith("_moe") else None, layout)
+    tower = architecture.vision
     assert tower is not None
     assert (tower.patch_size, tower.temporal_patch_size, tower.merge_size, tower.deepstack_layers) == (8, 2, 2, 2)
     assert (tower.min_pixels, tower.max_pixels) == (32 * 32, 128 * 128)
@@ -146,13 +155,18 @@ def test_the_language_part_gives_the_sizes_of_the_language_model() -> None:
 def test_a_folder_with_gated_delta_nets_is_read(tmp_path: Path, name: str) -> None:
     config = tiny_config(name)
     write_settings(tmp_path, config)
-    one = folder_architecture(tmp_path, family=config["model_type"])
-    assert one.delta_net == DeltaNet(key_heads=2, value_heads=4, key_dim=12, value_dim=16, kernel=4)
-    assert (one.delta_layers, one.attention_layers) == ((0, 1, 2), (3,))
-    assert (one.rope.part, one.rotary_dim, one.rope.sections) == (0.75, 12, (2, 2, 2))
-    assert one.output_gate and one.zero_centered and one.passes("mtp.fc.weight") and not one.passes("lm_head.weight")
+    architecture = folder_architecture(tmp_path, family=config["model_type"])
+    assert architecture.delta_net == DeltaNet(key_heads=2, value_heads=4, key_dim=12, value_dim=16, kernel=4)
+    assert (architecture.delta_layers, architecture.attention_layers) == ((0, 1, 2), (3,))
+    assert (architecture.rope.part, architecture.rotary_dim, architecture.rope.sections) == (0.75, 12, (2, 2, 2))
+    assert (
+        architecture.output_gate
+        and architecture.zero_centered
+        and architecture.passes("mtp.fc.weight")
+        and not architecture.passes("lm_head.weight")
+    )
     experts = Experts(count=8, per_token=2, width=40, normalized=True, shared_width=48)
-    assert one.experts == (experts if name == HYBRID_EXPERTS else None)
+    assert architecture.experts == (experts if name == HYBRID_EXPERTS else None)
     del config["text_config"]["layer_types"]
     write_settings(tmp_path, config)
     assert folder_architecture(tmp_path).delta_layers == (0, 1, 2), "every fourth layer has attention"
@@ -171,11 +185,11 @@ def test_a_folders_tensors_tell_layout_and_dtypes(tmp_path: Path, layout: Expert
         f"{layer}linear_attn.dt_bias": torch.zeros(4, dtype=kind),
     }
     save_file(stored, tmp_path / "model.safetensors")
-    one = folder_architecture(tmp_path)
-    assert one.expert_layout is layout
-    assert one.stays_float32(f"{layer}linear_attn.A_log")
-    assert one.stays_float32(f"{layer}linear_attn.dt_bias") is (kind is torch.float32)
-    assert not one.stays_float32(f"{layer}linear_attn.out_proj.weight")
+    architecture = folder_architecture(tmp_path)
+    assert architecture.expert_layout is layout
+    assert architecture.stays_float32(f"{layer}linear_attn.A_log")
+    assert architecture.stays_float32(f"{layer}linear_attn.dt_bias") is (kind is torch.float32)
+    assert not architecture.stays_float32(f"{layer}linear_attn.out_proj.weight")
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class ElasticRun:
                 new = "SELECT id, episodes FROM generated WHERE id > ? ORDER BY id"
                 for event, episodes in ledger.execute(new, (self._seen,)).fetchall():
                     self._seen = event
-                    if any(turn.engine == engine for one in decode_episodes(episodes) for turn in one.turns):
+                    if any(turn.engine == engine for episode in decode_episodes(episodes) for turn in episode.turns):
                         came.extend(ledger.execute("SELECT time FROM events WHERE id = ?", (event,)).fetchone())
                         return True
             return False

@@ -50,11 +50,13 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
     assert episodes["ended"] == {"env_done": 1.0} and episodes["agent"]["segments"] == 1.0
     assert episodes["agent"]["requests"] == pytest.approx(episodes["turns"]) and episodes["agent"]["foreign"] == 0.0
     records = read_metrics(run.folder)
-    assert not not_described({f"{one.source}/{name}" for one in records for name in one.values} - {"run/resumed"})
-    last = [one.values for one in records if one.source == "rollout"][-1]
+    assert not not_described(
+        {f"{record.source}/{name}" for record in records for name in record.values} - {"run/resumed"}
+    )
+    last = [record.values for record in records if record.source == "rollout"][-1]
     assert last["tokens/trained"] == last["tokens/sampled"] > 0 and last["env/calls"] >= 0.0
-    evaluated = [one.values for one in records if one.source == "eval"]
-    assert len(evaluated) == 2 and all(one["ended/env_done"] == 1.0 for one in evaluated)
+    evaluated = [record.values for record in records if record.source == "eval"]
+    assert len(evaluated) == 2 and all(values["ended/env_done"] == 1.0 for values in evaluated)
     assert not list((run.folder / "logs").glob("agents*")), "folders of tasks are removed with their agents"
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as database:
         told = json.dumps([list(map(str, row)) for row in database.execute("SELECT * FROM events")])

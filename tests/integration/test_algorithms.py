@@ -60,7 +60,7 @@ def test_a_run_tells_of_its_start_of_a_rule_that_is_true_and_of_its_end(
     assert titles == ["the run has started", RULE, "the run has finished"], messages
     texts = [text for _, text in messages]
     assert "actor/tokens is " in texts[1] and "of 6" in texts[1] and str(run.folder) in texts[1]
-    assert [one.event for one in read_alarms(run.folder)] == ["started", "rule", "finished"]
+    assert [alarm.event for alarm in read_alarms(run.folder)] == ["started", "rule", "finished"]
     assert run.output.count("did not take") == 3, "each of the three messages is tried and logged"
     assert SECRET not in run.output + "".join(texts)
     assert not any(SECRET in file.read_text(errors="replace") for file in (run.folder / "logs").glob("*.log"))
@@ -86,5 +86,5 @@ def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
         assert values["samples"] == pytest.approx(8 * 16 * (1 - values["truncated"]))
     # The last bits of a forward pass depend on its groups; these are always a whole step, independent of timing.
     assert run.summary["run"]["repeatable"] is True
-    passes = [one for one in read_metrics(run.folder) if one.source in ("actor_fwd", "reference")]
-    assert len(passes) == 2 * 6 and {one.values["groups"] for one in passes} == {8.0}
+    passes = [metric for metric in read_metrics(run.folder) if metric.source in ("actor_fwd", "reference")]
+    assert len(passes) == 2 * 6 and {record.values["groups"] for record in passes} == {8.0}

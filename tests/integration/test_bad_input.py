@@ -142,10 +142,10 @@ def test_a_model_of_an_unknown_family_is_named(refused: Callable[..., None], tmp
 
 
 def test_a_port_in_use_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
         words = (f"engine.port={port} cannot be used", "engine.port=0")
         refused(f"engine.port={port}", words=words)
 
@@ -181,7 +181,7 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_the_first_cause(tmp_pat
     assert "scores " in (run.folder / "logs" / ("reward.log" if isolated else "rollout-0.log")).read_text()
     assert "KeyError: 'price'" in (run.folder / "logs" / "rollout-0.log").read_text()
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    shares = [one["values"]["reward_failed"] for one in records if one["source"] == "rollout"]
+    shares = [record["values"]["reward_failed"] for record in records if record["source"] == "rollout"]
     assert shares and max(shares) > 0.5
 
 

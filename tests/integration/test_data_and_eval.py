@@ -75,9 +75,9 @@ def test_bad_rows_are_left_out_named_and_persisted_and_the_books_close(in_two_pa
     books = in_two_parts.summary["ledger"]
     assert books["trained"] == 12 * 8 * GROUP_SIZE
     assert books["dropped"].keys() == BAD.keys()  # every bad row was met, some of them twice
-    named = {one["reason"]: one for one in in_two_parts.summary["bad_rows"]}
-    for reason, one in named.items():
-        assert one["row"] == str(BAD[reason]) and f"line {BAD[reason] + 1}: " in one["text"]
+    named = {row["reason"]: row for row in in_two_parts.summary["bad_rows"]}
+    for reason, row in named.items():
+        assert row["row"] == str(BAD[reason]) and f"line {BAD[reason] + 1}: " in row["text"]
 
 
 def test_a_resume_knows_its_data_by_content(in_two_parts: FinishedRun) -> None:
@@ -87,16 +87,20 @@ def test_a_resume_knows_its_data_by_content(in_two_parts: FinishedRun) -> None:
 
 def test_evaluation_counts_bad_rows_apart_and_tells_each_set(in_two_parts: FinishedRun) -> None:
     evaluations = in_two_parts.summary["eval"]
-    assert [one["step"] for one in evaluations] == [0, 3, 6, 9, 12]
-    for one in evaluations:
-        figures = one["figures"]
-        assert (one["rows"], one["bad_rows"]) == (figures["held_out/rows"], figures["held_out/bad_rows"]) == (16, 0)
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 3, 6, 9, 12]
+    for evaluation in evaluations:
+        figures = evaluation["figures"]
+        assert (
+            (evaluation["rows"], evaluation["bad_rows"])
+            == (figures["held_out/rows"], figures["held_out/bad_rows"])
+            == (16, 0)
+        )
         assert (figures["second/rows"], figures["second/bad_rows"]) == (15, 1)
-        assert figures["exact/low"] <= one["exact"] == figures["held_out/exact"] <= figures["exact/high"]
+        assert figures["exact/low"] <= evaluation["exact"] == figures["held_out/exact"] <= figures["exact/high"]
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(in_two_parts: FinishedRun) -> None:
-    values = {one["step"]: one["figures"]["second/reward"] for one in in_two_parts.summary["eval"]}
+    values = {evaluation["step"]: evaluation["figures"]["second/reward"] for evaluation in in_two_parts.summary["eval"]}
     best = max(sorted(values), key=lambda step: values[step])
     assert in_two_parts.summary["best"] == {"metric": "eval/second/reward", "step": best, "value": values[best]}
     kept = set(in_two_parts.checkpoints())
@@ -114,9 +118,9 @@ def test_the_same_data_and_seed_give_the_same_run_to_the_bit(in_two_parts: Finis
     assert straight.code == 0, straight.output
     assert straight.summary["ledger"] == in_two_parts.summary["ledger"]
     assert len(straight.steps()) == len(in_two_parts.steps()) == 12
-    for one, other in zip(straight.steps(), in_two_parts.steps(), strict=True):
+    for ours, theirs in zip(straight.steps(), in_two_parts.steps(), strict=True):
         for name in ("reward", "tokens", "loss", "grad_norm", "logprob_gap_max"):
-            assert one[name] == other[name], name
+            assert ours[name] == theirs[name], name
     weights = in_two_parts.weights()
     assert all(tensor.equal(weights[name]) for name, tensor in straight.weights().items())
     assert straight.summary["eval"][-1] == in_two_parts.summary["eval"][-1]
@@ -136,10 +140,10 @@ def test_relax_eval_finds_what_the_run_found(in_two_parts: FinishedRun, tmp_path
     result = json.loads(file.read_text())
     figures = in_two_parts.summary["eval"][-1]["figures"]
     assert (result["step"], result["checkpoint"]) == (12, str(in_two_parts.folder / "checkpoints" / "step_00000012"))
-    for one in result["sets"]:
-        assert one["figures"]["exact"]["value"] == figures[f"{one['name']}/exact"]
-        assert one["figures"]["reward"]["value"] == pytest.approx(figures[f"{one['name']}/reward"])
-    assert [one["bad_rows"] for one in result["sets"]] == [{}, {"bad_row:prompt": 1}]
+    for eval_set in result["sets"]:
+        assert eval_set["figures"]["exact"]["value"] == figures[f"{eval_set['name']}/exact"]
+        assert eval_set["figures"]["reward"]["value"] == pytest.approx(figures[f"{eval_set['name']}/reward"])
+    assert [eval_set["bad_rows"] for eval_set in result["sets"]] == [{}, {"bad_row:prompt": 1}]
     assert "held_out, 16 prompts" in done.stdout and str(file) in done.stdout
 
 
@@ -161,16 +165,16 @@ def test_a_mixture_with_stop_strings_ends_early_where_nothing_gets_better(tmp_pa
     assert run.code == 0, run.output
     assert "1 prompts are longer than the context leaves room for, and are shortened" in run.output
     evaluations = run.summary["eval"]
-    best = max(evaluations, key=lambda one: one["figures"]["pass@4"])
+    best = max(evaluations, key=lambda evaluation: evaluation["figures"]["pass@4"])
     ended = run.summary["steps"]
     assert run.summary["outcome"] == "finished" and ended < 70
     assert run.summary["best"]["step"] == best["step"] and ended == best["step"] + 4 == evaluations[-1]["step"]
     assert run.checkpoints()[-1] == ended
     books = run.summary["ledger"]
     assert (books["trained"], books["dropped"], books["lost"]) == (ended * 8 * GROUP_SIZE, {}, 0)
-    for one in evaluations:
-        figures = one["figures"]
-        assert figures["pass@2"] <= figures["pass@4"] and one["exact"] <= figures["pass@2"]
+    for evaluation in evaluations:
+        figures = evaluation["figures"]
+        assert figures["pass@2"] <= figures["pass@4"] and evaluation["exact"] <= figures["pass@2"]
         assert figures["pass@4/low"] <= figures["pass@4"] <= figures["pass@4/high"]
     texts = [json.loads(line) for line in (run.folder / "texts.jsonl").read_text().splitlines()]
     responses = [row["response"] for text in texts for row in text["rows"]]

@@ -42,8 +42,8 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
     rows = tmp_path / "rows.jsonl"
     examples = [example("reverse_digits", split="train", seed=3, index=index) for index in range(400)]
     lines = [
-        {"prompt": one.prompt, "answer": one.answer, "by": ("default", "trained")[place % 2]}
-        for place, one in enumerate(examples)
+        {"prompt": task_example.prompt, "answer": task_example.answer, "by": ("default", "trained")[place % 2]}
+        for place, task_example in enumerate(examples)
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = (
@@ -85,5 +85,5 @@ def test_a_killed_teacher_is_replaced(tmp_path: Path) -> None:
         run = live.finish()
     assert run.code == 0, run.output
     run.assert_books_closed()
-    assert [one["tier"] for one in run.summary["recoveries"]] == [1, 1]
+    assert [recovery["tier"] for recovery in run.summary["recoveries"]] == [1, 1]
     assert run.summary["ledger"]["trained"] == 60 * 8 * 16

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.integration
 
 def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     """Orders give the number of the run's engines; an external engine joins by its address."""
-    other = server_command(tiny_model_folder("tiny_qwen3", task="reverse_digits"), tmp_path)
+    command = server_command(tiny_model_folder("tiny_qwen3", task="reverse_digits"), tmp_path)
     key = f"engine.token_file={tmp_path / 'key'}"
     with (
-        servers(tmp_path, {"other": other}) as urls,
+        servers(tmp_path, {"other": command}) as urls,
         LiveRun(tmp_path / "run", *OVERRIDES, key, "run.save_every=0") as live,
     ):
         live.wait_step(1)
@@ -33,8 +33,8 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
         assert len(elastic.pids(ENGINE)) == 3
         for engine in out["engine_ids"]:
             elastic.first_group(engine)
-        one = elastic.order("scale_in", {"num_replicas": 2})
-        assert one["status"] == "COMPLETED" and one["engine_ids"] == ["engine-2"], one
+        order = elastic.order("scale_in", {"num_replicas": 2})
+        assert order["status"] == "COMPLETED" and order["engine_ids"] == ["engine-2"], order
         assert len(elastic.pids(ENGINE)) == 2
         forced = elastic.order("scale_in", {"engine_ids": ["engine-1"], "force": True})
         assert forced["status"] == "COMPLETED" and len(elastic.pids(ENGINE)) == 1, forced
@@ -56,11 +56,11 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     books = run.summary["ledger"]
     assert set(run.persisted("trained").values()) == {1}
     assert run.summary["outcome"] == "stopped" and run.checkpoints()
-    shares = {one["id"]: one["samples"] for one in run.summary["engines"]}
+    shares = {engine["id"]: engine["samples"] for engine in run.summary["engines"]}
     assert all(shares[f"engine-{number}"] > 0 for number in range(3)), shares
     assert run.summary["engines"][-1]["origin"] == "external" and run.summary["engines"][-1]["samples"] > 0
     assert sum(shares.values()) >= books["trained"], "each sample has one response, which one engine finished"
-    assert all(one["tokens"] >= one["samples"] for one in run.summary["engines"])
+    assert all(engine["tokens"] >= engine["samples"] for engine in run.summary["engines"])
     assert run.summary["recoveries"] == [], "no change of the engines was a failure"
     assert not (run.folder / "gateway.json").exists() and not list(run.folder.glob("relax-*"))
 
@@ -91,7 +91,7 @@ def test_the_autoscaler_adds_an_engine_while_the_trainer_waits(tmp_path: Path) -
         assert all(row["cache_share"] is not None for row in rows), rows
         assert elastic.ask("POST", "/autoscaler/enable", {"enabled": False}) == {"enabled": False}
         run = elastic.stop()
-    (order,) = [one for one in run.summary["operations"] if one["kind"] == "scale_out"]
+    (order,) = [operation for operation in run.summary["operations"] if operation["kind"] == "scale_out"]
     assert order["request_id"] == change["request_id"] and order["history"][-1]["state"] == "ACTIVE", order
 
 
@@ -109,8 +109,8 @@ def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weight
             assert gone["status"] == "COMPLETED", gone
             assert weight_version(second) == -1
             run = elastic.stop()
-    assert [one["origin"] for one in run.summary["engines"]] == ["start", "external"]
-    assert all(one["samples"] for one in run.summary["engines"])
+    assert [engine["origin"] for engine in run.summary["engines"]] == ["start", "external"]
+    assert all(engine["samples"] for engine in run.summary["engines"])
 
 
 async def order_on_the_page(link: str, folder: Path) -> None:

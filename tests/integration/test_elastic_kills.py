@@ -58,7 +58,7 @@ def test_an_order_ends_whoever_is_killed(kills: Sequence[tuple[str, str]], tmp_p
         live.wait_step(step + 2)
         run = elastic.stop()
     assert "the controller was killed by SIGKILL; another goes on from step" in run.output
-    ids = [one["id"] for one in run.summary["engines"]]
+    ids = [engine["id"] for engine in run.summary["engines"]]
     assert ids == sorted(set(ids), key=lambda name: int(name.partition("-")[2])), "no number is used twice"
-    for one in run.summary["engines"][1:]:
-        assert one["state"] == "left" or (one["state"] == "failed" and one["last_failure"]), one
+    for engine in run.summary["engines"][1:]:
+        assert engine["state"] == "left" or (engine["state"] == "failed" and engine["last_failure"]), engine

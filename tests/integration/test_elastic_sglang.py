@@ -75,16 +75,16 @@ def server(folder: Path) -> Iterator[EngineProcess]:
 def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
     """It loads copies of the weights, which the run publishes in shared memory for its own server."""
     key = f"engine.token_file={tmp_path / 'key'}"
-    with server(tmp_path) as other, LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, key, "run.save_every=0") as live:
+    with server(tmp_path) as foreign, LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, key, "run.save_every=0") as live:
         live.wait_step(2)
         elastic = ElasticRun(live)
-        join_and_leave(elastic, {"engine_urls": [other.url]}, {"engine_urls": [other.url]}, left="left")
+        join_and_leave(elastic, {"engine_urls": [foreign.url]}, {"engine_urls": [foreign.url]}, left="left")
         client = SglangClient(
-            other.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
+            foreign.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
         )
         assert client.ready() and client.model_info()["weight_version"] == "-1", "its weights were removed"
         run = elastic.stop()
-        assert other.poll() is None
+        assert foreign.poll() is None
     assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4
-    shares = {one["origin"]: one["samples"] for one in run.summary["engines"]}
+    shares = {engine["origin"]: engine["samples"] for engine in run.summary["engines"]}
     assert shares.keys() == {"start", "external"} and all(shares.values()), shares

@@ -43,12 +43,12 @@ def test_transformers_gives_the_exported_folder_the_engines_logprobs(strict: Fin
     responses = generate(folder, prompts, stop=tokenizer.stop_token_ids, scratch=tmp_path)
     assert len(responses) == 8 * len(prompts)
     gap = 0.0
-    for one in responses:
-        prompt = prompts[one.prompt]
+    for response in responses:
+        prompt = prompts[response.prompt]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
-        gap = max(gap, float((expected - torch.tensor(one.logprobs)).abs().max()))
+            logits = model(torch.tensor([prompt + response.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.output_ids.tolist())[:, None])[:, 0]
+        gap = max(gap, float((expected - torch.tensor(response.logprobs)).abs().max()))
     assert gap <= TOLERANCE
 
 
@@ -73,7 +73,7 @@ def generate(folder: Path, prompts: list[list[int]], *, stop: list[int], scratch
         ]
         try:
             params = SamplingParams(n=8, max_new_tokens=8, stop_token_ids=stop)
-            return [one async for one in client.generate(requests, params)]
+            return [response async for response in client.generate(requests, params)]
         finally:
             await client.aclose()
 

@@ -49,12 +49,12 @@ def test_a_killed_judge_costs_verdicts_and_no_episode_is_lost(tmp_path: Path) ->
     assert run.code == 0, run.output
     assert run.summary["steps"] == STEPS
     run.assert_books_closed()
-    assert [one["tier"] for one in run.summary["recoveries"]] == [1]
+    assert [recovery["tier"] for recovery in run.summary["recoveries"]] == [1]
     records = read_metrics(run.folder)
     assert [record.source for record in records].count("judge_check") == 1
     verdicts = [record.values for record in records if record.values.get("judge/main/verdicts")]
     assert verdicts[-1]["judge/main/none"] < 1.0, "the judge is back"
     texts = [json.loads(line) for line in (run.folder / "texts.jsonl").read_text().splitlines()]
-    judged = [row for one in texts if one["kind"] == "judged" for row in one["rows"]]
+    judged = [row for text in texts if text["kind"] == "judged" for row in text["rows"]]
     assert {"uid", "response", "reward", "why"} <= judged[0].keys()
     assert any(row["why"].startswith("judge main: ") for row in judged)

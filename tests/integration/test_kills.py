@@ -38,7 +38,7 @@ def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_pat
     told = Counter(record.step for record in read_metrics(run.folder) if record.source == "actor")
     assert told == dict.fromkeys(range(steps), 1), "the trainer's reports are in the log"
     assert run.summary["steps_recorded"] == steps and run.summary["records_dropped"] == {}
-    assert [one["tier"] for one in run.summary["recoveries"]] == [1, 1]
+    assert [recovery["tier"] for recovery in run.summary["recoveries"]] == [1, 1]
     run.assert_books_closed()
     assert run.summary["ledger"]["dropped"] == {}
     assert run.summary["staleness"]["max"] == 0

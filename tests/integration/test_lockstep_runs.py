@@ -21,13 +21,13 @@ LOCKSTEP = (
 )
 
 
-def assert_same_games(one: FinishedRun, other: FinishedRun) -> None:
+def assert_same_games(played: FinishedRun, reference: FinishedRun) -> None:
     """Checks that weights and step metrics are equal to the bit, and turns are equal."""
-    assert_same_run(one, other)
-    steps = len(one.steps())
-    episodes = episodes_of(one)
-    assert episodes == episodes_of(other) and len(episodes) == steps * PROMPTS * GROUP_SIZE
-    for run in (one, other):
+    assert_same_run(played, reference)
+    steps = len(played.steps())
+    episodes = episodes_of(played)
+    assert episodes == episodes_of(reference) and len(episodes) == steps * PROMPTS * GROUP_SIZE
+    for run in (played, reference):
         run.assert_books_closed()
         assert run.summary["run"]["repeatable"] is True
         assert run.summary["ledger"]["trained"] == steps * PROMPTS * GROUP_SIZE
@@ -40,13 +40,13 @@ def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
     An episode that was put but not trained when the run stopped is played again, with the same result.
     """
     with LedgerFile(run.folder / "ledger.sqlite") as ledger:
-        histories = [one for step in range(len(run.steps())) for one in ledger.samples({"step": step})]
+        histories = [sample for step in range(len(run.steps())) for sample in ledger.samples({"step": step})]
     found: dict[str, tuple[object, ...]] = {}
-    for one in histories:
-        for made in (event.made for event in one.events if event.made is not None and not event.undone):
+    for history in histories:
+        for made in (event.made for event in history.events if event.made is not None and not event.undone):
             turns = [(turn.start, turn.end, turn.versions, turn.finish, turn.reward) for turn in made.turns]
             went = (made.leaves, made.reward, made.ended, turns)
-            assert found.setdefault(one.uid, went) == went
+            assert found.setdefault(history.uid, went) == went
     return found
 
 
@@ -88,5 +88,5 @@ def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     assert STOPPED_AFTER <= at < steps and stopped.checkpoints() == [at]
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
-    assert at in [one["step"] for one in resumed.summary["eval"]]
+    assert at in [evaluation["step"] for evaluation in resumed.summary["eval"]]
     assert_same_games(resumed, side_by_side)

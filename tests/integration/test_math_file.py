@@ -19,7 +19,7 @@ def test_math_file_trains_and_evaluates(tmp_path: Path) -> None:
     assert run.summary["steps"] == 3
     run.assert_books_closed()
     assert set(run.summary["ledger"]["dropped"]) <= {"reward_failed"}
-    assert [(one["step"], one["rows"]) for one in run.summary["eval"]] == [(0, 16), (3, 16)]
+    assert [(evaluation["step"], evaluation["rows"]) for evaluation in run.summary["eval"]] == [(0, 16), (3, 16)]
     texts = [json.loads(line) for line in (run.folder / "texts.jsonl").read_text().splitlines()]
     assert texts[0]["rows"][0]["prompt"].endswith("?")
     assert all(0.0 <= values["reward"] == values["exact"] <= 1.0 for values in run.steps())

@@ -136,7 +136,9 @@ def good_sources(file: Path) -> set[str]:
 def write_eval_set(folder: Path) -> None:
     """Writes an evaluation set of four rows; the last row has a truncated picture."""
     pictures = ("files/red-00.png", "files/blue-01.png", "files/green-02.png", "files/cut.png")
-    rows = [{"prompt": "<image>which colour?", "answer": one[6:-7] or "none", "images": one} for one in pictures]
+    rows = [
+        {"prompt": "<image>which colour?", "answer": picture[6:-7] or "none", "images": picture} for picture in pictures
+    ]
     written = folder / OTHER
     written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -149,13 +151,13 @@ def assert_relax_eval_finds_the_same(run: FinishedRun) -> None:
     (file,) = run.folder.glob(f"evaluations/step_{STEPS}/*/evaluation.json")
     figures = run.summary["eval"][-1]["figures"]
     found = json.loads(file.read_text())["sets"]
-    assert [(one["name"], one["rows"], one["bad_rows"]) for one in found] == [
+    assert [(eval_set["name"], eval_set["rows"], eval_set["bad_rows"]) for eval_set in found] == [
         ("held_out", 8, {}),
         ("other", 3, {"bad_media:truncated": 1}),
     ]
     assert (figures["other/rows"], figures["other/bad_rows"]) == (3, 1)
-    for one in found:
-        assert one["figures"]["reward"]["value"] == pytest.approx(figures[f"{one['name']}/reward"])
+    for eval_set in found:
+        assert eval_set["figures"]["reward"]["value"] == pytest.approx(figures[f"{eval_set['name']}/reward"])
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +197,8 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     books = run.summary["ledger"]
     assert books["trained"] == STEPS * PROMPTS * GROUP_SIZE and books["dropped"] == reasons
     named = run.summary["bad_rows"]
-    assert [one["row"] for one in named] == [str(number) for number in sorted(BAD)[:5]]
-    assert [one["reason"] for one in named] == [f"bad_media:{BAD[number][0]}" for number in sorted(BAD)[:5]]
+    assert [bad_row["row"] for bad_row in named] == [str(number) for number in sorted(BAD)[:5]]
+    assert [bad_row["reason"] for bad_row in named] == [f"bad_media:{BAD[number][0]}" for number in sorted(BAD)[:5]]
     assert "files/nowhere.png" in named[0]["text"] and "files/cut.png" in named[3]["text"]
     gap = run.summary["logprob_gap"]
     # The largest gap is that of one token of 1,550 and depends on the processor that trained the model's warm start:
@@ -204,9 +206,9 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert gap["tokens"] > 0 and gap["mean"] <= TOLERANCE / 20 and gap["max"] <= 5 * TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    figures = [one["values"] for one in records if one["source"] == "rollout"]
+    figures = [record["values"] for record in records if record["source"] == "rollout"]
     last = figures[-1]
-    assert last["tower_passes"] > 0 < max(one["feature_mb"] for one in figures)
+    assert last["tower_passes"] > 0 < max(values["feature_mb"] for values in figures)
     assert last["bad_media"] == sum(reasons.values()) / GROUP_SIZE
     for reason, samples in reasons.items():
         assert last[reason.replace(":", "/")] == samples / GROUP_SIZE
@@ -252,7 +254,7 @@ def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
     env.write_text(ENV.replace("FOLDER", repr(str(files_folder() / "train"))))
     rows = tmp_path / "rows.jsonl"
     shown = [("x", "red"), ("x", "green"), ("cut", "red"), ("x", "red")] * 4
-    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": one}) + "\n" for prompt, one in shown))
+    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in shown))
     run = run_to_end(
         tmp_path / "run",
         *SMALL,
@@ -265,10 +267,10 @@ def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
     gap = run.summary["logprob_gap"]
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    figures = [one["values"] for one in records if one["source"] == "rollout"]
-    assert max(one["encoded"] for one in figures) == 2  # two pictures, used in every episode of every group
-    assert {one["worker"] for one in figures} == {0.0, 1.0}
+    figures = [record["values"] for record in records if record["source"] == "rollout"]
+    assert max(values["encoded"] for values in figures) == 2  # two pictures, used in every episode of every group
+    assert {values["worker"] for values in figures} == {0.0, 1.0}
     assert run.summary["ledger"]["dropped"].get("bad_media:truncated", 0) > 0
     assert set(run.summary["ledger"]["dropped"]) <= {"bad_media:truncated", "stale"}
     assert run.summary["bad_rows"][0]["reason"] == "bad_media:truncated"
-    assert max(one["turns"] for one in figures) > 1
+    assert max(values["turns"] for values in figures) > 1

@@ -111,16 +111,16 @@ def test_the_counts_of_the_modalities_add_up_to_those_of_the_run(run: FinishedRu
     _, ends = expected()
     found, books = run.summary["modalities"], run.summary["ledger"]
     assert set(found) == set(ends) == {"text", "image", "video", "audio", "image_audio"}
-    for name, one in found.items():
-        assert {"trained": one["trained"], **one["dropped"]} == ends[name]
-        assert one["issued"] == one["trained"] + sum(one["dropped"].values()) + one["open"]
-        assert one["staleness"] == {"0": one["trained"]} and one["prefill_ms"] > 0.0
-        assert (one["encode_ms"] is None) == (name == "text")
-    assert sum(one["issued"] for one in found.values()) == books["issued"]
-    assert sum(one["trained_share"] for one in found.values()) == pytest.approx(1.0)
-    rewards = sum(one["reward"] * one["trained"] for one in found.values()) / books["trained"]
+    for name, modality in found.items():
+        assert {"trained": modality["trained"], **modality["dropped"]} == ends[name]
+        assert modality["issued"] == modality["trained"] + sum(modality["dropped"].values()) + modality["open"]
+        assert modality["staleness"] == {"0": modality["trained"]} and modality["prefill_ms"] > 0.0
+        assert (modality["encode_ms"] is None) == (name == "text")
+    assert sum(modality["issued"] for modality in found.values()) == books["issued"]
+    assert sum(modality["trained_share"] for modality in found.values()) == pytest.approx(1.0)
+    rewards = sum(modality["reward"] * modality["trained"] for modality in found.values()) / books["trained"]
     assert rewards == pytest.approx(sum(values["reward"] for values in run.steps()) / STEPS)
     assert " trained (" in run.output and "image + audio" in run.output
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    newest = [one["values"] for one in records if one["source"] == "ledger"][-1]
+    newest = [record["values"] for record in records if record["source"] == "ledger"][-1]
     assert newest["modality/video/dropped/bad_media:truncated"] == GROUP_SIZE

@@ -23,15 +23,15 @@ FROM_TOKENS = ("reward", "exact", "reward_position", "reward_length", "response_
 FROM_WEIGHTS = ("loss", "grad_norm", "logprob_gap_max", "algorithm/ratio")
 
 
-def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
+def assert_same_run(run: FinishedRun, reference: FinishedRun) -> None:
     """Checks that tokens, losses and weights are equal to the bit."""
-    assert len(one.steps()) == len(other.steps()) == one.summary["steps"]
-    for step, (values, expected) in enumerate(zip(one.steps(), other.steps(), strict=True)):
+    assert len(run.steps()) == len(reference.steps()) == run.summary["steps"]
+    for step, (values, expected) in enumerate(zip(run.steps(), reference.steps(), strict=True)):
         assert values.keys() >= {*FROM_WEIGHTS, "reward", "tokens"}  # the other metrics are those of one reward
         for name in (*FROM_TOKENS, *FROM_WEIGHTS):
             assert values.get(name) == expected.get(name), f"{name} differs at step {step}"
-    assert one.summary["eval"][-1] == other.summary["eval"][-1]
-    weights, expected_weights = one.weights(), other.weights()
+    assert run.summary["eval"][-1] == reference.summary["eval"][-1]
+    weights, expected_weights = run.weights(), reference.weights()
     assert weights.keys() == expected_weights.keys()
     assert all(tensor.equal(expected_weights[name]) for name, tensor in weights.items())
 
@@ -65,8 +65,8 @@ def assert_samples_kept(folder: Path) -> None:
         assert len(tokens) == row["length"]
         assert max(abs(token["gap"]) for token in tokens) < 1e-4
     group = [views.sample(row["id"]) for row in index.find({"group": fresh[0]["group_uid"]}, order="oldest")[1]]
-    rewards = np.array([one["reward"] for one in group if one is not None])
-    advantages = np.array([one["tokens"][-1]["advantage"] for one in group if one is not None])
+    rewards = np.array([kept_sample["reward"] for kept_sample in group if kept_sample is not None])
+    advantages = np.array([kept_sample["tokens"][-1]["advantage"] for kept_sample in group if kept_sample is not None])
     assert np.corrcoef(rewards, advantages)[0, 1] > 0.999  # GRPO's are the group's rewards, shifted and scaled
 
 
@@ -76,7 +76,7 @@ def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) ->
     assert strict.summary["staleness"] == {"max": 0, "histogram": {"0": 60 * 8 * 16}}
     assert strict.summary["ledger"]["trained"] == 60 * 8 * 16
     strict.assert_books_closed()
-    assert [one["step"] for one in strict.summary["eval"]] == [0, 25, 50, 60]
+    assert [evaluation["step"] for evaluation in strict.summary["eval"]] == [0, 25, 50, 60]
 
 
 def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:

@@ -62,5 +62,5 @@ def test_a_file_on_the_command_line_trains(tmp_path: Path) -> None:
     assert f"name: {project}/rewards/mine.py" in saved and "target: 4" in saved
     with (run.folder / "numbers.csv").open(newline="") as lines:
         rewards = {int(row["step"]): float(row["value"]) for row in csv.DictReader(lines) if row["name"] == "reward"}
-    of_files = {one.step: one.values["reward"] for one in read_metrics(run.folder) if one.source == "actor"}
+    of_files = {metric.step: metric.values["reward"] for metric in read_metrics(run.folder) if metric.source == "actor"}
     assert rewards == of_files and sorted(rewards) == list(range(8))

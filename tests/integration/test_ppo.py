@@ -26,14 +26,14 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     return run
 
 
-def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
+def assert_same_run(run: FinishedRun, reference: FinishedRun) -> None:
     """Checks that rewards, losses of policy and critic, and weights are equal to the bit."""
-    assert len(one.steps()) == len(other.steps()) == 24
-    for step, (values, expected) in enumerate(zip(one.steps(), other.steps(), strict=True)):
+    assert len(run.steps()) == len(reference.steps()) == 24
+    for step, (values, expected) in enumerate(zip(run.steps(), reference.steps(), strict=True)):
         for name in (*OF_THE_RUN, *OF_THE_CRITIC):
             assert values[name] == expected[name], f"{name} differs at step {step}"
-    expected_weights = other.weights()
-    assert all(tensor.equal(expected_weights[name]) for name, tensor in one.weights().items())
+    expected_weights = reference.weights()
+    assert all(tensor.equal(expected_weights[name]) for name, tensor in run.weights().items())
 
 
 def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:

@@ -74,8 +74,8 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
     assert advantages["tier"] == engine["tier"] == 1
     assert advantages["cause"].startswith("advantages-0 froze (no answer for ")
     assert engine["cause"].startswith("engine-0 froze (no answer for ")
-    told = [(one.event, one.kind) for one in read_alarms(run.folder)]
-    assert [one for one in told if one[0] in ("recovery", "engine_lost", "finished")] == [
+    told = [(alarm.event, alarm.kind) for alarm in read_alarms(run.folder)]
+    assert [alarm for alarm in told if alarm[0] in ("recovery", "engine_lost", "finished")] == [
         *(("recovery", "new"), ("engine_lost", "new"), ("finished", "new"))
     ]
 
@@ -92,7 +92,7 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
     assert run.code == 1
     failure = "failed: the bus died; recovered, then: actor-0 died (run.max_recoveries=1)"
     assert failure in run.output
-    assert [one.event for one in read_alarms(run.folder)][-1] == "failed"
+    assert [alarm.event for alarm in read_alarms(run.folder)][-1] == "failed"
     assert run.summary["outcome"] == failure
     assert [recovery["cause"] for recovery in run.summary["recoveries"]] == ["the bus died"]
 
@@ -113,10 +113,10 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     assert "actor-0: waits" in first and "on bus for" in first
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
     assert f"rollout-0: pid {pid}, state stopped" in first
-    told = [one for one in read_alarms(run.folder) if one.event == "stalled"]
+    told = [alarm for alarm in read_alarms(run.folder) if alarm.event == "stalled"]
     # On a loaded machine the start takes longer than a fifth of run.stall_timeout_s and is reported first.
-    assert [one.kind for one in told] == ["new", "over"] * (len(told) // 2)
-    new = [one.text for one in told if one.kind == "new"]
+    assert [alarm.kind for alarm in told] == ["new", "over"] * (len(told) // 2)
+    new = [alarm.text for alarm in told if alarm.kind == "new"]
     assert sum("blocker: rollout-0" in text for text in new) == 1
     assert all("blocker: rollout-0" in text or "train step 0 of" in text for text in new), new
     assert "no train step ended" in run.output  # on stderr, too

@@ -49,7 +49,9 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
     assert 1.0 < episodes["turns"] <= episodes["turns_p99"] <= 3.0
     assert 0.0 < episodes["cached_share"] < 1.0 and 0.0 < episodes["queue_s"] <= episodes["engine_s"]
     records = read_metrics(run.folder)
-    assert not not_described({f"{one.source}/{name}" for one in records for name in one.values} - {"run/resumed"})
+    assert not not_described(
+        {f"{record.source}/{name}" for record in records for name in record.values} - {"run/resumed"}
+    )
 
     assert lineage.main([str(run.folder), "step=0", "--json"]) == 0
     puts = [event for sample in json.loads(capsys.readouterr().out)["samples"] for event in sample["events"]]

@@ -64,12 +64,14 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
     assert run.summary["staleness"]["max"] <= 1
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(line["values"]["aborts"] for line in lines if line["source"] == "rollout") > 0
-    assert [one["tier"] for one in run.summary["recoveries"]] == [1], "the loss of an engine restarts no services"
+    assert [recovery["tier"] for recovery in run.summary["recoveries"]] == [1], (
+        "the loss of an engine restarts no services"
+    )
     with LedgerFile(run.folder / "ledger.sqlite") as file:
         lives = [life for step in range(STEPS) for life in file.samples({"step": step}) if life.state == "trained"]
     made = [event.made for life in lives for event in life.events if event.made is not None]
     assert len(made) == books["trained"], "a sample was put twice"
-    turns = [turn for one in made for turn in one.turns]
+    turns = [turn for episode in made for turn in episode.turns]
     assert {turn.engine for turn in turns} == {"engine-0", "engine-1"}
     for turn in turns:
         assert sum(tokens for _, tokens in turn.versions) == turn.end - turn.start

@@ -35,8 +35,8 @@ def test_the_script_says_what_the_configuration_says() -> None:
         "name=demo",
     )
     asked = "nodes=4 ntasks-per-node=1 partition=gpu account=me qos=high gpus-per-node=8 cpus-per-task=96 mem=1536M"
-    others = "time=90 signal=USR2@240 reservation=mine job-name=demo open-mode=append"
-    assert {f"#SBATCH --{wanted}" for wanted in f"{asked} {others}".split()} <= set(lines)
+    further = "time=90 signal=USR2@240 reservation=mine job-name=demo open-mode=append"
+    assert {f"#SBATCH --{wanted}" for wanted in f"{asked} {further}".split()} <= set(lines)
     assert "#SBATCH --exclusive" in lines and "#SBATCH --requeue" in lines
     assert "#SBATCH --constraint='h100&nvlink'" in lines
     assert not [line for line in lines if "wckey" in line or "array" in line]

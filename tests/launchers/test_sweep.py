@@ -88,15 +88,17 @@ def test_folders_of_a_sweep_carry_its_overrides(tmp_path: Path, monkeypatch: pyt
     (index,) = (tmp_path / "multirun").glob("*/sweep.json")
     rows = json.loads(index.read_text())["runs"]
     assert [Path(row["folder"]).is_dir() for row in rows] == [True] * 2
-    one = ["-m", f"hydra.sweep.dir={tmp_path}/s", f"run.dir={tmp_path}/same", "seed=5,6"]
-    assert compose.run(one, record, sweep=Sweep(record)) == 0
+    words = ["-m", f"hydra.sweep.dir={tmp_path}/s", f"run.dir={tmp_path}/same", "seed=5,6"]
+    assert compose.run(words, record, sweep=Sweep(record)) == 0
     assert (tmp_path / "same_seed=5" / "summary.json").is_file() and (tmp_path / "same_seed=6").is_dir()
 
 
 def test_the_overrides_of_a_long_line_make_no_name_that_is_too_long() -> None:
     assert _label([]) == "" and _label(["seed=1", "data.path='/a b/c'"]) == "_seed=1,data.path=-a-b-c-"
     long = [f"data.prompt_key={'x' * 300}{end}" for end in "ab"]
-    assert len({_label([one]) for one in long}) == 2 and max(len(_label([one])) for one in long) < 120
+    assert (
+        len({_label([override]) for override in long}) == 2 and max(len(_label([override])) for override in long) < 120
+    )
 
 
 def test_a_sweep_goes_on_where_each_of_its_runs_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +166,7 @@ def test_the_relax_launcher_gives_the_sweeper_values(tmp_path: Path, monkeypatch
 
     def spy(self: BasicSweeper, arguments: list[str]) -> object:
         returns = whole(self, arguments)
-        seen.extend(one.return_value for batch in returns for one in batch)
+        seen.extend(job.return_value for batch in returns for job in batch)
         return returns
 
     monkeypatch.setattr(BasicSweeper, "sweep", spy)

@@ -87,7 +87,7 @@ def smtp_receiver() -> Iterator[Told]:
                         while (part := self.rfile.readline()) not in (b".\r\n", b""):
                             lines.append(part)
                         mail = message_from_string(b"".join(lines).decode())
-                        parts = [one for one in mail.walk() if not one.is_multipart()]
+                        parts = [mail_part for mail_part in mail.walk() if not mail_part.is_multipart()]
                         text = parts[0].get_payload(decode=True)
                         assert isinstance(text, bytes)
                         told.take(str(mail["Subject"]), text.decode())

@@ -28,7 +28,7 @@ def test_a_cause_is_told_once_again_later_and_when_it_is_over(tmp_path: Path) ->
     for now in (0.0, 1.0, 59.0, 60.0, 61.0):
         clock.now = 1000.0 + now
         told.append(book.tell("rule", "a", title="a", text=str))
-    assert [None if one is None else (one.kind, one.left_out) for one in told] == [
+    assert [None if alarm is None else (alarm.kind, alarm.left_out) for alarm in told] == [
         *(("new", 0), None, None, ("again", 2), None)
     ]
     assert book.tell("rule", "b", title="b", text=str) is not None, "another cause has a separate message"
@@ -46,7 +46,7 @@ def test_the_next_controller_goes_on_where_the_last_one_was(tmp_path: Path) -> N
     book = AlarmBook(tmp_path, repeat_s=60.0, clock=clock)
     assert book.tell("stalled", "no step", title="t", text=lambda: "x") is None
     assert book.over("stalled", "no step", title="t", text=lambda: "x") is not None
-    assert [one.kind for one in read_alarms(tmp_path)] == ["new", "over"], "the incomplete line is ignored"
+    assert [alarm.kind for alarm in read_alarms(tmp_path)] == ["new", "over"], "the incomplete line is ignored"
 
 
 def test_a_message_that_cannot_be_kept_is_told_and_says_so(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_an_exception_quotes_and_secrets_stay_here() -> None:
 @given(st.text(max_size=2000))
 def test_any_text_becomes_a_short_one_without_control_characters(text: str) -> None:
     cleaned = clean(text, environment={})
-    assert len(cleaned) <= MOST_CHARACTERS and not any(ord(one) < 9 or ord(one) == 27 for one in cleaned)
+    assert len(cleaned) <= MOST_CHARACTERS and not any(ord(char) < 9 or ord(char) == 27 for char in cleaned)
 
 
 VALUES = st.lists(st.none() | st.floats(-2.0, 2.0) | st.just(math.nan), max_size=60)
@@ -124,7 +124,7 @@ def test_gaps_change_nothing(values: list[float | None]) -> None:
 
 def test_nan_is_true_for_the_rule_that_asks_for_it() -> None:
     rule = read_rule("actor/loss is nan for 2 steps")
-    assert [one.is_true(rule) for one in states(rule, [math.nan, 1.0, math.nan, None, math.nan])] == [
+    assert [state.is_true(rule) for state in states(rule, [math.nan, 1.0, math.nan, None, math.nan])] == [
         *(False, False, False, False, True)
     ]
 

@@ -37,9 +37,9 @@ def numbers(step: int, *, source: str = "actor", time_s: float | None = None, **
 
 
 def write(run_dir: Path, writer: str, *records: Event, attempt: int = 0) -> None:
-    one = EventWriter(run_dir, writer, attempt=attempt)
-    one.put(*records)  # type: ignore[arg-type]
-    one.close()
+    writer = EventWriter(run_dir, writer, attempt=attempt)
+    writer.put(*records)  # type: ignore[arg-type]
+    writer.close()
 
 
 def test_each_kind_comes_back_as_it_was_and_nan_stays_nan(tmp_path: Path) -> None:
@@ -49,9 +49,9 @@ def test_each_kind_comes_back_as_it_was_and_nan_stays_nan(tmp_path: Path) -> Non
     )  # fmt: skip
     text = TextRecord(kind="eval", step=0, time_s=2.0, rows=[{"prompt": "a\nb", "exact": True, "none": None}])
     write(tmp_path, "actor-0", numbers(0, time_s=1.0, loss=math.nan, reward=1.0), text, histogram)
-    first, *others = EventReader(tmp_path).each()
+    first, *later_records = EventReader(tmp_path).each()
     assert isinstance(first, MetricRecord) and math.isnan(first.values["loss"]) and first.values["reward"] == 1.0
-    assert others == [text, histogram]
+    assert later_records == [text, histogram]
     assert read_texts(tmp_path) == read_texts(tmp_path, "eval") == [text] and read_texts(tmp_path, "other") == []
     assert [record.step for record in read_metrics(tmp_path)] == [0]
     (line, *_) = (tmp_path / EVENTS_FOLDER / "0000.actor-0.0.jsonl").read_text().splitlines()
@@ -74,7 +74,7 @@ def test_files_larger_than_a_read_keep_the_order(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(event_log, "READ_BYTES", 600)
     for name, shift in (("a", 0), ("b", 1)):
         write(tmp_path, name, *(numbers(step, time_s=float(2 * step + shift)) for step in range(100)))
-    assert [record.time_s for record in EventReader(tmp_path).each()] == [float(one) for one in range(200)]
+    assert [record.time_s for record in EventReader(tmp_path).each()] == [float(value) for value in range(200)]
     assert list(EventReader(tmp_path, kinds=("texts",)).each()) == []
 
 
@@ -92,9 +92,9 @@ def test_a_resume_undoes_later_steps_whatever_the_clocks_say(tmp_path: Path) -> 
     assert [record.step for record in without_undone(records)] == [0, 1, 2] and records[-1] == early
     write(tmp_path, "actor-0", numbers(1, time_s=9.0), numbers(3, time_s=9.0))  # by the abandoned attempt
     assert [record.step for record in reader.each()] == [1]
-    other = EventWriter(tmp_path, "controller")
-    assert other.begin_attempt(2) == 2  # another process continues
-    other.close()
+    second_writer = EventWriter(tmp_path, "controller")
+    assert second_writer.begin_attempt(2) == 2  # another process continues
+    second_writer.close()
 
 
 def test_a_torn_last_line_hides_no_later_file_and_a_damaged_line_only_itself(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_many_files_are_read_in_order_and_in_small_pieces(tmp_path: Path, monkey
     reader, pieces = EventReader(tmp_path), []
     while piece := reader.read_placed():
         pieces.append(piece)
-    found = [one for piece in pieces for one in piece]
+    found = [record for piece in pieces for record in piece]
     assert [event.time_s for event, _ in found] == [float(number) for number in range(80)]
     assert max(sum(place.size for _, place in piece) for piece in pieces) < 20_000
     assert read_event(tmp_path, found[33][1]) == found[33][0]

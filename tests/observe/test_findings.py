@@ -39,7 +39,7 @@ def test_noise_and_small_losses_are_no_fall(shape: str, scale: float) -> None:
     for seed in range(50):
         noise = np.random.default_rng(seed).normal(0, 0.04, len(curve))
         rewards = [
-            scale * (reward + one - 1.0) for reward, one in zip(curve, noise, strict=True)
+            scale * (reward + change - 1.0) for reward, change in zip(curve, noise, strict=True)
         ]  # some rewards are negative
         assert findings(run(rewards), {}) == [], seed
 

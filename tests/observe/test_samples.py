@@ -39,7 +39,7 @@ def tree(index: int, *, version: int = 0) -> TokenTree:
 
 def group(index: int, *, version: int = 0) -> Group:
     whole = tree(index, version=version)
-    uids = [one.uid for one in whole.episodes]
+    uids = [episode.uid for episode in whole.episodes]
     columns = encode_tree(whole)
     return Group(group_uid=whole.group_uid, index=index, uids=uids, versions=[version] * len(uids), columns=columns)
 
@@ -67,7 +67,7 @@ def found(index: SampleIndex, **filters: Any) -> list[dict[str, Any]]:
 
 
 def train(log: SampleLog, step: int, *trees: TokenTree, gap: float = 0.5) -> None:
-    logprobs = np.concatenate([one.logprobs[one.tokens[1]] for one in trees]) + gap
+    logprobs = np.concatenate([token_tree.logprobs[token_tree.tokens[1]] for token_tree in trees]) + gap
     log.trained(step, trees, logprobs.astype(np.float32))
 
 
@@ -116,15 +116,15 @@ def test_how_a_sample_ended_comes_from_the_ledger(tmp_path: Path) -> None:
     log.lost(tree(1))
     log.close(timeout_s=60.0)
     fates = [("put", ""), ("dropped", "stale"), ("dropped", "over_sampled"), ("made", "")]
-    assert [(one["state"], one["reason"]) for one in found(index)] == fates
+    assert [(sample["state"], sample["reason"]) for sample in found(index)] == fates
     index.take_ledger([("g00000001.1", "zero_advantage"), ("g99999999.0", "stale")])
-    assert [one["uid"] for one in found(index, reason="zero_advantage")] == ["g00000001.1"]
+    assert [sample["uid"] for sample in found(index, reason="zero_advantage")] == ["g00000001.1"]
     assert index.overview()["state"] == {"dropped": 3, "put": 1}
     log = open_log(tmp_path)
     for _ in range(2):
         log.lost(tree(2))
     log.close(timeout_s=60.0)
-    assert [one["state"] for one in found(index, group="g00000002")] == ["undone"] * 2 + ["made"] * 2
+    assert [sample["state"] for sample in found(index, group="g00000002")] == ["undone"] * 2 + ["made"] * 2
 
 
 def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
     resumed = open_log(tmp_path, attempt=resume(tmp_path, 1))
     resumed.put(group(1, version=1))
     resumed.close(timeout_s=60.0)
-    states = {(one["uid"], one["state"]) for one in found(index)}
+    states = {(sample["uid"], sample["state"]) for sample in found(index)}
     assert {state for uid, state in states if uid.startswith("g00000000")} == {"trained"}
     assert {state for uid, state in states if uid.startswith("g00000001")} == {"undone", "put"}
     assert {state for uid, state in states if uid.startswith("g00000002")} == {"undone"}
     index.close()
     again = SampleIndex(tmp_path, tmp_path / "cache" / "index.sqlite")
     assert again.refresh() == 0
-    assert {(one["uid"], one["state"]) for one in found(again)} == states
+    assert {(sample["uid"], sample["state"]) for sample in found(again)} == states
 
 
 def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +160,17 @@ def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, mo
         for step in range(start, start + 6):
             rollout.put(group(step, version=step))
             train(actor, step, tree(step, version=step))
-        for one in (rollout, actor):
-            one.close(timeout_s=60.0)
+        for log in (rollout, actor):
+            log.close(timeout_s=60.0)
 
     def states() -> list[tuple[str, str, int | None]]:
         index = SampleIndex(tmp_path, None)
         while index.refresh():
             assert index.share() > 0.0
         assert index.share() == 1.0
-        return [(one["uid"], one["state"], one["step"]) for one in index.find({}, order="oldest", most=99)[1]]
+        return [
+            (sample["uid"], sample["state"], sample["step"]) for sample in index.find({}, order="oldest", most=99)[1]
+        ]
 
     whole = states()
     assert [state for _, state, _ in whole] == ["trained"] * 8 + ["undone"] * 4 + ["trained"] * 12
@@ -182,7 +184,7 @@ def test_a_restarted_worker_of_the_same_attempt_undoes_nothing(tmp_path: Path) -
         log.put(group(index))
         log.close(timeout_s=60.0)
     assert list(event_files(tmp_path)) == ["0000.samples-rollout-0.0.jsonl", "0000.samples-rollout-0.1.jsonl"]
-    assert {one["state"] for one in found(SampleIndex(tmp_path, None))} == {"put"}
+    assert {sample["state"] for sample in found(SampleIndex(tmp_path, None))} == {"put"}
 
 
 def test_only_the_first_groups_of_a_step_are_kept(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_only_the_first_groups_of_a_step_are_kept(tmp_path: Path) -> None:
     for index in range(8):
         log.put(group(index))
     log.close(timeout_s=60.0)
-    assert {one["group_uid"] for one in found(SampleIndex(tmp_path, None))} == {"g00000000", "g00000004"}
+    assert {sample["group_uid"] for sample in found(SampleIndex(tmp_path, None))} == {"g00000000", "g00000004"}
 
 
 def test_the_oldest_tokens_go_first_and_numbers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +297,7 @@ def test_filters_and_orders(tmp_path: Path) -> None:
         log.put(group(index, version=index))
     log.close(timeout_s=60.0)
     index = SampleIndex(tmp_path, None)
-    assert [one["version"] for one in found(index, version_min=1, reward_max=0.5)] == [1, 2]
+    assert [sample["version"] for sample in found(index, version_min=1, reward_max=0.5)] == [1, 2]
     assert index.find({}, order="-reward", most=1)[1][0]["reward"] == 1.0
     assert index.find({}, most=2, first=4)[0] == 6
     with pytest.raises(ValueError, match="filters are uid, group"):

@@ -229,12 +229,12 @@ def test_a_collector_gets_gauges_and_a_refusal_is_raised(collector: Collector, t
     assert key == "secret"
     (resource,) = service.ExportMetricsServiceRequest.FromString(body).resource_metrics
     (scope,) = resource.scope_metrics
-    points = {one.name: one.gauge.data_points for one in scope.metrics}
+    points = {metric.name: metric.gauge.data_points for metric in scope.metrics}
     assert points.keys() == {"relax.actor.reward", "relax.actor.train.forward"}
     assert [point.as_double for point in points["relax.actor.reward"]] == [0.25, 0.5]
     newest = points["relax.actor.reward"][1]
     assert newest.time_unix_nano == 2_500_000_000
-    assert [(one.key, one.value.int_value) for one in newest.attributes] == [("step", 4)]
+    assert [(attribute.key, attribute.value.int_value) for attribute in newest.attributes] == [("step", 4)]
     for collector.status in (503, 302):  # a redirect would send the headers to another address
         with pytest.raises(RuntimeError, match=f"answers {collector.status}"):
             sink.write(BATCH)

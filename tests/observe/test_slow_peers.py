@@ -53,12 +53,12 @@ def scaled(work: Work, factor: float) -> Work:
 def test_not_all_are_slow_and_the_fastest_never_is(steps: list[dict[str, Work]]) -> None:
     found = compared_work(steps)
     assert set(found) == set(steps[0])
-    slow = [name for name, one in found.items() if one.is_slow]
+    slow = [name for name, compared in found.items() if compared.is_slow]
     assert len(slow) < len(found)
     fastest = min(found, key=lambda name: found[name].own_ms / found[name].others_ms)
     assert fastest not in slow
-    for name, one in found.items():
-        assert name not in one.others and set(one.others) == set(found) - {name}
+    for name, compared in found.items():
+        assert name not in compared.others and set(compared.others) == set(found) - {name}
 
 
 @given(work=works, factors=st.lists(amounts, min_size=WINDOW_STEPS, max_size=WINDOW_STEPS))
@@ -71,8 +71,8 @@ def test_equals_with_different_amounts_of_work_are_not_slow(work: Work, factors:
         }
         for factor in factors
     ]
-    for one in compared_work(steps).values():
-        assert one.slower == pytest.approx(0.0, abs=1e-6) and not one.is_slow
+    for compared in compared_work(steps).values():
+        assert compared.slower == pytest.approx(0.0, abs=1e-6) and not compared.is_slow
 
 
 @given(steps=windows, factor=st.floats(min_value=1.0, max_value=10.0), chosen=st.integers(0, 4))
@@ -104,7 +104,7 @@ def test_single_pauses_do_not_count(work: Work, pauses: list[float]) -> None:
     steps = [dict.fromkeys(NAMES, work) for _ in range(WINDOW_STEPS)]
     for place, pause in enumerate(pauses):
         steps[place] = {**steps[place], NAMES[1]: scaled(work, 1.0 + pause)}
-    assert not any(one.is_slow for one in compared_work(steps).values())
+    assert not any(compared.is_slow for compared in compared_work(steps).values())
 
 
 def test_the_part_with_the_largest_difference_is_told_and_who_is_missing_is_left_out() -> None:
@@ -129,27 +129,29 @@ def test_engines_with_other_batches_of_the_same_speed_are_equal(
     found = compared_decoding(
         {
             f"engine-{engine}": {
-                size: DecodeTime(one.steps * (1 + engine), one.seconds * (1 + engine))
-                for place, (size, one) in enumerate(sorted(times.items()))
+                size: DecodeTime(decode_time.steps * (1 + engine), decode_time.seconds * (1 + engine))
+                for place, (size, decode_time) in enumerate(sorted(times.items()))
                 if engine == 0 or place % engines != engine
             }
             for engine in range(engines)
         },
         steps=10,
     )
-    for one in found.values():
-        assert one.slower == pytest.approx(0.0, abs=1e-6) and one.part == "decode"
+    for compared in found.values():
+        assert compared.slower == pytest.approx(0.0, abs=1e-6) and compared.part == "decode"
     assert compared_decoding({"engine-0": {}, "engine-1": times}, steps=10) == {}, "an idle engine is not compared"
 
 
 @given(times=sizes.filter(bool), slower=st.floats(min_value=0.0, max_value=3.0))
 def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, DecodeTime], slower: float) -> None:
-    whole_ms = 1e3 * sum(one.seconds for one in times.values()) / 10
+    whole_ms = 1e3 * sum(decode_time.seconds for decode_time in times.values()) / 10
     assume(abs(slower - MOST_SLOWER) > 1e-6 and abs(slower * whole_ms - MOST_EXCESS_MS) > 1e-6)
-    slow = {size: DecodeTime(one.steps, (1.0 + slower) * one.seconds) for size, one in times.items()}
+    slow = {
+        size: DecodeTime(decode_time.steps, (1.0 + slower) * decode_time.seconds) for size, decode_time in times.items()
+    }
     found = compared_decoding({"engine-0": times, "engine-1": slow, "engine-2": times}, steps=10)
     expected = slower > MOST_SLOWER and slower * whole_ms > MOST_EXCESS_MS
-    assert {name: one.is_slow for name, one in found.items()} == {
+    assert {name: compared.is_slow for name, compared in found.items()} == {
         "engine-0": False,
         "engine-1": expected,
         "engine-2": False,
@@ -159,8 +161,8 @@ def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, Decod
 
 def test_an_engine_whose_batches_no_other_decoded_is_not_compared() -> None:
     alone = {64: DecodeTime(100, 9.0), 1: DecodeTime(10, 0.1)}
-    other = {1: DecodeTime(10, 0.1)}
-    assert set(compared_decoding({"engine-0": alone, "engine-1": other}, steps=1)) == {"engine-1"}
+    other_times = {1: DecodeTime(10, 0.1)}
+    assert set(compared_decoding({"engine-0": alone, "engine-1": other_times}, steps=1)) == {"engine-1"}
 
 
 # -- waits for a core -------------------------------------------------------------------------------------------------
@@ -171,14 +173,14 @@ def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> No
         name: Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
         for name, wait in zip(NAMES, waits, strict=True)
     }
-    for one in compared_work([ranks] * WINDOW_STEPS).values():
-        assert one.slower == pytest.approx(0.0, abs=1e-6)
+    for compared in compared_work([ranks] * WINDOW_STEPS).values():
+        assert compared.slower == pytest.approx(0.0, abs=1e-6)
     engines = {
         f"engine-{number}": {8: DecodeTime(100, 1.0 / (1.0 - wait), 1.0 / (1.0 - wait) - 1.0)}
         for number, wait in enumerate(waits)
     }
-    for one in compared_decoding(engines, steps=10).values():
-        assert one.slower == pytest.approx(0.0, abs=1e-6)
+    for compared in compared_decoding(engines, steps=10).values():
+        assert compared.slower == pytest.approx(0.0, abs=1e-6)
 
 
 @given(wait=st.floats(min_value=0.2, max_value=0.9))
@@ -190,7 +192,7 @@ def test_where_one_alone_waits_for_a_core_it_is_slow(wait: float) -> None:
     assert [name for name in NAMES if found[name].is_slow] == [NAMES[2]]
     held = DecodeTime(100, 10.0 / (1.0 - wait), 10.0 / (1.0 - wait) - 10.0)
     engines = {"engine-0": {8: DecodeTime(100, 10.0)}, "engine-1": {8: held}}
-    slow = {name: one.is_slow for name, one in compared_decoding(engines, steps=10).items()}
+    slow = {name: compared.is_slow for name, compared in compared_decoding(engines, steps=10).items()}
     assert slow == {"engine-0": False, "engine-1": True}
 
 

@@ -44,10 +44,10 @@ def test_several_commands_get_the_report_and_leave_nothing(tmp_path: Path) -> No
 
     with controller(tmp_path, "the report\n"):
         commands = [threading.Thread(target=ask) for _ in range(3)]
-        for one in commands:
-            one.start()
-        for one in commands:
-            one.join(DEADLINE_S)
+        for command in commands:
+            command.start()
+        for command in commands:
+            command.join(DEADLINE_S)
     assert answers == ["the report\n"] * 3
     assert not list((tmp_path / FOLDER).iterdir())
 
@@ -63,8 +63,8 @@ def test_nobody_answers_in_time_or_the_run_ends(tmp_path: Path) -> None:
 def test_old_asks_and_other_files_get_no_answer(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
-    old, other, link = folder / f"{'0' * 32}.ask", folder / "..%2f.ask", folder / f"{'1' * 32}.ask"
-    for file in (old, other):
+    old, outside, link = folder / f"{'0' * 32}.ask", folder / "..%2f.ask", folder / f"{'1' * 32}.ask"
+    for file in (old, outside):
         file.write_text("")
     link.symlink_to("/nowhere")
     os.utime(old, (0.0, time.time() - 2 * FORGOTTEN_S))
@@ -72,7 +72,7 @@ def test_old_asks_and_other_files_get_no_answer(tmp_path: Path) -> None:
     asks.check(lambda: pytest.fail("nobody waits for a report"))
     assert asks._thread is not None
     asks._thread.join(DEADLINE_S)
-    assert sorted(folder.iterdir()) == sorted([other, link])
+    assert sorted(folder.iterdir()) == sorted([outside, link])
 
 
 def test_a_requester_that_leaves_is_left_without_a_report_and_the_others_get_theirs(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_a_rank_that_becomes_slow_is_named_within_sixty_steps_and_its_end_is_tol
     ended, named_at = 130, {}
     for step in range(200):
         watch.add_records([step_record(step, slow="actor-2" if began <= step < ended else "")])
-        for one in watch.take():
-            named_at[step] = one
+        for straggler in watch.take():
+            named_at[step] = straggler
     (first_at, first), (last_at, last) = named_at.items()
     assert first_at - began < 60 and ended <= last_at <= ended + 2 * WINDOW_STEPS
     assert (first.kind, first.who, first.part, first.cpu_slower) == ("rank", "actor-2", "backward", 0.0)
@@ -56,7 +56,7 @@ def test_a_rank_that_becomes_slow_is_named_within_sixty_steps_and_its_end_is_tol
 def test_other_ranks_wait_for_the_slow_one_and_nobody_else_is_named() -> None:
     watch = StragglerWatch([RANKS], began_s=0.0)
     watch.add_records([step_record(step, slow="actor-0") for step in range(WINDOWS * WINDOW_STEPS)])
-    assert [one.who for one in watch.present()] == ["actor-0"]
+    assert [straggler.who for straggler in watch.present()] == ["actor-0"]
     undisturbed = StragglerWatch([RANKS], began_s=0.0)
     undisturbed.add_records([step_record(step) for step in range(300)])
     assert undisturbed.all_of_run() == []
@@ -72,7 +72,9 @@ def test_records_of_an_earlier_process_do_not_count_and_a_resume_begins_a_window
     resumed = MetricRecord(source=RUN, step=40, time_s=201.0, values={RESUMED: 1.0})
     watch.add_records([step_record(step, time_s=201.0) for step in range(50, 60)])
     watch.add_records([resumed, *(step_record(step, slow="actor-1", time_s=202.0) for step in range(40, 85))])
-    assert [(one.who, one.from_step, one.to_step) for one in watch.present()] == [("actor-1", 40, 84)]
+    assert [(straggler.who, straggler.from_step, straggler.to_step) for straggler in watch.present()] == [
+        ("actor-1", 40, 84)
+    ]
 
 
 def batch_record(step: int, *, slow_ms: float, worker: float = 0.0) -> MetricRecord:
@@ -87,10 +89,12 @@ def test_a_slow_reward_worker_is_named_beside_those_of_its_own_rollout_worker() 
     watch = StragglerWatch([RANKS], began_s=0.0)
     for step in range(WINDOWS * WINDOW_STEPS):
         watch.add_records([batch_record(step, slow_ms=4.1), batch_record(step, slow_ms=6.0, worker=1.0)])
-    (one,) = watch.take()
-    assert (one.kind, one.who, one.part) == ("reward worker", "reward-worker-1.2", "score")
-    assert one.compared_with == ("reward-worker-1.0", "reward-worker-1.1")
-    assert one.slower == pytest.approx(6.0 / 4.1 - 1.0, abs=1e-3) and one.excess_ms == pytest.approx(12 * 1.9, abs=0.01)
+    (straggler,) = watch.take()
+    assert (straggler.kind, straggler.who, straggler.part) == ("reward worker", "reward-worker-1.2", "score")
+    assert straggler.compared_with == ("reward-worker-1.0", "reward-worker-1.1")
+    assert straggler.slower == pytest.approx(6.0 / 4.1 - 1.0, abs=1e-3) and straggler.excess_ms == pytest.approx(
+        12 * 1.9, abs=0.01
+    )
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
@@ -122,15 +126,15 @@ def test_a_slow_engine_is_named_and_one_that_is_started_again_or_gone_is_not_com
 def test_what_is_told_is_read_back_from_the_texts(tmp_path: Path) -> None:
     watch = StragglerWatch([RANKS], began_s=0.0)
     watch.add_records([step_record(step, slow="actor-3") for step in range(60)])
-    (one,) = watch.take()
-    assert straggler_words(one) == (
+    (straggler,) = watch.take()
+    assert straggler_words(straggler) == (
         "actor-3 is slow: 30% and 20 ms a train step beyond the median of actor-0, actor-1, actor-2, most of it in "
         "backward, in train steps 0 to 44; its processor time is +0%"
     )
-    assert straggler_numbers(one)["actor-3/slower"] == 0.3
+    assert straggler_numbers(straggler)["actor-3/slower"] == 0.3
     writer = EventWriter(tmp_path, "controller")
-    later = msgspec.structs.replace(one, to_step=74, ended=True)
-    for told in (one, later):
+    later = msgspec.structs.replace(straggler, to_step=74, ended=True)
+    for told in (straggler, later):
         writer.record_texts(STRAGGLER, told.to_step, [straggler_row(told)])
     writer.record_texts("eval", 0, [{"prompt": "p"}])
     writer.close(timeout_s=60.0)

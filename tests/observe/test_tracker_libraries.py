@@ -102,7 +102,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert run.data.params["run.steps"] == "3"
     assert run.data.metrics.keys() == {"actor/reward"}
     history = client.get_metric_history(run.info.run_id, "actor/reward")
-    assert {one.step: one.value for one in history} == REWARDS
+    assert {metric.step: metric.value for metric in history} == REWARDS
     (texts,) = tmp_path.glob("mlflow_files/*/artifacts/texts/eval_1.json")
     assert json.loads(texts.read_text()) == [{"prompt": "p", "exact": True}]
 
@@ -112,8 +112,8 @@ def test_clearml(tmp_path: Path) -> None:
     written(tmp_path, "clearml", {"offline": True})
     files = tmp_path.glob("clearml/offline/offline-*/metrics.jsonl")
     events = [event for file in files for line in file.read_text().splitlines() for event in json.loads(line)]
-    assert {one["iter"]: one["value"] for one in events if one["variant"] == "reward"} == REWARDS
-    assert {one["variant"] for one in events if one["metric"] == "actor"} == {"reward"}
+    assert {event["iter"]: event["value"] for event in events if event["variant"] == "reward"} == REWARDS
+    assert {event["variant"] for event in events if event["metric"] == "actor"} == {"reward"}
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "clearml"])

@@ -307,11 +307,11 @@ def test_environment_workers_are_counted_with_their_memory_and_cores() -> None:
 
 def test_agents_are_counted_with_their_processes() -> None:
     words = ["experiment=calculator", "env=agent", "agent.command=sleep 1", "rollout.workers=2"]
-    each, warm = (make_plan(load_config([*words, f"agent.workers={count}"])) for count in (0, 3))
+    cold, warm = (make_plan(load_config([*words, f"agent.workers={count}"])) for count in (0, 3))
     (agents,) = (holder for holder in warm.memory if holder.name == "agent with its guard")
     assert agents.count == 2 * 3
     assert "6 processes take task after task: sleep 1" in " ".join(warm.episodes)
-    assert "each in a process of its own: sleep 1" in " ".join(each.episodes)
+    assert "each in a process of its own: sleep 1" in " ".join(cold.episodes)
     elsewhere = make_plan(load_config(["experiment=calculator", "env=agent"]))
     assert "ask for up to 256 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
     assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]
@@ -332,7 +332,7 @@ def test_a_template_that_never_writes_a_stop_token_is_warned_of_with_the_fix(tmp
 
     def warnings(*words: str) -> list[str]:
         config = load_config([*line, *words], checks=CHECKS, settle=settle)
-        return [one for one in make_plan(config).warnings if "stop token" in one]
+        return [line for line in make_plan(config).warnings if "stop token" in line]
 
     assert warnings() == []
     settings = json.loads((model_folder / "tokenizer_config.json").read_text())

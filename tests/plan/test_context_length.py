@@ -37,7 +37,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def write_rows(file: Path, prompts: list[str]) -> Path:
-    file.write_text("".join(json.dumps({"question": one, "answer": "1"}) + "\n" for one in prompts))
+    file.write_text("".join(json.dumps({"question": prompt, "answer": "1"}) + "\n" for prompt in prompts))
     return file
 
 

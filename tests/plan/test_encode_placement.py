@@ -39,10 +39,12 @@ def test_the_plan_prints_them_and_warns() -> None:
     plan = make_plan(load_config(["model=tiny_qwen3_vl", "data=see", f"modality.workers={cores + 1}"]))
     assert f"Node 0 has 1 rollout worker with {cores + 1} encode workers on {cores} core" in plan.media[-1]
     assert [
-        one for one in plan.warnings if one.startswith(f"modality.workers={cores + 1}: node 0 has 1 rollout worker")
+        warning
+        for warning in plan.warnings
+        if warning.startswith(f"modality.workers={cores + 1}: node 0 has 1 rollout worker")
     ]
     text = make_plan(load_config([]))
-    assert text.media == [] and not [one for one in text.warnings if "modality" in one]
+    assert text.media == [] and not [warning for warning in text.warnings if "modality" in warning]
 
 
 def test_a_node_without_the_memory_is_told() -> None:

@@ -61,6 +61,6 @@ def test_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> No
 def test_interfaces_in_the_syntax_of_nccl(monkeypatch: pytest.MonkeyPatch, names: str, wrong: bool) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", names)
-    assert not any("NCCL_SOCKET_IFNAME" in one for one in warnings()), "a run on CPUs does not use it"
-    found = [one for one in warnings("placement=gpu") if f"NCCL_SOCKET_IFNAME={names}" in one]
+    assert not any("NCCL_SOCKET_IFNAME" in warning for warning in warnings()), "a run on CPUs does not use it"
+    found = [warning for warning in warnings("placement=gpu") if f"NCCL_SOCKET_IFNAME={names}" in warning]
     assert bool(found) == wrong

@@ -142,8 +142,8 @@ def test_a_mistake_is_one_screen_with_key_value_and_fix(
     tmp_path: Path, row: dict[str, Any], words: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
     report = refused(*SEES, rows_of(tmp_path, row), *words)
-    for one in told:
-        assert one in report, report
+    for words in told:
+        assert words in report, report
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_rows_with_a_place_and_no_item_are_left_out_and_other_media_get_a_note(t
     look = look_at_data(load_config(words, checks=CHECKS, settle=settle))
     assert look.rows == 62 and dict(look.bad) == {"bad_media:placeholder_count": 1}
     assert "line 61" in look.named[0] and "data.media_keys.video" in look.named[0]
-    notes = [one for one in look.notes if "column clip" in one]
+    notes = [note for note in look.notes if "column clip" in note]
     assert len(notes) == 1 and "data.media_keys.video=clip data.media_place=first" in notes[0]
 
 
@@ -229,8 +229,8 @@ def test_a_folder_of_another_omni_is_told(
     config = tiny_omni_config()
     write_settings(tmp_path, config, tiny_omni_files())
     stored = stored_weights(folder_architecture(tmp_path))
-    save_file({one.name: torch.zeros(one.shape) for one in stored}, tmp_path / "model.safetensors")
+    save_file({weight.name: torch.zeros(weight.shape) for weight in stored}, tmp_path / "model.safetensors")
     write_settings(tmp_path, change(config), tiny_omni_files())
     report = refused("model=qwen3_omni", f"model.path={tmp_path}")
-    for one in (str(tmp_path), *told):
-        assert one in report, report
+    for words in (str(tmp_path), *told):
+        assert words in report, report

@@ -59,8 +59,8 @@ def _items(*words: str) -> int:
 
 
 def _phase(plan: Plan, name: str, phase: str) -> dict[str, int]:
-    holder = next(one for one in plan.memory if one.name == name)
-    return dict(next(one for one in holder.phases if one.name == phase).terms)
+    holder = next(role_holder for role_holder in plan.memory if role_holder.name == name)
+    return dict(next(holder_phase for holder_phase in holder.phases if holder_phase.name == phase).terms)
 
 
 def test_headers_tell_rows_patches_and_bytes(folder: Path) -> None:
@@ -102,10 +102,10 @@ def test_the_experiment_names_only_gpus_model_and_data_as_missing(monkeypatch: p
     monkeypatch.setattr("relax_core.preflight.device_files", list)
     monkeypatch.setattr("relax_core.plan.placement.device_files", lambda *_: [])
     config, problems = settle_context(typed_config(compose(["experiment=qwen3_vl_30b_a3b_async_16gpu"])))
-    found = [one for check in CHECKS for one in check(config)]
+    found = [problem for check in CHECKS for problem in check(config)]
     assert problems == []
-    assert all(isinstance(one, NotYet) for one in found), found
-    assert [one.split(" ")[0].split("=")[0] for one in found] == ["placement.nodes"], found
+    assert all(isinstance(problem, NotYet) for problem in found), found
+    assert [problem.split(" ")[0].split("=")[0] for problem in found] == ["placement.nodes"], found
     assert "placement.gpus_per_node=8, and this machine has no GPU" in found[0]
 
 
@@ -113,12 +113,12 @@ def test_frozen_parts_have_no_gradient_and_no_optimizer_state() -> None:
     weights = dict(build_vision_model(tiny_config("tiny_qwen3_vl_moe")).named_parameters())
 
     def size(belongs: Callable[[str], bool]) -> int:
-        return sum(one.numel() for name, one in weights.items() if belongs(name))
+        return sum(weight.numel() for name, weight in weights.items() if belongs(name))
 
     projector = size(lambda name: "visual" in name and "merger" in name)
     vision = size(lambda name: "visual" in name) - projector
     router = size(lambda name: name.endswith("mlp.gate.weight"))
-    language = sum(one.numel() for one in weights.values()) - vision - projector - router
+    language = sum(weight.numel() for weight in weights.values()) - vision - projector - router
     for frozen, trained in {
         "": vision + projector + router + language,
         "vision": projector + router + language,
@@ -128,7 +128,7 @@ def test_frozen_parts_have_no_gradient_and_no_optimizer_state() -> None:
     }.items():
         plan = make_plan(load_config(["model=tiny_qwen3_vl_moe", "data=see", f"model.freeze=[{frozen}]"]))
         terms = _phase(plan, "actor", "backward")
-        assert terms["weights"] == sum(one.numel() for one in weights.values()) * FLOAT
+        assert terms["weights"] == sum(weight.numel() for weight in weights.values()) * FLOAT
         assert (terms["gradients"], terms["Adam states"]) == (trained * FLOAT, 2 * trained * FLOAT)
         assert plan.transfers.checkpoint_bytes == terms["weights"] + 2 * trained * FLOAT
 
@@ -144,11 +144,11 @@ def test_what_bounds_the_towers_memory() -> None:
 
     media = make_plan(load_config(SEE)).work.media
     assert media is not None
-    whole, block, other = tower(), 10 * 32 + 2 * 56, 3 * (5 * 32 + 72 // 4) + 2 * 3 * 64 + 32
-    assert whole == round(23 * media.patches) * (3 * block + other) * FLOAT
-    assert tower("parallel.micro_batch_patches=600") == 600 * (3 * block + other) * FLOAT
-    assert tower("parallel.micro_batch_patches=64") == 144 * (3 * block + other) * FLOAT  # a prompt is never cut
-    assert tower("parallel.recompute=full") == round(23 * media.patches) * (3 * 32 + block + other) * FLOAT
+    whole, block, of_audio = tower(), 10 * 32 + 2 * 56, 3 * (5 * 32 + 72 // 4) + 2 * 3 * 64 + 32
+    assert whole == round(23 * media.patches) * (3 * block + of_audio) * FLOAT
+    assert tower("parallel.micro_batch_patches=600") == 600 * (3 * block + of_audio) * FLOAT
+    assert tower("parallel.micro_batch_patches=64") == 144 * (3 * block + of_audio) * FLOAT  # a prompt is never cut
+    assert tower("parallel.recompute=full") == round(23 * media.patches) * (3 * 32 + block + of_audio) * FLOAT
     assert tower("model.freeze=[vision]") == round(23 * media.patches) * 3 * (5 * 32 + 72 // 4) * FLOAT
     assert tower("model.freeze=[vision,projector]") == round(23 * media.patches) * block * FLOAT  # one block's pass
 
@@ -171,8 +171,8 @@ def test_a_short_run_stores_only_items_that_it_asks_for(folder: Path) -> None:
 
 def test_encoders_and_items_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (make_plan(load_config([*SEE, f"modality.workers={number}"])) for number in (1, 3))
-    counts = [{one.name: one.count for one in plan.memory} for plan in (few, many)]
-    assert [one["encode worker"] for one in counts] == [1, 3]
+    counts = [{holder.name: holder.count for holder in plan.memory} for plan in (few, many)]
+    assert [count["encode worker"] for count in counts] == [1, 3]
     assert few.work.media is not None
     assert _phase(few, "encode worker", "always")["encoding"] == 68 * MIB + 14 * few.work.media.source_pixels
     with monkeypatch.context() as small:
@@ -185,4 +185,4 @@ def test_encoders_and_items_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     assert 14 * an_item < items[0] < 16 * an_item  # 24 prompts draw 16 times from 192 files, sometimes one twice
     assert 191 * an_item < items[1] <= 192 * an_item
     text = make_plan(load_config([*SEE[:1], "modality=text", "model.task=see"]))
-    assert not {"encode worker", "items in /dev/shm"} & {one.name for one in text.memory}
+    assert not {"encode worker", "items in /dev/shm"} & {holder.name for holder in text.memory}

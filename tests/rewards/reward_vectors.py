@@ -34,15 +34,15 @@ def vectors(reward: str) -> list[Vector]:
     return [
         Vector(
             reward=reward,
-            response=_text(one["response"]),
-            answer=_text(one["answer"]),
-            row=one.get("row", {}),
-            settings=one.get("settings", {}),
-            source=one["source"],
-            ours=one.get("ours"),
-            departs=one.get("departs", ""),
+            response=_text(case["response"]),
+            answer=_text(case["answer"]),
+            row=case.get("row", {}),
+            settings=case.get("settings", {}),
+            source=case["source"],
+            ours=case.get("ours"),
+            departs=case.get("departs", ""),
         )
-        for one in found
+        for case in found
     ]
 
 

@@ -180,7 +180,7 @@ def test_no_more_requests_are_under_way_than_may_be(make_server: Any) -> None:
     server = make_server(None, None, (200, b"1"))
     threading.Timer(0.3, server.let_go.set).start()
     outputs = score(server.url, *"abcdef", concurrency=2)
-    assert [one.reward for one in outputs] == [1.0] * 6 and server.most <= 4
+    assert [output.reward for output in outputs] == [1.0] * 6 and server.most <= 4
 
 
 def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ INSTRUCTIONS = {
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
     """A pool with one worker process, whose rows name their reward."""
-    parts = [{"reward": one, "timeout_s": LIMIT_S} for one in ISOLATED]
+    parts = [{"reward": name, "timeout_s": LIMIT_S} for name in ISOLATED]
     parts += [{"reward": "math", "name": "boxed", "rule": "boxed", "timeout_s": LIMIT_S}] if _usable("geo3k") else []
     config = config_of("f1", {"by": "reward", "parts": parts, "max_failed": 1.0, "timeout_s": 60.0})
     with RewardPool(find_reward("f1"), config, workers=1) as pool:
@@ -188,13 +188,13 @@ def soak(value: str) -> Any:
 @pytest.mark.parametrize("response", [r"\boxed{9**9**9}", soak(r"$9^{9^{9^9}}$"), soak("9!!!!!!!!")])
 def test_arithmetic_without_end_ends_in_time(pool: RewardPool, response: str) -> None:
     """A rule may reject it at once; none computes it."""
-    for reward in [one for one in ("math", "boxed", "openr1mm", "deepscaler", "geo3k") if _usable(one)]:
+    for reward in [name for name in ("math", "boxed", "openr1mm", "deepscaler", "geo3k") if _usable(name)]:
         if reward == "boxed" and not _usable("geo3k"):
             continue
         text = f"<think></think>{response}"
         given_ = RewardInput(response=text, stopped=True, answer=r"\sqrt{5}", row={"reward": reward})
         (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
-        ends = any(one in output.reason for one in ENDS)
+        ends = any(end in output.reason for end in ENDS)
         assert output.reward in (0.0, 0.1) or (output.reward is None and ends), (reward, output)
 
 
@@ -209,7 +209,7 @@ def test_a_megabyte_is_scored_or_has_no_reward_in_time(pool: RewardPool, piece: 
             assert isinstance(scored(reward, given_), RewardOutput)
         elif reward in ISOLATED:
             (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
-            ends = any(one in output.reason for one in (*ENDS, "RecursionError"))
+            ends = any(end in output.reason for end in (*ENDS, "RecursionError"))
             assert output.reward is not None or ends, (reward, output)
 
 

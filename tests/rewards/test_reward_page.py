@@ -43,9 +43,9 @@ def test_a_run_of_the_page_passes_all_checks(command: str, files: Path) -> None:
 
 
 def test_the_other_commands_of_the_page_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    others = [shlex.split(command) for command in COMMANDS if command not in RUNS]
-    assert len(others) == 2
-    for words in others:
+    other_commands = [shlex.split(command) for command in COMMANDS if command not in RUNS]
+    assert len(other_commands) == 2
+    for words in other_commands:
         assert words[:3] == ["python", "-m", "relax_core.tools.score"]
         assert score(words[3:]) == 0
         assert ("'2' against '2'" if "reward=dapo" in words else '"format_think": 1.0') in capsys.readouterr().out

@@ -79,18 +79,18 @@ def test_a_server_joins_by_its_address_and_is_lost_when_it_is_silent(
     publisher = WeightPublisher(context.weights_folder, list, transport=DiskTransport())
     publisher.publish(5, hf_weights(make_model(None, seed=1))).result(timeout=120.0)
     members = [EngineMember(number=0)]
-    for number, one in enumerate((leaves, dies), start=1):
-        members.append(EngineMember(number=number, origin="external", state="joining", url=one.process.url))
+    for number, engine in enumerate((leaves, dies), start=1):
+        members.append(EngineMember(number=number, origin="external", state="joining", url=engine.process.url))
     write_members(context.weights_folder, members)
     misfit = AttachedEngineOwner("engine-1", other_model, 1)
     wait_until(lambda: misfit.status().state == "failed", what="the end of the owner in a run of another model")
     assert "tokens in its vocabulary, and the run's has" in misfit.status().detail
     owners = [AttachedEngineOwner(f"engine-{number}", context, number) for number in (1, 2)]
     try:
-        for owner, one in zip(owners, (leaves, dies), strict=True):
-            assert owner.endpoint(120.0) == one.process.url
+        for owner, engine in zip(owners, (leaves, dies), strict=True):
+            assert owner.endpoint(120.0) == engine.process.url
             wait_until(lambda owner=owner: owner.status().engine.version == 5, what="its weights")
-            assert one.version == 5
+            assert engine.version == 5
         needs = engine_needs(context)
         assert fit_problem(leaves.client.server_info(), needs) is None
         more = fit_problem(leaves.client.server_info(), replace(needs, slots=10_000))

@@ -52,17 +52,19 @@ def test_a_silent_owner_is_asked_once_and_holds_up_nobody(
     ray.get([owner.asked.remote() for owner in owners])
     directory = EngineDirectory(context)
     try:
-        wait_until(lambda: [one.url for one in directory.reachable()] == ["http://h:0"], what="the first address")
+        wait_until(lambda: [client.url for client in directory.reachable()] == ["http://h:0"], what="the first address")
         for _ in range(20):
-            assert [one.url for one in directory.reachable()] == ["http://h:0"]
+            assert [client.url for client in directory.reachable()] == ["http://h:0"]
         assert ray.get(owners[1].asked.remote()) == 1
         ray.get(owners[1].let_go.remote())
         both = ["http://h:0", "http://h:1"]
-        wait_until(lambda: [one.url for one in directory.reachable()] == both, what="the late address")
+        wait_until(lambda: [client.url for client in directory.reachable()] == both, what="the late address")
         directory.forget("http://h:0")
-        wait_until(lambda: [one.url for one in directory.reachable()] == both, what="the address again")
+        wait_until(lambda: [client.url for client in directory.reachable()] == both, what="the address again")
         write_members(context.weights_folder, start_members(1).members)
-        assert [one.url for one in directory.reachable()] == ["http://h:0"], "an engine that has left is no receiver"
+        assert [client.url for client in directory.reachable()] == ["http://h:0"], (
+            "an engine that has left is no receiver"
+        )
         assert directory.left() == ["http://h:1"] and directory.left() == []
     finally:
         for owner in owners:

@@ -155,8 +155,8 @@ def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owne
                 assert publisher.publish(version, weights).result(0.2).behind == {client.url}
         finally:
             os.kill(pid, signal.SIGCONT)
-        other = engine_client(context, client.url)
-        wait_until(lambda: other.model_info()["weight_version"] == "5", what="the owner's offer")
+        second_client = engine_client(context, client.url)
+        wait_until(lambda: second_client.model_info()["weight_version"] == "5", what="the owner's offer")
         wait_until(lambda: not list(context.weights_folder.glob("reader-*")), what="the end of the reading")
     finally:
         publisher.close()

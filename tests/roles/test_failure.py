@@ -121,7 +121,7 @@ def test_a_collective_that_breaks_is_of_others_and_a_ranks_own_error_is_not(tmp_
     store = dist.FileStore(str(tmp_path / "store"), 2)
     with ThreadPoolExecutor(max_workers=2) as pool:
         joined = [pool.submit(dist.ProcessGroupGloo, store, rank, 2, patience) for rank in range(2)]
-        alone, _other = (cast(Any, one.result()) for one in joined)
+        alone, _other = (cast(Any, result.result()) for result in joined)
 
     def root(rank: int) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()

@@ -111,7 +111,7 @@ def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
         request = PromptRequest(rid="direct", input_ids=ids, sampling_seed=1)
         stop = server._tokenizer.stop_token_ids
         params = SamplingParams(max_new_tokens=8, temperature=0.0, stop_token_ids=stop)
-        (own,) = [one async for one in client.generate([request], params)]
+        (own,) = [response async for response in client.generate([request], params)]
         said = server._tokenizer.decode([token for token in own.output_ids.tolist() if token not in stop])
         verdict = await judge.verdict(asked)
         assert verdict.text == said and verdict.value == float(said), "greedy decoding from the same tokens"

@@ -52,12 +52,12 @@ def test_engines_and_rollout_workers_are_spread_over_the_nodes(monkeypatch: pyte
 
     context = SimpleNamespace(get_node_id=lambda: 56 * "b")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": 56 * one, "Alive": one != "d"} for one in "abcd"])
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": 56 * letter, "Alive": letter != "d"} for letter in "abcd"])
     joined = replace(load_config().launcher, ray_address="auto")
 
     def nodes(role: str) -> str:
         options = [node_options(joined, role, rank) for rank in range(4)]
-        return "".join(one["scheduling_strategy"].node_id[0] for one in options)
+        return "".join(option["scheduling_strategy"].node_id[0] for option in options)
 
     assert (nodes("engine"), nodes("rollout"), nodes("advantages")) == ("acba", "bacb", "bbbb")
 

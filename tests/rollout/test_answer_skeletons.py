@@ -219,9 +219,11 @@ def test_few_answers_and_small_rises_are_no_alarm() -> None:
 def test_a_look_is_the_same_after_a_text_record() -> None:
     looks = [look(mixed), look(unsolved, shadow=None)]
     looks.append(look_at_answers([Judged(prompt="", text='\ud800 "é🙂\x1b[31m', shadow=0.1, tokens=3)]))
-    for each in looks:
-        rows = msgspec.json.decode(msgspec.json.encode(text_record(SKELETONS, 0, look_rows(each, notice="a")).rows))
-        assert look_of_rows(rows) == each
+    for skeleton_look in looks:
+        rows = msgspec.json.decode(
+            msgspec.json.encode(text_record(SKELETONS, 0, look_rows(skeleton_look, notice="a")).rows)
+        )
+        assert look_of_rows(rows) == skeleton_look
         assert [row.get("notice") for row in rows] == ["a", *[None] * (len(rows) - 1)]
     assert look_rows(look_at_answers([]), notice=None) == []
 

@@ -32,11 +32,11 @@ def answer(vote: str | None, *, exact: bool = False, reward: float | None = 0.0)
 def drawn_majority(answers: list[Answer], k: int) -> float:
     """Returns the mean over all draws; a tie counts as the share of its correct answers."""
     right = {}
-    for one in answers:
-        right.setdefault(one.vote, one.exact)
+    for drawn_answer in answers:
+        right.setdefault(drawn_answer.vote, drawn_answer.exact)
     won = []
     for draw in combinations(answers, k):
-        votes = Counter(one.vote for one in draw if one.vote is not None)
+        votes = Counter(drawn_answer.vote for drawn_answer in draw if drawn_answer.vote is not None)
         most = max(votes.values(), default=0)
         tied = [vote for vote, count in votes.items() if count == most]
         won.append(fmean(right[vote] for vote in tied) if tied else 0.0)
@@ -119,16 +119,16 @@ def test_equal_answers_have_one_vote() -> None:
         ("1,000", "1000", "1000.0", "+1000"),
         ("a b", "a  b "),
     ):
-        assert len({vote(one) for one in equal}) == 1, equal
+        assert len({vote(written_form) for written_form in equal}) == 1, equal
     different = ("1/3", "3", "0.333", "1/0", "x", "1,3", "13", "-3", "0.5", "")
-    assert len({vote(one) for one in different}) == len(different)
+    assert len({vote(written_form) for written_form in different}) == len(different)
     assert vote("0.5") != vote("0.5", exact=True), "the reward may be stricter than arithmetic"
     assert vote(None) == "so 0.5" and vote(None, text="") is None is vote("")
 
 
 def test_a_majority_of_equal_answers_wins() -> None:
     written = ("1/2", "0.5", "\\frac{1}{2}")
-    outputs = [RewardOutput(reward=1.0, exact=True, answer=one) for one in written]
+    outputs = [RewardOutput(reward=1.0, exact=True, answer=form) for form in written]
     outputs += [RewardOutput(reward=0.0, answer="3")] * 2
     answers = [answer(vote_of(output, "", label="1/2"), exact=output.exact) for output in outputs]
     assert majority_chance(answers, 5) == 1.0

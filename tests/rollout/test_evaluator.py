@@ -117,7 +117,7 @@ def test_sets_answers_and_what_is_left_out(engine: Engine, tiny_folder: Path, mo
     bad = BadRow.because("answer", "rows.jsonl, line 9: answer=None is neither text nor a number.")
     long: DataRow = {"prompt": "rev " + "1 2 " * 50, "answer": "1"}
     second = prepare(EvalSet(name="second", rows=[*rows(500, 5), long], bad=[bad]), maker(tiny_folder), most_bad=0.5)
-    assert (len(second.rows), [one.reason for one in second.bad]) == (5, ["bad_row:answer", "too_long"])
+    assert (len(second.rows), [bad_row.reason for bad_row in second.bad]) == (5, ["bad_row:answer", "too_long"])
 
     alone = asked(engine, tiny_folder, [first], params)[0]
     both = asked(engine, tiny_folder, [second, first], params)
@@ -157,7 +157,9 @@ def test_a_set_with_too_many_bad_rows_is_refused(tiny_folder: Path) -> None:
 
 def test_the_first_sets_figures_have_no_name_and_every_named_sets_have_its_own() -> None:
     def answered(name: str, *exact: bool) -> SetAnswers:
-        of_prompts = [[Answer(text="", exact=one, reward=1.0, vote="x", cut=False, tokens=1)] for one in exact]
+        of_prompts = [
+            [Answer(text="", exact=is_exact, reward=1.0, vote="x", cut=False, tokens=1)] for is_exact in exact
+        ]
         return SetAnswers(of=PreparedSet(name=name, rows=[], bad=[]), answers=of_prompts)
 
     values = evaluation_values([answered("a", True, True), answered("b", True, False)])

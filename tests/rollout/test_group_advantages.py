@@ -59,8 +59,8 @@ def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
     """GRPO's advantage is the reward minus the group's mean, on each token of the episode."""
     tree = random_tree(np.random.default_rng(3))
     assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
-    assert max(len(one.leaves) for one in tree.episodes) > 1
-    rewards = np.array([one.reward for one in tree.episodes], dtype=np.float32)
+    assert max(len(episode.leaves) for episode in tree.episodes) > 1
+    rewards = np.array([episode.reward for episode in tree.episodes], dtype=np.float32)
     (made,) = advantage_extras([tree], GRPO, GrpoConfig(normalize_std="none"))
     expected = np.repeat(rewards - rewards.mean(), tree.lengths)
     assert flat(made) == pytest.approx(expected.tolist(), abs=1e-6)
@@ -102,7 +102,7 @@ def test_weights_are_divided_by_their_mean_over_the_step() -> None:
 
     def rows(*ratios: float) -> list[TokenTree]:
         old = [np.log(np.array([ratio, ratio], dtype=np.float32)) for ratio in ratios]
-        return [row([1.0, 0.0], [1, 1], logprobs=np.zeros(2), old_logprobs=one) for one in old]
+        return [row([1.0, 0.0], [1, 1], logprobs=np.zeros(2), old_logprobs=logprobs) for logprobs in old]
 
     a, b = advantage_extras(rows(0.25, 0.75), GRPO, config)  # the mean of the weights is 1/2
     assert flat(a) == pytest.approx([1.0, -1.0]) and flat(b) == pytest.approx([1.0, -1.0])
@@ -112,11 +112,11 @@ def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
     assert input_columns(Requirements(old_logprobs="rollout")) == (*c.FORWARD_COLUMNS, c.LOSS_MASK)
     assert c.LOGPROBS in input_columns(Requirements(old_logprobs="rollout", reference=True))
     assert c.LOGPROBS not in input_columns(Requirements(old_logprobs="actor_fwd", reference=True))
-    two = np.array([-1.0, -2.0], dtype=np.float32)
-    one = row([1.0, 0.0], [1, 1], logprobs=two, reference_logprobs=two)
-    inputs = advantage_inputs(one, Requirements(old_logprobs="rollout", reference=True))
+    logprobs = np.array([-1.0, -2.0], dtype=np.float32)
+    scored_row = row([1.0, 0.0], [1, 1], logprobs=logprobs, reference_logprobs=logprobs)
+    inputs = advantage_inputs(scored_row, Requirements(old_logprobs="rollout", reference=True))
     assert inputs.old_logprobs is not None and torch.equal(inputs.old_logprobs, torch.tensor([-1.0, -2.0]))
-    asked_for_nothing = advantage_inputs(one, Requirements(old_logprobs="rollout"))
+    asked_for_nothing = advantage_inputs(scored_row, Requirements(old_logprobs="rollout"))
     assert asked_for_nothing.old_logprobs is None is asked_for_nothing.reference_logprobs
 
 
@@ -150,8 +150,8 @@ def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_
     back = played(
         "g.0", ([1, 2, 3], [4, 4], 0.5), ([1, 2, 9, 9], [5], None), ([1, 2, 3, 7], [6, 6, 6], 0.25), reward=2.0
     )
-    other = played("g.1", ([1, 2, 3], [8], 1.0), reward=1.0)
-    tree = build_tree("g", [back, other])
+    other_episode = played("g.1", ([1, 2, 3], [8], 1.0), reward=1.0)
+    tree = build_tree("g", [back, other_episode])
     assert tree.token_ids[tree.tokens[1]].tolist() == [4, 4, 6, 6, 6, 5, 8]
     requirements = Requirements(old_logprobs="rollout", critic=True, turns=True)
     tree = tree.with_extras(values=np.arange(tree.rows, dtype=np.float32))
@@ -227,7 +227,7 @@ def test_an_offset_of_all_rewards_changes_no_advantage(algorithm: str) -> None:
     config, spec = load_config([f"algo={algorithm}", "algo.group_size=4"]).algo, find_algorithm(algorithm)
     eighths, offset = [1 / 8, 2 / 8, 3 / 8, 6 / 8], 2.0**30
     near, far = (
-        advantage_extras([row([one + more for one in eighths], [2, 1, 1, 3])], spec, config)[0]
+        advantage_extras([row([eighth + more for eighth in eighths], [2, 1, 1, 3])], spec, config)[0]
         for more in (0.0, offset)
     )
     assert far[c.ADVANTAGES].dtype == np.float32
@@ -244,8 +244,8 @@ def test_every_token_of_a_tree_is_in_a_turn_of_its_episode() -> None:
         assert of_tokens == sorted(of_tokens)
         assert inputs.turns.samples[of_tokens].tolist() == inputs.sample_ids.tolist()
         sums = np.bincount(inputs.turns.samples, weights=inputs.turns.rewards)
-        assert sums.tolist() == pytest.approx([one.reward for one in tree.episodes])
-        lengths = [turn.end - turn.start for one in tree.episodes for turn in one.turns]
+        assert sums.tolist() == pytest.approx([episode.reward for episode in tree.episodes])
+        lengths = [turn.end - turn.start for episode in tree.episodes for turn in episode.turns]
         assert np.bincount(of_tokens).tolist() == lengths
 
 
@@ -255,7 +255,7 @@ def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
     config = GrpoConfig(normalize_std="none")
     mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, config: [torch.cat(list(values))[:2]] * 2)
     mixed, plain = advantage_extras(rows, mixing, config), advantage_extras(rows, GRPO, config)
-    assert [flat(one) for one in mixed] == [flat(one) for one in plain]
+    assert [flat(values) for values in mixed] == [flat(values) for values in plain]
 
 
 def leased(columns: Mapping[str, bytes], names: Sequence[str]) -> TokenTree:
@@ -279,9 +279,9 @@ def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> 
         logprobs = random.standard_normal(sum(lengths)).astype(np.float32)
         groups.append(row(random.standard_normal(16).tolist(), lengths, logprobs=logprobs))
     names = input_columns(spec.requirements(config.algo))
-    asked_for = [leased(encode_tree(one), names) for one in groups]
-    together = [one[c.ADVANTAGES].tobytes() for one in advantage_extras(asked_for, spec, config.algo)]
-    assert together == [advantage_extras([one], spec, config.algo)[0][c.ADVANTAGES].tobytes() for one in groups]
+    asked_for = [leased(encode_tree(group), names) for group in groups]
+    together = [columns[c.ADVANTAGES].tobytes() for columns in advantage_extras(asked_for, spec, config.algo)]
+    assert together == [advantage_extras([group], spec, config.algo)[0][c.ADVANTAGES].tobytes() for group in groups]
     assert len(set(together)) == len(groups)
 
 

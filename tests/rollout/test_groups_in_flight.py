@@ -84,7 +84,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             self.deadlines_s.add(timeout_s)
             admitted = await super().admit(max_groups, worker=worker, timeout_s=timeout_s)
-            self.admitted += [(worker, one.group_uid) for one in admitted]
+            self.admitted += [(worker, admission.group_uid) for admission in admitted]
             return admitted
 
     async def scene() -> None:
@@ -107,7 +107,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
         await asyncio.wait([second])
         assert bus.core.version == 0 and not first.done(), "the step waits for the lost worker's groups"
         reclaimed = bus.core.reclaim(worker=1)
-        assert [one.group_uid for one in reclaimed] == [uid for worker, uid in bus.admitted if worker == 1]
+        assert [admission.group_uid for admission in reclaimed] == [uid for worker, uid in bus.admitted if worker == 1]
         again = sample(
             engine,
             tiny_folder,
@@ -141,13 +141,13 @@ class TracedClient(EngineClient):
         self, prompts: Sequence[PromptRequest], params: SamplingParams, **options: Any
     ) -> AsyncIterator[Generated]:
         self.again |= {prompt.rid for prompt in prompts if prompt.generated}
-        async for one in super().generate(prompts, params, **options):
-            yield one
+        async for response in super().generate(prompts, params, **options):
+            yield response
 
 
 def versions_of(row: Group) -> list[list[tuple[int, int]]]:
     """Returns (weight version, tokens) of each answer."""
-    return [one.turns[0].versions for one in tree_of(row).episodes]
+    return [episode.turns[0].versions for episode in tree_of(row).episodes]
 
 
 class UntilOneCameBack(CoreBus):

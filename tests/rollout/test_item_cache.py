@@ -46,8 +46,8 @@ def test_an_item_is_encoded_once_also_for_those_that_ask_at_the_same_time() -> N
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         encoder.open.set()
-        found = [await one for one in asked]
-        assert all(one == found[0] for one in found) and [len(one) for one in found] == [2] * 8
+        found = [await call for call in asked]
+        assert all(items == found[0] for items in found) and [len(items) for items in found] == [2] * 8
         await cache.items([path("a"), MediaSource(kind="image", data=b"c")], owner="later")
         await cache.items([MediaSource(kind="image", data=b"c")], owner="later")
         assert encoder.calls == {"a": 1, "b": 1, "c": 1} and cache.encoded == 3
@@ -60,16 +60,16 @@ def test_items_that_somebody_holds_stay_and_the_oldest_others_are_let_go() -> No
         encoder, gone = Encoder(), list[str]()
         cache = ItemCache(encoder, most_bytes=2 * SIZE, let_go=gone.append)
         (first,) = await cache.items([path("a")], owner="one")
-        others = [(await cache.items([path(name)], owner=name))[0] for name in "bcd"]
+        other_items = [(await cache.items([path(name)], owner=name))[0] for name in "bcd"]
         assert gone == []  # all are held, so none is evicted although the limit is exceeded
         for name in "bcd":
             cache.release(name)
-        assert gone == [one.digest for one in others[:2]]  # the limit holds again: a is held, d is the newest
+        assert gone == [item.digest for item in other_items[:2]]  # the limit holds again: a is held, d is the newest
         await cache.items([path("a")], owner="two")
         cache.release("one")
         cache.release("one")  # a second release is no error
         await cache.items([path("e")], owner="e")
-        assert first.digest not in gone and gone[2:] == [others[2].digest]
+        assert first.digest not in gone and gone[2:] == [other_items[2].digest]
         await cache.items([path("b")], owner="again")
         assert encoder.calls["b"] == 2 and encoder.calls["a"] == 1
 

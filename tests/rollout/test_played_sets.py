@@ -84,7 +84,7 @@ def test_greedy_episodes_are_the_same_whatever_is_played_beside_them(engine: Eng
         assert answer.exact == any(line.startswith("assistant: ⟦") and line.endswith("⟧ [reward 1]") for line in lines)
         assert answer.exact == (answer.reward == 1.0)
     values = evaluation_values([both[1], both[0]])
-    assert values["turns"] == sum(one.turns for (one,) in alone.answers) / NUMBERS
+    assert values["turns"] == sum(answer.turns for (answer,) in alone.answers) / NUMBERS
     assert sum(value for name, value in values.items() if name.startswith("ended/")) == pytest.approx(1.0)
     assert values["second/turns"] == values["turns"] and values["rows"] == NUMBERS
 
@@ -113,7 +113,7 @@ def test_an_env_that_fails_leaves_answers_without_a_score(engine: Engine, tiny_f
     env = checked_env(dataclasses.replace(game, open=open_env))
     found = played(engine, tiny_folder, [numbers("")], env=env, most_bad=0.5)[0]
     assert (found.unscored, len(found.answers)) == (1, NUMBERS - 1)
-    assert [type(one) for one in found.of.bad] == [BadRow] and "its prompt has" in str(found.of.bad[0])
+    assert [type(bad_row) for bad_row in found.of.bad] == [BadRow] and "its prompt has" in str(found.of.bad[0])
     assert found.values()["ended/env_failed"] == pytest.approx(1 / (NUMBERS - 1))
     with pytest.raises(ValueError, match=r"the held-out rows: 1 of 7 rows cannot be used"):
         played(engine, tiny_folder, [numbers("")], env=env)

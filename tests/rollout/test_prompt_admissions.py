@@ -52,7 +52,7 @@ def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_
         assert (counts.trained, counts.lost, counts.trained_twice) == (2 * STEP_GROUPS * GROUP_SIZE, 0, 0)
 
     asyncio.run(within(scene()))
-    assert [one["row"] for one in told[-1]] == ["1", "2", "3", "6"]
+    assert [bad_row["row"] for bad_row in told[-1]] == ["1", "2", "3", "6"]
     assert told[-1][0]["text"] == "rows.jsonl, line 2: answer=None is neither text nor a number."
     assert re.match(r"rows.jsonl, line 3: its prompt has \d+ tokens, .* leaves room for 56", told[-1][1]["text"])
 

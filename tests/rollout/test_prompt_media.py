@@ -76,9 +76,9 @@ def made(prompts: PromptMaker, data_row: dict[str, Any]) -> Any:
 
 def test_a_prompt_has_its_items_rows_and_where_they_are(tokenizer: PromptTokenizer) -> None:
     prompt = made(maker(tokenizer), row("a", "bb"))
-    assert [one.end - one.start for one in prompt.media] == [6, 6]
-    for one in prompt.media:
-        assert prompt.token_ids[one.start : one.end] == one.item.ids.tolist()
+    assert [medium.end - medium.start for medium in prompt.media] == [6, 6]
+    for medium in prompt.media:
+        assert prompt.token_ids[medium.start : medium.end] == medium.item.ids.tolist()
     assert shown_prompt(row("a", "bb")["prompt"], prompt.items) == "[image 24×16][image 24×16]which?"
     text = made(maker(tokenizer, items=None), {"prompt": "which?", "answer": "red"})
     assert text.media == [] and text.token_ids == tokenizer.encode([{"role": "user", "content": "which?"}])
@@ -127,7 +127,10 @@ def test_a_sound_for_a_model_that_only_sees_is_a_bad_row(tokenizer: PromptTokeni
 
 
 def test_a_run_on_text_refuses_a_row_with_an_image_and_a_plan_counts_its_rows(tokenizer: PromptTokenizer) -> None:
-    for call in (lambda one: made(one, row("a")), lambda one: one.tokens(row("a"), where=WHERE)):
+    for call in (
+        lambda prompt_maker: made(prompt_maker, row("a")),
+        lambda prompt_maker: prompt_maker.tokens(row("a"), where=WHERE),
+    ):
         with pytest.raises(BadRow, match="it has media of kind image, but only text is read") as told:
             call(maker(tokenizer, items=None))
         assert told.value.reason == "bad_row:prompt"

@@ -69,7 +69,7 @@ def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Eng
     advantages = group_advantages(find_algorithm(config.algo.name), config)
     turns = itertools.cycle(range(GROUP_SIZE))
 
-    def in_turns(one: RewardInput, plugin_config: Any) -> RewardOutput:
+    def in_turns(reward_input: RewardInput, plugin_config: Any) -> RewardOutput:
         return RewardOutput(reward=float(next(turns)), exact=False)
 
     async def scene() -> None:
@@ -123,7 +123,7 @@ def test_reclaimed_groups_come_first_and_give_the_same_tokens(engine: Engine, ti
         interrupted = CoreBus(steps=1)
         interrupted.core.admit(STEP_GROUPS)
         reclaimed = interrupted.core.reclaim()
-        assert [one.attempt for one in reclaimed] == [1, 1, 1]
+        assert [admission.attempt for admission in reclaimed] == [1, 1, 1]
         await sample(engine, tiny_folder, interrupted, reclaimed=reclaimed)
         for uid, row in straight.rows.items():
             assert interrupted.rows[uid].columns[c.TOKEN_IDS] == row.columns[c.TOKEN_IDS]
@@ -168,11 +168,11 @@ class ArrivalClient(EngineClient):
     async def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, **options: Any
     ) -> AsyncIterator[Generated]:
-        async for one in super().generate(prompts, params, **options):
-            self._samples[one.rid] += 1
-            if self._samples[one.rid] == GROUP_SIZE:
-                self.arrived.append(one.rid.rpartition("-")[0])
-            yield one
+        async for response in super().generate(prompts, params, **options):
+            self._samples[response.rid] += 1
+            if self._samples[response.rid] == GROUP_SIZE:
+                self.arrived.append(response.rid.rpartition("-")[0])
+            yield response
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -268,7 +268,7 @@ def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
     with pytest.raises(ValueError, match="too many bytes"):
         asyncio.run(within(sample(engine, tiny_folder, LateBus(steps=2, put=refuse))))
     gc.collect()
-    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
+    assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]
 
 
 def test_a_run_whose_every_response_is_cut_ends_with_words(engine: Engine, tiny_folder: Path) -> None:

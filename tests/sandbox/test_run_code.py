@@ -115,7 +115,7 @@ def test_a_fork_bomb_stops_at_its_limit_and_leaves_no_process(run: Run) -> None:
     assert 5 <= int(run(count, processes=16, wall_s=60).output) <= 16
     bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     assert run(bomb, wall_s=2).ended == "wall_time"
-    assert not [one for one in psutil.process_iter(["uids", "cmdline"]) if is_of_sandbox(one)]
+    assert not [process for process in psutil.process_iter(["uids", "cmdline"]) if is_of_sandbox(process)]
 
 
 def is_of_sandbox(process: psutil.Process) -> bool:
@@ -207,7 +207,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_the_code(run: Run) -> None:
     began = time.monotonic()
     assert run(code, wall_s=100).exit_code == 0
     assert time.monotonic() - began < 60
-    assert not [one for one in psutil.process_iter(["uids", "cmdline"]) if is_of_sandbox(one)]
+    assert not [process for process in psutil.process_iter(["uids", "cmdline"]) if is_of_sandbox(process)]
 
 
 def test_output_has_a_limit(run: Run) -> None:
@@ -223,10 +223,10 @@ def test_many_sandboxes_run_beside_each_other() -> None:
         threading.Thread(target=lambda n=n: results.append(run_code(f"print({n})", CodeLimits()).output))
         for n in range(8)
     ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(120)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
     assert sorted(results) == [f"{n}\n" for n in range(8)]
 
 

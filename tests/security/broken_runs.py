@@ -128,7 +128,7 @@ def orders_many(run: Path) -> None:
         "failure": "",
         "history": 1000 * [{"state": "A", "at": 1}],
     }
-    changes = [{"order": order | {"request_id": f"{one}"}} for one in range(2000)]
+    changes = [{"order": order | {"request_id": f"{i}"}} for i in range(2000)]
     lines = [msgspec.json.encode({"type": "order", "time_s": 1, "change": change}) for change in changes]
     (run / EVENTS).write_bytes(b"\n".join([*lines, b"[" * 10**6, b"{}", b"\xff"]))
 

@@ -101,7 +101,7 @@ def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]
 
 
 def by_folder(page: Page) -> dict[str, dict[str, Any]]:
-    return {one["folder"].rpartition("/")[2]: one for one in page.json("/api/runs")}
+    return {run["folder"].rpartition("/")[2]: run for run in page.json("/api/runs")}
 
 
 def assert_good(page: Page, listed: dict[str, dict[str, Any]], name: str) -> None:
@@ -135,7 +135,7 @@ def test_at_least_thirty_kinds_are_listed_beside_the_good_runs(page: Page) -> No
 def test_no_view_of_a_broken_run_costs_the_good_runs_or_the_memory(page: Page) -> None:
     """8 threads request the views that read broken files, while a good run is read repeatedly."""
     listed = by_folder(page)
-    broken = {name: one["id"] for name, one in listed.items() if not name.startswith("good_")}
+    broken = {name: run["id"] for name, run in listed.items() if not name.startswith("good_")}
     assert len(broken) == len(KINDS)
 
     def look(name: str, run: str) -> list[str]:
@@ -151,10 +151,10 @@ def test_no_view_of_a_broken_run_costs_the_good_runs_or_the_memory(page: Page) -
 
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(look, name, run) for name, run in broken.items()]
-        while not all(one.done() for one in asked):
+        while not all(call.done() for call in asked):
             assert_good(page, listed, "good_1")
             time.sleep(0.2)
-    assert [line for one in asked for line in one.result()] == []
+    assert [line for call in asked for line in call.result()] == []
     assert_good(page, listed, "good_2")
     assert page.peak_mb() < MOST_MB
 

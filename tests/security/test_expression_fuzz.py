@@ -106,10 +106,10 @@ def _numbers() -> st.SearchStrategy[tuple[str, Fraction | None]]:
 
 def _combined(parts: st.SearchStrategy[tuple[str, Fraction | None]]) -> st.SearchStrategy[tuple[str, Fraction | None]]:
     return st.one_of(
-        st.tuples(parts, st.sampled_from("+-*/"), parts).map(lambda one: _binary(*one)),
-        parts.map(lambda one: (f"(-({one[0]}))", None if one[1] is None else -one[1])),
-        st.tuples(parts, st.integers(-3, 3), st.sampled_from(["**", "^"])).map(lambda one: _power(*one)),
-        st.tuples(parts, parts).map(lambda one: _binary(one[0], "", one[1])),
+        st.tuples(parts, st.sampled_from("+-*/"), parts).map(lambda operands: _binary(*operands)),
+        parts.map(lambda operand: (f"(-({operand[0]}))", None if operand[1] is None else -operand[1])),
+        st.tuples(parts, st.integers(-3, 3), st.sampled_from(["**", "^"])).map(lambda operands: _power(*operands)),
+        st.tuples(parts, parts).map(lambda operands: _binary(operands[0], "", operands[1])),
     )
 
 
@@ -172,5 +172,5 @@ def test_arithmetic_equals_an_independent_evaluation(made: tuple[str, Fraction |
     ],
 )
 def test_two_writings_of_one_value_are_equal(text: str, same: str) -> None:
-    one, other = (expression(each, products_without_sign=True).doit() for each in (text, same))
-    assert sympy.simplify(one - other) == 0
+    left, right = (expression(written, products_without_sign=True).doit() for written in (text, same))
+    assert sympy.simplify(left - right) == 0

@@ -117,9 +117,9 @@ def repeated_text(file: Path) -> None:
 
 def repeated_in_lists(file: Path) -> None:
     """Writes rows with lists of one text; each list becomes 20 GB."""
-    rows, each = 10, 1000
-    texts = dictionary("y" * 20_000_000, rows * each)
-    lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(0, rows * each + 1, each), pyarrow.int32()), texts)
+    rows, per_row = 10, 1000
+    texts = dictionary("y" * 20_000_000, rows * per_row)
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(0, rows * per_row + 1, per_row), pyarrow.int32()), texts)
     write_parquet(file, {"prompt": pyarrow.array(["p"] * rows), "answer": pyarrow.array(["1"] * rows), "extra": lists})
 
 

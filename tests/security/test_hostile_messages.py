@@ -95,16 +95,16 @@ def test_a_request_neither_blocks_nor_ends_the_rollout(case: str, tokenizer: Pro
             await asyncio.sleep(0.01)
             gaps[0] = max(gaps[0], time.monotonic() - before)
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         beating = asyncio.create_task(beat())
-        headers = one.headers(**{"Content-Type": "application/json"})
-        url = f"{one.url}/v1/chat/completions"
-        async with one.http.post(url, data=content, headers=headers) as reply:
+        headers = served.headers(**{"Content-Type": "application/json"})
+        url = f"{served.url}/v1/chat/completions"
+        async with served.http.post(url, data=content, headers=headers) as reply:
             status, told = reply.status, await reply.text()
         assert status == wanted, told[:500]
         if "15 MB" in case or "KB" in case:
             assert "context_length_exceeded" in told and len(told) < 1000
-        assert (await one.said([ASK]))["content"] == "It is 84.", "the session continues"
+        assert (await served.said([ASK]))["content"] == "It is 84.", "the session continues"
         beating.cancel()
 
     says = ["It is 84."] * (2 if wanted == 200 else 1)
@@ -115,11 +115,11 @@ def test_a_request_neither_blocks_nor_ends_the_rollout(case: str, tokenizer: Pro
 def test_requests_of_a_session_are_served_in_their_order(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, "first", "second")
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         large = [{"role": "user", "content": "12 " * 30_000}]
-        first = asyncio.create_task(one.said(large))
+        first = asyncio.create_task(served.said(large))
         await asyncio.sleep(0.01)
-        second = asyncio.create_task(one.said([ASK]))
+        second = asyncio.create_task(served.said([ASK]))
         assert [(await one_of)["content"] for one_of in (first, second)] == ["first", "second"]
 
     serve(tokenizer, scene, pool, context=100_000)

@@ -229,9 +229,9 @@ def test_any_value_can_be_described_and_cleaned(value: Any) -> None:
 
 def _without_huge(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_huge(one) for key, one in value.items()}
+        return {key: _without_huge(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_without_huge(one) for one in value]
+        return [_without_huge(element) for element in value]
     return value % 1000 if isinstance(value, int) else value
 
 

@@ -41,10 +41,10 @@ FREE = ("agent.command", "launcher.env", "rollout.stop")
 def text_keys(value: Any, key: str = "") -> Iterator[str]:
     """Yields the keys of all text values of a configuration, except enums."""
     for field in dataclasses.fields(value):
-        below, one = f"{key}{field.name}", getattr(value, field.name)
-        if dataclasses.is_dataclass(one):
-            yield from text_keys(one, f"{below}.")
-        elif isinstance(one, str) or (one is None and "str" in str(field.type)):
+        below, inner = f"{key}{field.name}", getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from text_keys(inner, f"{below}.")
+        elif isinstance(inner, str) or (inner is None and "str" in str(field.type)):
             yield below
 
 
@@ -382,23 +382,23 @@ def servers() -> Iterator[tuple[str, list[str]]]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    second = ThreadingHTTPServer(("127.0.0.1", 0), Other)
 
     class First(Other):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(302)
-            self.send_header("Location", f"http://127.0.0.1:{other.server_address[1]}{self.path}")
+            self.send_header("Location", f"http://127.0.0.1:{second.server_address[1]}{self.path}")
             self.send_header("Content-Length", "0")
             self.end_headers()
 
         do_GET = do_POST = do_PUT = answer
 
     first = ThreadingHTTPServer(("127.0.0.1", 0), First)
-    for server in (first, other):
+    for server in (first, second):
         threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{first.server_address[1]}", asked
-    for server in (first, other):
+    for server in (first, second):
         server.shutdown()
         server.server_close()
 

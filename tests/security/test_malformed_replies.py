@@ -98,7 +98,7 @@ async def collected(client: EngineClient, params: SamplingParams, *prompts: Prom
     given = list(prompts) or [PROMPT]
     try:
         stream = client.generate(given, params, on_end=told.append, on_tokens=lambda *news: told.append(news))
-        return [one async for one in stream]
+        return [response async for response in stream]
     finally:
         await client.aclose()
 
@@ -280,7 +280,7 @@ BAD_STREAMS: dict[str, bytes] = {
 def test_the_frames_of_this_file_are_good_unless_they_are_changed(server: BrokenServer) -> None:
     server.reply = stream(GOOD)
     found = asyncio.run(collected(engine_client(server.url, timeout_s=LONG_S), PARAMS))
-    assert [one.output_ids.tolist() for one in found] == [[5, 6], [5, 6]]
+    assert [response.output_ids.tolist() for response in found] == [[5, 6], [5, 6]]
 
 
 @pytest.mark.parametrize("kind", BAD_STREAMS)
@@ -343,7 +343,7 @@ def event(index: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def events(*found: dict[str, Any] | bytes) -> bytes:
-    lines = [one if isinstance(one, bytes) else msgspec.json.encode(one) for one in found]
+    lines = [entry if isinstance(entry, bytes) else msgspec.json.encode(entry) for entry in found]
     return http(b"".join(b"data: " + line + b"\n\n" for line in lines), kind="text/event-stream")
 
 
@@ -401,7 +401,7 @@ def test_a_version_that_is_no_number_counts_as_unknown(
     monkeypatch.setattr(SglangClient, "_weight_version", version_3)
     server.reply = events(event(0, weight_version=version), event(1, weight_versions=span(version)))
     found = asyncio.run(collected(sglang_client(server.url, timeout_s=LONG_S), PARAMS))
-    assert [(one.output_ids.size, one.finish_reason) for one in found] == [(0, "abort")] * 2
+    assert [(response.output_ids.size, response.finish_reason) for response in found] == [(0, "abort")] * 2
 
 
 def score_reply(*entries: Any, **changes: Any) -> bytes:

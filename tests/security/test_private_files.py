@@ -123,7 +123,7 @@ def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
     assert (run_dir / "ledger.sqlite").exists() and not any(any(squat.iterdir()) for squat in squats)
     assert set(open_tmp.iterdir()) == set(squats), "the run removes all its files there"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax"
-    assert {mode_of(one) for one in (run_dir, run_dir.parent, cache)} == {0o700}
+    assert {mode_of(path) for path in (run_dir, run_dir.parent, cache)} == {0o700}
     opened = [path for path in run_dir.rglob("*") if not path.is_symlink() and mode_of(path) & 0o077]
     assert opened == [], "a file that is moved or copied out of the folder would be readable by others"
 
@@ -160,7 +160,7 @@ def test_an_existing_folder_of_the_user_becomes_private(tmp_path: Path) -> None:
 
 def test_missing_parents_are_private_too(tmp_path: Path) -> None:
     private_folder(tmp_path / "a" / "b" / "c", key="run.dir")
-    assert {stat.S_IMODE(one.stat().st_mode) for one in (tmp_path / "a").rglob("*")} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a").rglob("*")} == {0o700}
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
 
 

@@ -59,9 +59,9 @@ def ranks(address: str, *, tokens: tuple[str, str] = ("a", "a"), open_s: float =
     try:
         yield started
     finally:
-        for one in started:
-            one.kill()
-            one.communicate()
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def said(process: Any) -> dict[str, Any]:
@@ -72,22 +72,22 @@ def said(process: Any) -> dict[str, Any]:
 
 
 def go_on(started: list[Any]) -> None:
-    for one in started:
-        one.stdin.write("\n")
-        one.stdin.flush()
+    for process in started:
+        process.stdin.write("\n")
+        process.stdin.flush()
 
 
 def test_another_user_reaches_no_port_of_connected_ranks_and_delays_none(
     second_user: SecondUser, tmp_path: Path
 ) -> None:
     with ranks(str(tmp_path / "store")) as started:
-        ports = [port for one in started for port in said(one)["ports"]]
+        ports = [port for process in started for port in said(process)["ports"]]
         assert len(ports) == 2
         with second_user.popen(INTRUDER_PROGRAM, 4, *ports) as intruder:
             assert intruder.stdout is not None
             assert intruder.stdout.readline().strip() == "0"
             go_on(started)
-            answers = [said(one) for one in started]
+            answers = [said(process) for process in started]
             intruder.kill()
     for answer in answers:
         assert answer["gathered"] == [{"rank": 0}, {"rank": 1}] and answer["slowest"] < 1.0
@@ -97,15 +97,15 @@ def test_another_user_in_the_place_of_a_rank_ends_the_group_before_it_carries_da
     second_user: SecondUser, tmp_path: Path
 ) -> None:
     with ranks(str(tmp_path / "store"), open_s=3.0) as started:
-        ports = [port for one in started for port in said(one)["ports"]]
+        ports = [port for process in started for port in said(process)["ports"]]
         go_on(started)
         with second_user.popen(INTRUDER_PROGRAM, 64, *ports) as intruder:
             assert intruder.stdout is not None
             assert int(intruder.stdout.readline()) > 0
             answers = []
-            for one in started:
-                answers.append(said(one))
-                one.kill()
+            for process in started:
+                answers.append(said(process))
+                process.kill()
             intruder.kill()
     assert not any("gathered" in answer for answer in answers)
     assert any(answer["error"] == "ForeignRank" and str(INTRUDER) in answer["text"] for answer in answers), answers
@@ -114,17 +114,17 @@ def test_another_user_in_the_place_of_a_rank_ends_the_group_before_it_carries_da
 @pytest.mark.parametrize("tokens", [("a", "b"), ("", "a")])
 def test_a_rank_without_the_token_joins_no_group(tmp_path: Path, tokens: tuple[str, str]) -> None:
     with ranks(str(tmp_path / "store"), tokens=tokens) as started:
-        answers = [said(one) for one in started]
+        answers = [said(process) for process in started]
     assert "ForeignRank" in [answer.get("error") for answer in answers], answers
     assert not any("ports" in answer for answer in answers)
 
 
 def test_ranks_of_several_hosts_join_by_a_signed_store() -> None:
     with ranks(f"127.0.0.1:{free_port()}") as started:
-        for one in started:
-            assert said(one)["ports"]
+        for process in started:
+            assert said(process)["ports"]
         go_on(started)
-        assert [said(one)["gathered"] for one in started] == [[{"rank": 0}, {"rank": 1}]] * 2
+        assert [said(process)["gathered"] for process in started] == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
 def opened(port: int, token: str) -> list[dist.Store]:
@@ -149,9 +149,9 @@ def test_a_store_without_the_token_reads_and_changes_nothing() -> None:
     assert not intruder.check(["address"])
     intruder.set("address", "b")
     intruder.set("arrived", "7")
-    other = SignedStore(intruder, key=b"guessed")
-    other.set("address", "b")
-    assert not other.delete_key("nothing") and second.get("address") == b"a" and first.add("count", 2) == 2
+    guessing = SignedStore(intruder, key=b"guessed")
+    guessing.set("address", "b")
+    assert not guessing.delete_key("nothing") and second.get("address") == b"a" and first.add("count", 2) == 2
     assert second.add("count", 1) == 3
     name = second._name("address")  # type: ignore[attr-defined]  # even a leaked name is useless
     changed = intruder.get(name)[:-1] + b"\0x"
@@ -175,7 +175,7 @@ def test_a_rank_of_another_run_is_not_counted(waits_s: tuple[float, float]) -> N
     threads = [threading.Thread(target=join, args=[rank, token]) for rank, token in enumerate("ab")]
     [thread.start() for thread in threads]
     [thread.join(30) for thread in threads]
-    assert len(caught) == 2 and all("all 2 ranks" in one for one in caught)
+    assert len(caught) == 2 and all("all 2 ranks" in text for text in caught)
 
 
 def test_a_listener_that_refuses_clients_answers_nobody() -> None:
@@ -183,7 +183,7 @@ def test_a_listener_that_refuses_clients_answers_nobody() -> None:
         port = listener.getsockname()[1]
         descriptor = listeners()[port]
         with socket.create_connection(("127.0.0.1", port)), listener.accept()[0]:
-            assert [one.uid for one in clients(port)] == [os.getuid()]
+            assert [client.uid for client in clients(port)] == [os.getuid()]
             refuse_clients(descriptor)
             with pytest.raises(TimeoutError):
                 socket.create_connection(("127.0.0.1", port), 0.3)

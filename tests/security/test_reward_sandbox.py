@@ -218,7 +218,7 @@ score("10 ** 10 ** 10")
         worker = psutil.Process(int(owner.stdout.readline()))
         below = [worker, *worker.children(recursive=True)]
         until = time.monotonic() + 60
-        while max(one.cpu_times().user for one in below) < 1.0:  # the answer never releases the GIL
+        while max(process.cpu_times().user for process in below) < 1.0:  # the answer never releases the GIL
             assert time.monotonic() < until
             time.sleep(0.05)
     finally:
@@ -306,12 +306,12 @@ def test_no_answer_of_reasoning_gym_runs_a_program(tmp_path: Path) -> None:
             row = {"reasoning_gym": {"task": task, "seed": 1, "size": 2, "arguments": {}, "index": 0}}
             right = str(gym.create_dataset(task, seed=1, size=2)[0]["answer"])
             answers = [f"<answer>{text}</answer>" for text in (right, *programs)]
-            first, *others = outputs(pool, *answers, row=row, label=right)
+            first, *other_outputs = outputs(pool, *answers, row=row, label=right)
             if task != "polynomial_multiplication":  # the package draws other questions in each process
                 assert first.reward == 1.0, (task, first)
             assert not witness.exists(), task
-            assert any(output.cause == "program" for output in others), (task, others)
-            assert all(output.reward is None or output.reward < 0.1 for output in others), (task, others)
+            assert any(output.cause == "program" for output in other_outputs), (task, other_outputs)
+            assert all(output.reward is None or output.reward < 0.1 for output in other_outputs), (task, other_outputs)
 
 
 def test_such_a_reward_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

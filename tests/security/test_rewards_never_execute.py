@@ -40,19 +40,19 @@ OTHERS = {"env", "remote", "genrm", "mix", "reasoning_gym", "repetition"}
 
 
 def _octal(code: str) -> str:
-    return "".join(f"\\{ord(one):03o}" for one in code)
+    return "".join(f"\\{ord(char):03o}" for char in code)
 
 
 def _hex(code: str) -> str:
-    return "".join(f"\\x{ord(one):02x}" for one in code)
+    return "".join(f"\\x{ord(char):02x}" for char in code)
 
 
 def _unicode(code: str) -> str:
-    return "".join(f"\\u{ord(one):04x}" for one in code)
+    return "".join(f"\\u{ord(char):04x}" for char in code)
 
 
 def _wide(text: str) -> str:
-    return "".join(chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in text)
+    return "".join(chr(ord(char) + 0xFEE0) if "!" <= char <= "~" else char for char in text)
 
 
 def _characters(text: str) -> str:
@@ -63,8 +63,8 @@ def _characters(text: str) -> str:
         f"numpy.{name}.__doc__": str(getattr(numpy, name).__doc__) for name in ("einsum", "kaiser", "polyfit")
     }
     return "+".join(
-        next(f"{name}[{found}]" for name, words in documentations.items() if (found := words.find(one)) >= 0)
-        for one in text
+        next(f"{name}[{found}]" for name, words in documentations.items() if (found := words.find(char)) >= 0)
+        for char in text
     )
 
 
@@ -167,14 +167,14 @@ def _cases(folder: Path) -> list[dict[str, Any]]:
         text = FAMILIES[family](path)
         if reward in ("math", "openr1mm"):  # math-verify does not end with these braces
             text = text.replace("{" * DEEP, "").replace("}" * DEEP, "")
-        other = r"$\sqrt{5}$" if reward == "openr1mm" else r"\sqrt{5}"  # math-verify reads labels between dollars
+        right_label = r"$\sqrt{5}$" if reward == "openr1mm" else r"\sqrt{5}"  # math-verify reads labels between dollars
         text = f"${text}$" if (reward, side) == ("openr1mm", "label") else text
         found.append(
             {
                 "reward": reward.split()[0],
                 "settings": MATHEMATICS.get(reward, {}),
                 "response": _response(text if side == "answer" else r"\sqrt{5}"),
-                "answer": text if side == "label" else other,
+                "answer": text if side == "label" else right_label,
                 "row": row(text) if row else {},
                 "family": family,
                 "side": side,
@@ -259,8 +259,12 @@ def test_no_answer_and_no_label_is_evaluated(shared_folder: Path) -> None:
     cases = _cases(shared_folder)
     assert len(cases) >= 200
     results = scored(cases)
-    assert [one for one in results if one["ran"]] == []
-    wrong = [(one["reward"], one["family"], one["side"], one["events"][:2]) for one in results if one["events"]]
+    assert [result for result in results if result["ran"]] == []
+    wrong = [
+        (result["reward"], result["family"], result["side"], result["events"][:2])
+        for result in results
+        if result["events"]
+    ]
     assert wrong == []
     assert not any(shared_folder.iterdir())
 
@@ -279,5 +283,5 @@ def test_the_watch_sees_code_that_runs(shared_folder: Path) -> None:
     case = {"reward": str(plugin), "response": "", "answer": _code(str(path)), "path": str(path)}
     (result,) = scored([case])
     assert result["ran"]
-    assert any(one.startswith("compile") for one in result["events"])
-    assert any(one.startswith("os.mkdir") for one in result["events"])
+    assert any(event.startswith("compile") for event in result["events"])
+    assert any(event.startswith("os.mkdir") for event in result["events"])

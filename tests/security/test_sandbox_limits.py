@@ -346,7 +346,9 @@ os.execv("/bin/sleep", ["sleep", "611"])
     owner = started(START + code)
     try:
         until = time.monotonic() + 60
-        while not [one for one in psutil.Process(owner.pid).children(recursive=True) if one.cmdline()[-1:] == ["611"]]:
+        while not [
+            child for child in psutil.Process(owner.pid).children(recursive=True) if child.cmdline()[-1:] == ["611"]
+        ]:
             assert time.monotonic() < until and owner.poll() is None
             time.sleep(0.05)
         with file.open() as ours:
@@ -363,7 +365,7 @@ def started(code: str) -> subprocess.Popen[bytes]:
 
 
 def groups() -> list[Path]:
-    return [one for base in control_group._usable_bases() for one in base.folder.glob("relax-sandbox-*")]
+    return [path for base in control_group._usable_bases() for path in base.folder.glob("relax-sandbox-*")]
 
 
 def test_a_control_group_is_removed_also_if_its_owner_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,17 +373,17 @@ def test_a_control_group_is_removed_also_if_its_owner_was_killed(monkeypatch: py
         pytest.skip("this process may make no control group")
     before = set(groups())
     attacked("print(1)")
-    assert not {one for one in groups() if f"-{os.getpid()}-" in one.name}
+    assert not {group for group in groups() if f"-{os.getpid()}-" in group.name}
     owner = started("import time; time.sleep(600)")
     until = time.monotonic() + 60
 
     def of_owner() -> list[Path]:
-        return [one for one in groups() if one not in before and f"-{owner.pid}-" in one.name]
+        return [group for group in groups() if group not in before and f"-{owner.pid}-" in group.name]
 
-    while not of_owner() or not all((one / "cgroup.procs").read_text() for one in of_owner()):
+    while not of_owner() or not all((path / "cgroup.procs").read_text() for path in of_owner()):
         assert time.monotonic() < until
         time.sleep(0.05)
-    inside = [int(pid) for one in of_owner() for pid in (one / "cgroup.procs").read_text().split()]
+    inside = [int(pid) for path in of_owner() for pid in (path / "cgroup.procs").read_text().split()]
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(30)
     while any(psutil.pid_exists(pid) for pid in inside):

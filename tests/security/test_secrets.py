@@ -164,8 +164,8 @@ def test_the_agent_gets_every_value_as_it_was_typed(config: RelaxConfig) -> None
 def test_no_form_of_the_configuration_shows_a_value(config: RelaxConfig, words: list[str]) -> None:
     for text in (to_yaml(config), repr(config), str(config), json.dumps(plain(config))):
         assert_no_value(text)
-    for name, one in plain(config)["agent"]["env"].items():
-        assert one == ("${oc.env:RELAX_TEST_TOKEN}" if name == BY_VARIABLE else REDACTED)
+    for name, shown in plain(config)["agent"]["env"].items():
+        assert shown == ("${oc.env:RELAX_TEST_TOKEN}" if name == BY_VARIABLE else REDACTED)
     again = pickle.loads(pickle.dumps(config))  # as Ray sends it to a role's process
     assert to_yaml(again) == to_yaml(config) and isinstance(again.agent.env[BY_VARIABLE], FromVariable)
 
@@ -307,7 +307,7 @@ def test_a_repeated_run_asks_for_values_and_takes_references(tmp_path: Path, var
 
     with pytest.raises(ConfigError) as caught:
         rerun_line([str(tmp_path), "agent.env.C=new"])
-    assert [one.split(" ")[0] for one in caught.value.problems] == ["agent.env.B"]
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == ["agent.env.B"]
     token = {BY_VARIABLE: VALUES[BY_VARIABLE]}
     assert repeated("agent.env.B=x", "agent.env.C=y") == token | {"B": "x", "C": "y"}
     assert repeated("agent.env={C: z}") == token | {"C": "z"}, "no placeholder remains"

@@ -77,10 +77,10 @@ def client_of(url: str, *, timeout_s: float = LONG_S) -> EngineClient:
 async def generated(client: EngineClient) -> list[int]:
     prompts = [PromptRequest(rid="secret-prompt", input_ids=SECRET_IDS, sampling_seed=1)]
     try:
-        found = [one async for one in client.generate(prompts, SamplingParams(max_new_tokens=4))]
+        found = [response async for response in client.generate(prompts, SamplingParams(max_new_tokens=4))]
     finally:
         await client.aclose()
-    return [len(one.output_ids) for one in found]
+    return [len(response.output_ids) for response in found]
 
 
 async def answers(client: EngineClient) -> None:
@@ -110,13 +110,13 @@ def tells_nothing(received: bytes) -> None:
 # -- the proof itself -------------------------------------------------------------------------------------------------
 def test_the_proof_belongs_to_the_nonce_the_token_and_the_address() -> None:
     own = proof(TOKEN, nonce=NONCE, address=("127.0.0.1", 4000))
-    others = [
+    other_proofs = [
         proof(TOKEN, nonce=NONCE, address=("127.0.0.1", 4001)),
         proof(TOKEN, nonce=NONCE, address=("127.0.0.2", 4000)),
         proof(TOKEN, nonce=NONCE[::-1], address=("127.0.0.1", 4000)),
         proof(TOKEN + "x", nonce=NONCE, address=("127.0.0.1", 4000)),
     ]
-    assert own not in others and len({*others}) == 4
+    assert own not in other_proofs and len({*other_proofs}) == 4
     assert own == proof(TOKEN, nonce=NONCE, address=("::ffff:127.0.0.1", 4000)), "an IPv4-mapped IPv6 address"
 
 
@@ -218,7 +218,7 @@ def test_a_client_with_the_proof_works_and_keeps_its_connection(engine: EnginePr
         prompts = [PromptRequest(rid="a", input_ids=SECRET_IDS, sampling_seed=1)]
         try:
             for _ in range(2):
-                assert [one async for one in client.generate(prompts, SamplingParams(max_new_tokens=4))]
+                assert [response async for response in client.generate(prompts, SamplingParams(max_new_tokens=4))]
             session = client._http_session()
             assert len(session.connector._proven) == 1  # type: ignore[union-attr]
         finally:

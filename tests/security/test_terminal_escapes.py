@@ -30,7 +30,7 @@ HOSTILE = f"{TITLE}{CLEAR}{COPY}\x9b31m\u202egpj.exe\u200b\r"
 ALLOWED = re.compile(rb"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\r\n")  # colours, and the cursor that a live panel hides
 
 
-@pytest.mark.parametrize("character", DANGEROUS, ids=lambda one: f"U+{ord(one):04X}")
+@pytest.mark.parametrize("character", DANGEROUS, ids=lambda char: f"U+{ord(char):04X}")
 def test_a_hidden_character_is_shown_by_its_code(character: str) -> None:
     assert shown(f"a{character}b") == f"aU+{ord(character):04X}b"
     assert json.loads(shown_json(json.dumps(f"a{character}b", ensure_ascii=False))) == f"a{character}b"
@@ -49,9 +49,9 @@ def test_the_page_hides_nothing_that_the_terminal_shows() -> None:
     page = Path("relax_core/server/static/dom.js").read_text(encoding="utf-8")
     pattern = re.search(r"const HIDDEN = /\[(.*)\]/gu;", page)
     assert pattern is not None
-    of_page = re.compile("[" + re.sub(r"\\u\{([0-9a-f]+)\}", lambda one: f"\\U{one[1]:>08}", pattern[1]) + "]")
+    of_page = re.compile("[" + re.sub(r"\\u\{([0-9a-f]+)\}", lambda match: f"\\U{match[1]:>08}", pattern[1]) + "]")
     every = [chr(code) for code in range(0x110000)]
-    assert [one for one in every if of_page.match(one)] == [one for one in every if shown(one) != one]
+    assert [char for char in every if of_page.match(char)] == [char for char in every if shown(char) != char]
 
 
 def test_the_console_colours_and_text_does_not() -> None:

@@ -94,9 +94,9 @@ class Page:
             await self.run(AXE.read_text(encoding="utf-8"))
         found = await self.run("axe.run().then(found => found.violations)")
         return [
-            f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']]}"
-            for one in found
-            if one["impact"] in ("serious", "critical")
+            f"{violation['id']}: {violation['help']}: {[node['target'] for node in violation['nodes']]}"
+            for violation in found
+            if violation["impact"] in ("serious", "critical")
         ]
 
     async def size(self, width: int, height: int, *, dark: bool) -> None:

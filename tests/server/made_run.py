@@ -82,7 +82,7 @@ def _samples(folder: Path) -> None:
     )
     for index in range(STEPS):
         tree = _tree(index)
-        uids = [one.uid for one in tree.episodes]
+        uids = [episode.uid for episode in tree.episodes]
         columns = encode_tree(tree)
         rollout.put(Group(group_uid=tree.group_uid, index=index, uids=uids, versions=[index] * 2, columns=columns))
         journal.append("issued", tree.group_uid, uids, versions=[index] * 2)
@@ -96,11 +96,11 @@ def _samples(folder: Path) -> None:
             journal.append("dropped", tree.group_uid, uids[1:], step=index, reason="stale")
     lost = _tree(STEPS)
     rollout.lost(lost)
-    uids = [one.uid for one in lost.episodes]
+    uids = [episode.uid for episode in lost.episodes]
     journal.append("issued", lost.group_uid, uids, version=STEPS)
     journal.append("dropped", lost.group_uid, uids, step=STEPS, reason="reward_failed")
-    for one in (rollout, actor):
-        one.close(timeout_s=60.0)
+    for log in (rollout, actor):
+        log.close(timeout_s=60.0)
     journal.close(timeout_s=60.0)
 
 
@@ -109,8 +109,8 @@ def _tree(index: int) -> TokenTree:
     return answers_tree(
         group_uid(index),
         [3, 0, 4],
-        [len(one) for one in answers],
-        [token for one in answers for token in one],
+        [len(answer) for answer in answers],
+        [token for answer in answers for token in answer],
         logprobs=np.array([-1.0, -0.5, -2.0, -0.1, -0.3]),
         versions=index,
         rewards=[1.0, 0.25],

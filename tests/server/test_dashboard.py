@@ -137,7 +137,7 @@ def test_what_ended_well_is_no_alarm(tmp_path: Path, event: str, alarm: bool) ->
     AlarmBook(run, repeat_s=0.0).tell(event, "the run", title=event, text=lambda: event)
     reader = RunReader(run, None)
     try:
-        assert [(one["event"], one["alarm"]) for one in reader.overview()["alarms"]] == [(event, alarm)]
+        assert [(notice["event"], notice["alarm"]) for notice in reader.overview()["alarms"]] == [(event, alarm)]
     finally:
         reader.close()
 
@@ -200,7 +200,10 @@ def test_the_timeline_the_samples_of_a_step_and_the_engines(server: Server, base
 
 def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: str, run_dir: Path) -> None:
     found = server.json(f"{base}/evaluations")
-    assert [(one["step"], one["rows"], one["exact"]) for one in found] == [(0, 2, 0), (4, 2, 1)]
+    assert [(evaluation["step"], evaluation["rows"], evaluation["exact"]) for evaluation in found] == [
+        (0, 2, 0),
+        (4, 2, 1),
+    ]
     (form,) = server.json(f"{base}/evaluation?step=4")["look"]
     assert form["share"] == 1.0 and form["shadow"] is None and "took over" in form["notice"]
     assert server.json(f"{base}/evaluation?step=0")["look"] == []
@@ -209,7 +212,7 @@ def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: 
     assert server.json(f"{base}/evaluation?step=4&words=AT%204&first=1")["count"] == 2
     assert server.ask(f"{base}/evaluation?step=3")[0] == 404
     history = server.json(f"{base}/prompt?prompt=q0")
-    assert [(one["step"], one["exact"]) for one in history] == [(4, True), (0, False)]
+    assert [(evaluation["step"], evaluation["exact"]) for evaluation in history] == [(4, True), (0, False)]
 
 
 def test_configuration_logs_and_lineage(server: Server, base: str) -> None:
@@ -257,7 +260,7 @@ def test_what_a_run_that_goes_on_writes_is_seen(tmp_path: Path) -> None:
     series = reader.series()
     assert series.curve("actor/reward") == ([0, 1], [0.5, None])
     assert [series.steps_done, series.step_s()] == [2, 2.5]
-    assert [(one.step, one.rows) for one in reader.texts().evaluations()] == [(4, 0)]
+    assert [(evaluation.step, evaluation.rows) for evaluation in reader.texts().evaluations()] == [(4, 0)]
     assert any("not an event of Relax" in problem for problem in reader.overview()["problems"])
     (tmp_path / "run").rename(tmp_path / "old")
     path.parent.mkdir(parents=True)
@@ -303,7 +306,7 @@ def test_links_lead_nowhere(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "logs" / "out.log").symlink_to(secret)
     (tmp_path / "logs" / "own.log").write_text("own\n")
     (tmp_path / "again").symlink_to(run_dir)
-    assert [one["name"] for one in log_files(tmp_path)] == ["own.log"]
+    assert [file["name"] for file in log_files(tmp_path)] == ["own.log"]
     for parts in (("logs", "out.log"), ("logs", "..", "logs", "own.log"), ("logs",)):
         with pytest.raises(NotInside):
             inside(tmp_path, *parts)

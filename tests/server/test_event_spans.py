@@ -26,7 +26,7 @@ def steps(*ends: float) -> list[Timed]:
 def told(run_dir: Path, timed: list[Timed]) -> list[Told]:
     spans, problems = event_spans(run_dir, timed, read_orders(run_dir))
     assert problems == []
-    return [(one.lane, one.name, one.start_s, one.end_s, one.step) for one in spans]
+    return [(span.lane, span.name, span.start_s, span.end_s, span.step) for span in spans]
 
 
 def test_a_restart_and_a_recovery_last_until_the_next_train_step(
@@ -59,7 +59,7 @@ def test_files_without_times_or_damaged_ones_cost_their_spans_alone(tmp_path: Pa
     file.write_text("[{")
     spans, problems = event_spans(tmp_path, steps(1.0), [])
     assert spans == []
-    assert [one.split(" cannot")[0] for one in problems] == ["logs/recoveries.json"]
+    assert [problem.split(" cannot")[0] for problem in problems] == ["logs/recoveries.json"]
 
 
 def test_an_order_has_a_span_for_each_of_its_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_the_page_and_the_trace_have_them_in_the_time_of_their_steps(tmp_path: P
     run_dir = make_run(tmp_path / "run")
     reader = RunReader(run_dir, None)
     timed = reader.series().timed
-    (last,) = [one for one in timed if one.source == "actor" and one.step == 3]
+    (last,) = [record for record in timed if record.source == "actor" and record.step == 3]
     row = {
         "tier": 1,
         "cause": "engine-0 died",

@@ -45,7 +45,7 @@ class Gateway:
         self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         origins = {"engine-0": "start", "engine-1": "added"}
         self.book.write_engines(
-            EngineRow(id=one, origin=origin, state="serving", since=1.0) for one, origin in origins.items()
+            EngineRow(id=engine, origin=origin, state="serving", since=1.0) for engine, origin in origins.items()
         )
 
     def close(self) -> None:
@@ -82,14 +82,14 @@ def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gatewa
 
 def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gateway) -> None:
     assert attached.order("scale_out", num_replicas=3)[1]["detail"] == "engine.urls: send engine_urls."
-    one, same, two = "http://localhost:30000/", "http://127.0.0.1:30000", "http://127.0.0.1:30001"
-    dry = attached.order("scale_out", engine_urls=[one, same, two], dry_run=True)[1]
+    first_url, same, other_url = "http://localhost:30000/", "http://127.0.0.1:30000", "http://127.0.0.1:30001"
+    dry = attached.order("scale_out", engine_urls=[first_url, same, other_url], dry_run=True)[1]
     assert (dry["status"], dry["engines_now"], dry["engines_then"]) == ("PENDING", 2, 4)
-    status, first = attached.order("scale_out", engine_urls=[one, same])
+    status, first = attached.order("scale_out", engine_urls=[first_url, same])
     assert status == 202 and first["body"]["engine_urls"] == [same]
     status, noop = attached.order("scale_out", engine_urls=[same])
     assert (status, noop["status"]) == (200, "NOOP"), "its order is still open"
-    status, second = attached.order("scale_out", engine_urls=[same, two])
+    status, second = attached.order("scale_out", engine_urls=[same, other_url])
     assert status == 202 and second["status"] == "PENDING", "the second order waits for the first"
     assert attached.order("scale_in", num_replicas=1)[1]["request_id"] == first["request_id"]
     status, problem = attached.order("scale_out", engine_urls=[f"http://127.0.0.1:{port}" for port in range(1, 4)])
@@ -97,14 +97,14 @@ def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gat
     for order in attached.book.open_orders():
         attached.book.move(order, "ACTIVE")
     attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="serving", since=1.0, url=same)])
-    assert attached.order("scale_out", engine_urls=[one])[1]["status"] == "NOOP"
-    assert attached.order("scale_in", engine_urls=[two])[0] == 404
-    assert attached.order("scale_in", engine_urls=[one, same], dry_run=True)[1]["engine_ids"] == ["engine-2"]
-    status, order = attached.order("scale_in", engine_urls=[one])
+    assert attached.order("scale_out", engine_urls=[first_url])[1]["status"] == "NOOP"
+    assert attached.order("scale_in", engine_urls=[other_url])[0] == 404
+    assert attached.order("scale_in", engine_urls=[first_url, same], dry_run=True)[1]["engine_ids"] == ["engine-2"]
+    status, order = attached.order("scale_in", engine_urls=[first_url])
     assert status == 202 and order["body"]["engine_ids"] == [2]
     attached.book.move(attached.book.open_orders()[0], "COMPLETED")
     attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="left", since=1.0, url=same)])
-    assert attached.order("scale_in", engine_urls=[one])[1]["status"] == "NOOP", "the engine has already left"
+    assert attached.order("scale_in", engine_urls=[first_url])[1]["status"] == "NOOP", "the engine has already left"
 
 
 def test_addresses_that_are_no_servers_are_refused_with_the_address(gateway: Gateway, attached: Gateway) -> None:
@@ -144,10 +144,10 @@ def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) ->
         "/rollout/scale_out", headers=TOKEN | {"Idempotency-Key": "k"}, json={"num_replicas": 3}
     )
     assert again.json() == order
-    other = gateway.client.post(
+    refused = gateway.client.post(
         "/rollout/scale_out", headers=TOKEN | {"Idempotency-Key": "k"}, json={"num_replicas": 4}
     )
-    assert other.status_code == 409
+    assert refused.status_code == 409
     status, problem = gateway.order("scale_in", num_replicas=1)
     assert (status, problem["request_id"]) == (409, order["request_id"])
     assert gateway.ask("GET", "/rollout/scale_out?status=PENDING")[1]["requests"] == [order]
@@ -171,7 +171,7 @@ def test_engines_go_by_number_or_by_name(gateway: Gateway) -> None:
     assert status == 202 and order["body"]["engine_ids"] == [1]
     assert gateway.ask("GET", "/rollout/engines/engine-1")[1]["origin"] == "added"
     assert gateway.ask("GET", "/rollout/engines/engine-2")[0] == 404
-    assert [one["id"] for one in gateway.ask("GET", "/rollout/engines")[1]["engines"]] == ["engine-0", "engine-1"]
+    assert [engine["id"] for engine in gateway.ask("GET", "/rollout/engines")[1]["engines"]] == ["engine-0", "engine-1"]
 
 
 def test_the_autoscaler_is_turned_on_and_says_what_it_decided(gateway: Gateway, attached: Gateway) -> None:
@@ -243,11 +243,11 @@ def test_a_body_that_is_wrong_is_refused_by_its_key(gateway: Gateway, body: byte
 
 
 def test_the_run_keeps_the_engines_of_its_start(tmp_path: Path) -> None:
-    two = Gateway(tmp_path, Limits(start=2, most=4))
+    second_gateway = Gateway(tmp_path, Limits(start=2, most=4))
     for way in ("scale_out", "scale_in"):
-        status, problem = two.order(way, num_replicas=1)
+        status, problem = second_gateway.order(way, num_replicas=1)
         assert (status, problem["fix"]) == (400, "send at least 2")
-    two.close()
+    second_gateway.close()
     (tmp_path / "colocate").mkdir()
     colocate = Gateway(
         tmp_path / "colocate", Limits(start=1, most=4, refusal="mode=colocate: no engine comes or goes.")
@@ -331,7 +331,7 @@ def test_open_orders_that_add_engines_are_cancelled_together(gateway: Gateway) -
     dry = gateway.ask("POST", cancel, json={"status_filter": "PENDING", "dry_run": True})[1]
     assert dry == {"dry_run": True, "requests": [order]}
     asked = gateway.ask("POST", cancel, json={})[1]["requests"]
-    assert [one["request_id"] for one in asked] == [order["request_id"]] and asked[0]["cancel_requested"]
+    assert [cancelled["request_id"] for cancelled in asked] == [order["request_id"]] and asked[0]["cancel_requested"]
     gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
     assert gateway.ask("POST", cancel, json={})[1]["requests"] == []
     gateway.order("scale_in", num_replicas=1)

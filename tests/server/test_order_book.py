@@ -24,11 +24,11 @@ def test_one_order_for_engines_is_open_at_a_time_and_a_stop_waits_for_none(tmp_p
         book.place("scale_in", {})
     assert refused.value.problem.request_id == first.request_id
     stop = book.place("stop", {})
-    assert [one.request_id for one in book.open_orders()] == [first.request_id, stop.request_id]
+    assert [order.request_id for order in book.open_orders()] == [first.request_id, stop.request_id]
     for state in ("CREATING", "ACTIVE"):
         first = book.move(first, state, engines=[3])
     assert first.ended and first.engines == [3]
-    assert [one.state for one in first.history] == ["PENDING", "CREATING", "ACTIVE"]
+    assert [change.state for change in first.history] == ["PENDING", "CREATING", "ACTIVE"]
     with pytest.raises(Refusal, match="is ACTIVE and can no longer be cancelled"):
         book.ask_cancel(first.request_id)
     noop = book.place("scale_out", BODY, status="NOOP")
@@ -37,9 +37,9 @@ def test_one_order_for_engines_is_open_at_a_time_and_a_stop_waits_for_none(tmp_p
     stale = book.open_orders()[-1]
     assert book.ask_cancel(second.request_id).cancel_requested and book.ask_cancel(second.request_id).cancel_requested
     assert book.move(stale, "CREATING").cancel_requested, "a stale copy does not clear the cancel request"
-    names = [one.request_id for one in book.orders("scale_out")]
+    names = [order.request_id for order in book.orders("scale_out")]
     assert names == [second.request_id, noop.request_id, first.request_id]
-    assert [one.request_id for one in book.orders("scale_out", status="ACTIVE")] == [first.request_id]
+    assert [order.request_id for order in book.orders("scale_out", status="ACTIVE")] == [first.request_id]
 
 
 def test_a_key_gives_the_same_answer_to_the_same_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_the_next_controller_knows_what_was_written_whole(tmp_path: Path) -> Non
     second.end_orders()
     third = OrderBook(tmp_path)
     assert [(row.state, row.to_step) for row in third.engines()] == [("serving", None), ("left", 3)]
-    assert [one.status for one in third.orders("scale_out")] == ["FAILED"]
+    assert [placed_order.status for placed_order in third.orders("scale_out")] == ["FAILED"]
 
 
 def test_a_run_is_repeatable_until_an_added_engine_has_served(tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_a_run_is_repeatable_until_an_added_engine_has_served(tmp_path: Path) ->
     book.move(order, "ACTIVE", engines=[2], failure="engine-1: no memory is left")
     told = order_history(tmp_path, sampled={"engine-2": (8, 99)}, repeatable=True)
     assert (told["repeatable"], told["repeatable_steps"]) == (False, 7)
-    assert [(one["id"], one["from_step"], one["to_step"]) for one in told["engines"]] == [
+    assert [(engine["id"], engine["from_step"], engine["to_step"]) for engine in told["engines"]] == [
         ("engine-0", 0, None),
         ("engine-1", None, None),
         ("engine-2", 7, 9),
     ]
-    assert [(one["samples"], one["tokens"]) for one in told["engines"]] == [(0, 0), (0, 0), (8, 99)]
+    assert [(engine["samples"], engine["tokens"]) for engine in told["engines"]] == [(0, 0), (0, 0), (8, 99)]
     assert told["operations"][0]["engine_ids"] == ["engine-2"]
-    assert [one["state"] for one in told["operations"][0]["history"]] == ["PENDING", "ACTIVE"]
+    assert [change["state"] for change in told["operations"][0]["history"]] == ["PENDING", "ACTIVE"]
     assert "repeatable" not in order_history(tmp_path, sampled={}, repeatable=False)

@@ -74,7 +74,7 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
             for width in (1280, 390):
                 for dark in (False, True):
                     await page.size(width, 800, dark=dark)
-                    hurdles += [f"{view}, {width} px, dark={dark}: {one}" for one in await page.hurdles()]
+                    hurdles += [f"{view}, {width} px, dark={dark}: {hurdle}" for hurdle in await page.hurdles()]
                 wide = await page.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
                 assert wide == 0, f"{view} is {wide} pixels wider than {width}"
             await page.size(1280, 900, dark=False)
@@ -83,10 +83,10 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
         await _see_a_new_step(page, run, run_dir)
         assert hurdles == [], "\n".join(hurdles)
         assert page.errors == []
-        assert [one for one in page.requests if not one.startswith(base)] == []
+        assert [request for request in page.requests if not request.startswith(base)] == []
         assert await page.run("document.querySelectorAll('script:not([src]), img, iframe').length") == 0
         await page.run("document.body.append(document.createElement('button'))")
-        assert [one.partition(":")[0] for one in await page.hurdles()] == ["button-name"]
+        assert [hurdle.partition(":")[0] for hurdle in await page.hurdles()] == ["button-name"]
 
 
 async def _look_at_the_list(page: Page, runs: Path) -> None:

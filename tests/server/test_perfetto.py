@@ -36,8 +36,10 @@ def test_perfetto_opens_a_trace_in_chromes_format(tmp_path: Path) -> None:
     slices = sum(event["ph"] in "Xi" for event in events)
     assert slices > 4
     assert asyncio.run(opened(trace, tmp_path)) == (slices, [])
-    one = next(event for event in events if event["ph"] == "X" and event["dur"] > 1)
-    events.append({**one, "ts": one["ts"] + one["dur"] // 2})  # it overlaps the end of the first slice in the same row
+    long_event = next(event for event in events if event["ph"] == "X" and event["dur"] > 1)
+    events.append(
+        {**long_event, "ts": long_event["ts"] + long_event["dur"] // 2}
+    )  # it overlaps the end of the first slice in the same row
     assert asyncio.run(opened(json.dumps({"traceEvents": events}).encode(), tmp_path))[1] != []
 
 

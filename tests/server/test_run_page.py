@@ -96,7 +96,7 @@ def test_a_link_opens_the_page_once_and_the_session_outlives_the_gateway(
         assert reader.ask("/", Host="elsewhere.example")[0] == 403
         assert reader.exchange(first.page) == 200
         status, body = reader.ask("/api/runs")
-        assert status == 200 and [one["name"] for one in json.loads(body)] == ["run"]
+        assert status == 200 and [run["name"] for run in json.loads(body)] == ["run"]
         assert reader.ask("/rollout/engines")[0] == 401, "the session is only valid below the page's address"
         assert_orders(reader, origin=first.url)
         assert reader.ask("/openapi.json", Authorization=bearer)[0] == 200

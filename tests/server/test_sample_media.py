@@ -86,7 +86,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 def test_the_page_gets_the_files_and_parts_of_them(shown: Shown) -> None:
     server, base, (image, sound, film) = shown
     found = server.json(f"{base}/sample?id=1")["media"]
-    assert [(one["kind"], one["picture"], one["played"]) for one in found] == [
+    assert [(medium["kind"], medium["picture"], medium["played"]) for medium in found] == [
         ("image", True, False),
         ("audio", False, True),
         ("video", False, True),
@@ -136,7 +136,7 @@ def test_pictures_come_at_a_rate_and_a_full_disk_costs_them_alone(
     for item in [*items, items[0]]:
         writer.add(item)
         wait_for_threads()
-    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == {one.digest for one in items[:2]}
+    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == {item.digest for item in items[:2]}
     assert [path.name for path in (tmp_path / "first").iterdir()] == [f"00-image-{items[0].digest[:8]}.png"]
     (tmp_path / "in_the_way").write_text("")
     Thumbnails(tmp_path / "none", tmp_path, first=0, pictures=tmp_path / "in_the_way").add(items[3])
@@ -165,7 +165,7 @@ def test_files_that_are_large_or_too_many_and_sources_outside_the_root_are_left_
     for item, source in zip(items, sources, strict=True):
         files.add(item, source)
         wait_for_threads()
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {one.digest for one in items[2:5]}
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {item.digest for item in items[2:5]}
     assert "not below data.media_root" in caplog.text and "The run goes on" in caplog.text
 
 

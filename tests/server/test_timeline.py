@@ -87,7 +87,7 @@ def test_the_parts_of_a_rank_add_up_to_its_step(parts: dict[str, float], expecte
     for lane, share, began, ended in (("actor-0", 1.0, 99.55, 99.95), ("actor-1", 0.5, 99.775, 99.975)):
         own = [span for span in spans if span.lane == lane]
         assert (own[0].start_s, own[-1].end_s) == (pytest.approx(began), pytest.approx(ended))
-        assert all(one.end_s == other.start_s for one, other in pairwise(own))
+        assert all(before.end_s == after.start_s for before, after in pairwise(own))
         took = {span.name: 1e3 * (span.end_s - span.start_s) for span in own}
         expected_ms = {name: share * ms for name, ms in ({"reduce": 20.0, "optimizer": 15.0} | expected).items()}
         assert took == pytest.approx(expected_ms, abs=0.01)

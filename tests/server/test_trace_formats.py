@@ -29,7 +29,9 @@ def test_the_rows_of_chromes_format_hold_no_overlap() -> None:
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(rows.values()) == {"trainer", "evaluation", "rollout 0", "rollout 0 (2)", "rollout 0 (3)"}
     batches = [event for event in events if event["ph"] == "X" and rows[event["tid"]].startswith("rollout")]
-    assert [(one["ts"], one["dur"]) for one in batches] == [(200_000 + 100_000 * place, 700_000) for place in range(3)]
+    assert [(batch["ts"], batch["dur"]) for batch in batches] == [
+        (200_000 + 100_000 * place, 700_000) for place in range(3)
+    ]
 
 
 def test_the_classes_of_opentelemetry_read_the_spans() -> None:
@@ -40,7 +42,7 @@ def test_the_classes_of_opentelemetry_read_the_spans() -> None:
         return ExportTraceServiceRequest.FromString(otlp_trace(spans(), run=run)).resource_spans[0]
 
     resource = read("demo")
-    attributes = {one.key: one.value.string_value for one in resource.resource.attributes}
+    attributes = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
     assert attributes == {"service.name": "relax", "relax.run": "demo"}
     (scope,) = resource.scope_spans
     whole, *found = scope.spans
@@ -48,21 +50,21 @@ def test_the_classes_of_opentelemetry_read_the_spans() -> None:
         *("demo", round(1e9 * START_S)),
         round(1e9 * (START_S + 2.0)),
     )
-    assert len(found) == len(spans()) and all(one.kind == 1 for one in scope.spans)
-    by_id = {one.span_id: one for one in scope.spans}
+    assert len(found) == len(spans()) and all(span.kind == 1 for span in scope.spans)
+    by_id = {span.span_id: span for span in scope.spans}
     assert len(by_id) == len(scope.spans), "ids are not unique"
-    for one in found:
-        parent = by_id[one.parent_span_id]
-        assert parent.start_time_unix_nano <= one.start_time_unix_nano
-        assert one.start_time_unix_nano <= one.end_time_unix_nano <= parent.end_time_unix_nano
-    (waits, _) = [one for one in found if one.name == "wait"]
+    for span in found:
+        parent = by_id[span.parent_span_id]
+        assert parent.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.start_time_unix_nano <= span.end_time_unix_nano <= parent.end_time_unix_nano
+    (waits, _) = [span for span in found if span.name == "wait"]
     assert by_id[waits.parent_span_id].name == "step 0"
     assert waits.end_time_unix_nano - waits.start_time_unix_nano == 600_000_000
-    values = {one.key: one.value for one in waits.attributes}
+    values = {attribute.key: attribute.value for attribute in waits.attributes}
     assert values["relax.lane"].string_value == "trainer's parts" and values["relax.step"].int_value == 0
     assert read("demo") == resource, "a second export has the same ids"
-    others = {one.span_id for one in read("other").scope_spans[0].spans}
-    assert not others & by_id.keys()
+    other_ids = {span.span_id for span in read("other").scope_spans[0].spans}
+    assert not other_ids & by_id.keys()
 
 
 @pytest.mark.parametrize("form", list(WRITERS))

@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    with Cluster() as one:
-        yield one
+    with Cluster() as slurm:
+        yield slurm
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def made_model(architecture: str, *, tied: bool = False) -> Any:
 
 def stored(model: Any, architecture: str) -> dict[str, np.ndarray]:
     """Returns the tensors of a model as stored by llama.cpp's converter, with the names of the package gguf."""
-    kind = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    kind = next(architecture_key for architecture_key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
     for name, tensor in model.state_dict().items():

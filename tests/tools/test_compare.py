@@ -79,9 +79,9 @@ def test_seeds_have_their_mean_and_spread(tmp_path: Path, capsys: pytest.Capture
     assert " ".join(line.split()).startswith(
         "optimizer.lr=1 3 of 4 0.500 ± 0.361 0.250 ± 0.180 0.500 ± 0.000 1,234 ± 0"
     )
-    one, other = drawn_runs(read_runs(tmp_path))
-    assert (one.label, len(one.records)) == ("optimizer.lr=1, 3 seeds", 3)
-    assert (other.label, len(other.records)) == ("optimizer.lr=2 seed=0", 1)
+    first, second = drawn_runs(read_runs(tmp_path))
+    assert (first.label, len(first.records)) == ("optimizer.lr=1, 3 seeds", 3)
+    assert (second.label, len(second.records)) == ("optimizer.lr=2 seed=0", 1)
     assert main([*map(str, folders[:3]), "--picture", str(tmp_path / "seeds.png")]) == 0
     assert f"{tmp_path.name} 3 of 3 0.500 ± 0.361" in " ".join(capsys.readouterr().out.split())
 

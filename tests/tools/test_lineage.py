@@ -62,7 +62,7 @@ def test_the_turns_of_an_episode_are_told_with_engine_tool_times_reward_and_end(
     ]
     why = "judge main: 1 ('it is\\n1')"
     made = decode_episodes(row.columns["episodes"])
-    episodes = [replace(one, turns=turns, ended="env_done", why=why) for one in made]
+    episodes = [replace(episode, turns=turns, ended="env_done", why=why) for episode in made]
     columns = {**row.columns, "episodes": msgpack.encode(episodes)}
     run.core.put([replace(row, columns=columns)])
     run.journal.close(timeout_s=T)

@@ -44,9 +44,9 @@ def _sampled(folder: Path, *, task: str) -> list[RewardOutput]:
     outputs = []
     by_length: dict[int, list[tuple[list[int], str]]] = {}
     for index in range(EVAL_ROWS):
-        one = example(task, split="eval", seed=0, index=index)
-        ids = tokenizer.encode([{"role": "user", "content": one.prompt}])
-        by_length.setdefault(len(ids), []).append((ids, one.answer))
+        task_example = example(task, split="eval", seed=0, index=index)
+        ids = tokenizer.encode([{"role": "user", "content": task_example.prompt}])
+        by_length.setdefault(len(ids), []).append((ids, task_example.answer))
     for rows in by_length.values():
         prompts = torch.tensor([ids for ids, _ in rows])
         made = model.generate(

@@ -34,7 +34,11 @@ def test_a_table_and_lines(tmp_path: Path, told: Any) -> None:
     assert "'8' against '7'" in out and "3 answers, mean reward 0.3333, 66.7% exact" in out
     code, out, _ = told("reward=dapo", file, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [(one["line"], one["number"], one["reward"]) for one in lines] == [(1, 0, 1.0), (2, 0, 1.0), (2, 1, -1.0)]
+    assert [(line["line"], line["number"], line["reward"]) for line in lines] == [
+        (1, 0, 1.0),
+        (2, 0, 1.0),
+        (2, 1, -1.0),
+    ]
     assert lines[2]["parts"] == {"right": 0.0} and lines[2]["why"] == "'8' against '7'"
     code, out, _ = told("reward=dapo", "reward.strict=true", file)
     assert code == 0 and "no answer against '42'" in out

@@ -41,7 +41,7 @@ def test_transformers_loads_the_published_layout(tmp_path: Path, monkeypatch: py
     model, folder = _loaded(tmp_path), tmp_path
     theirs, weights = dict(published_omni(model.state_dict().items())), load_file(folder / "model.safetensors")
     assert theirs.keys() == weights.keys()
-    assert all(torch.equal(theirs[name], one) for name, one in weights.items())
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in weights.items())
     assert {name.split(".")[0] for name in weights} == {"thinker", "talker", "code2wav"}
 
 
@@ -49,10 +49,13 @@ def test_transformers_loads_the_published_layout(tmp_path: Path, monkeypatch: py
 def test_it_starts_with_a_chance_of_every_answer() -> None:
     """Checks greedy answers to held-out rows (0.25 are right by chance), and the probability of each right answer."""
     folder = tiny_model_folder(NAME, task=TASK)
-    model, one = _loaded(folder), folder_architecture(folder)
-    towers = Towers.of(one)
-    assert towers is not None and one.vision is not None
-    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=OMNI_ANSWERS[TASK]), SeenBatch()
+    model, architecture = _loaded(folder), folder_architecture(folder)
+    towers = Towers.of(architecture)
+    assert towers is not None and architecture.vision is not None
+    examples, batch = (
+        SeenExamples(folder, architecture.vision, audio=architecture.audio, answers=OMNI_ANSWERS[TASK]),
+        SeenBatch(),
+    )
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(128)]
     for row in rows:
         examples.add(batch, row, answer=row.answer)
@@ -60,10 +63,10 @@ def test_it_starts_with_a_chance_of_every_answer() -> None:
         logits, tokens = omni_answer_logits(model.thinker, towers, batch)
     sizes = [len(answer) for answer in batch.answers]
     right = (logits.argmax(-1) == tokens).split(sizes)
-    assert 0.25 < sum(bool(each.all()) for each in right) / len(right) <= 0.65
+    assert 0.25 < sum(bool(is_right.all()) for is_right in right) / len(right) <= 0.65
     chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split(sizes)
     by_answer: dict[str, list[float]] = {}
-    for row, each in zip(rows, chances, strict=True):
-        by_answer.setdefault(row.answer, []).append(float(each.sum().exp()))
+    for row, logprobs in zip(rows, chances, strict=True):
+        by_answer.setdefault(row.answer, []).append(float(logprobs.sum().exp()))
     assert len(by_answer) == 16
     assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples miss it 1 time in 13

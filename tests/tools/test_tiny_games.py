@@ -38,7 +38,7 @@ def test_a_game_has_the_tokens_of_the_whole_conversation() -> None:
             for role, text in zip(parts[::2], parts[1::2], strict=True)
         ]
         assert tokenizer.encode(conversation)[: len(ids)] == ids
-        said = [one["content"] for one in conversation if one["role"] == "assistant"]
+        said = [message["content"] for message in conversation if message["role"] == "assistant"]
         assert answers(tokenizer, ids, trained) == said and 1 <= len(said) <= 3
 
 

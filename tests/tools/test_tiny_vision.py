@@ -89,8 +89,8 @@ def test_a_sampled_pad_has_a_gradient_like_that_of_any_token() -> None:
     model.lm_head(hidden)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).sum().backward()
     assert embedded.grad is not None
     sizes = embedded.grad[0].norm(dim=-1)
-    others = torch.cat([sizes[:place], sizes[place + 1 :]])
-    assert 0.0 < sizes[place] < 10.0 * others.median()
+    other_sizes = torch.cat([sizes[:place], sizes[place + 1 :]])
+    assert 0.0 < sizes[place] < 10.0 * other_sizes.median()
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -106,17 +106,17 @@ def test_it_starts_with_a_chance_of_every_answer(name: str) -> None:
     assert tower is not None
     examples, batch = SeenExamples(folder, tower), SeenBatch()
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(96)]
-    for one in rows:
-        examples.add(batch, one, answer=one.answer)
+    for row in rows:
+        examples.add(batch, row, answer=row.answer)
     with torch.no_grad():
         logits, tokens = answer_logits(model, tower, batch)
     right = (logits.argmax(-1) == tokens).split([len(answer) for answer in batch.answers])
     # x264's assembler reads memory beyond short rows, so a few videos, and with them the models, vary between builds:
     # one of four builds of tiny_qwen3_5_moe began at 0.667.
-    assert 0.25 < sum(bool(each.all()) for each in right) / len(right) <= 0.7
-    chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split([len(one) for one in batch.answers])
+    assert 0.25 < sum(bool(is_right.all()) for is_right in right) / len(right) <= 0.7
+    chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split([len(answer) for answer in batch.answers])
     by_answer: dict[str, list[float]] = {}
-    for one, each in zip(rows, chances, strict=True):
-        by_answer.setdefault(one.answer, []).append(float(each.sum().exp()))
+    for row, logprobs in zip(rows, chances, strict=True):
+        by_answer.setdefault(row.answer, []).append(float(logprobs.sum().exp()))
     assert len(by_answer) == 12
     assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples miss it 1 time in 13

@@ -89,9 +89,9 @@ def main(rank: int, ranks: int, port: int, folder: Path, names: list[str]) -> No
         seen[name] = {}
         if rank == 0:
             seen[name] = found.difference(expected)
-            largest = (float(one.abs().max()) for one in expected.gradients.values())
+            largest = (float(gradient.abs().max()) for gradient in expected.gradients.values())
             seen[name]["largest gradient"] = max(largest, default=0.0)
-        seen[name]["items"] = [len({one.item.digest for one in group.media}) for group in groups]
+        seen[name]["items"] = [len({medium.item.digest for medium in group.media}) for group in groups]
         seen[name]["passed"] = [passed(dealt, group) for group in groups]
         process_group.leave()
     (folder / f"{ranks}.{rank}.json").write_text(json.dumps(seen))

@@ -102,7 +102,7 @@ def check_ranks(case: tuple[Forest, int, int, int], attention: Callable[[Forest,
     *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
     incoming[rows:] = 0  # the result of a padding row is not used
     order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
-    total = [torch.zeros_like(one) for one in inputs]
+    total = [torch.zeros_like(tensor) for tensor in inputs]
     output = torch.zeros_like(incoming)
     for sharding in shardings:
         mine = torch.from_numpy(sharding.rows_of_rank(padded))
@@ -112,7 +112,7 @@ def check_ranks(case: tuple[Forest, int, int, int], attention: Callable[[Forest,
         for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
             sum_of += grad
     assert output.isfinite().all()
-    dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    dense = dense_attention(*(tensor[:rows] for tensor in inputs), forest.sees, scale=None)
     torch.testing.assert_close(output[:rows], dense, rtol=1e-12, atol=1e-12)
     for mine, expected in zip(total, torch.autograd.grad(dense, inputs, incoming[:rows]), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)

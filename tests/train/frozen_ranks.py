@@ -78,15 +78,17 @@ def exported(backend: Any) -> dict[str, Tensor]:
 def misplaced(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
     """Counts, on this rank, frozen parameters that take part in training, and trainable parameters that do not."""
     chunks = [(wrapped, model) for wrapped, model in zip(backend.model_chunks, backend.models, strict=True)]
-    named = [(name, one) for _, model in chunks for name, one in model.named_parameters()]
+    named = [(name, parameter) for _, model in chunks for name, parameter in model.named_parameters()]
     buffers = [buffer for wrapped, _ in chunks for buffer in wrapped.buffers + wrapped.expert_parallel_buffers]
-    in_buffers = {one for buffer in buffers for one in buffer.params}
-    states = adam_states(backend.optimizer, [one for _, one in named])
+    in_buffers = {parameter for buffer in buffers for parameter in buffer.params}
+    states = adam_states(backend.optimizer, [parameter for _, parameter in named])
     wrong = 0
-    for name, one in named:
+    for name, parameter in named:
         trains = part_of(name, backend.architecture) not in frozen
-        wrong += (one in in_buffers) != trains or one.requires_grad != trains
-        wrong += not trains and (one.grad is not None or getattr(one, "main_grad", None) is not None or one in states)
+        wrong += (parameter in in_buffers) != trains or parameter.requires_grad != trains
+        wrong += not trains and (
+            parameter.grad is not None or getattr(parameter, "main_grad", None) is not None or parameter in states
+        )
     return {"wrong": int(wrong), "trained": len(in_buffers), "states": len(states)}
 
 
@@ -152,11 +154,13 @@ def rank_main(folder: Path, rank: int, port: int) -> None:
                 backend.save(folder / name)
                 again = build(folder, case, **ranks)
                 again.load(folder / written_by)
-                groups = [split_over_ranks(one, parallel.dp)[replica["replica"]] for one in batches_of(folder, "sees")]
+                groups = [
+                    split_over_ranks(batch, parallel.dp)[replica["replica"]] for batch in batches_of(folder, "sees")
+                ]
                 ends = []
-                for one in (backend, again):
-                    train_step(one, groups, step=STEPS_OF_LAYOUTS)
-                    ends.append(exported(one))
+                for trainer in (backend, again):
+                    train_step(trainer, groups, step=STEPS_OF_LAYOUTS)
+                    ends.append(exported(trainer))
                 found["resumed"] = max((float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0]), default=0)
             seen[name][case] = found
         process_group.leave()

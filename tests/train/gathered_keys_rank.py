@@ -30,8 +30,8 @@ def main() -> None:
     plan = BranchPlan.of(FOREST.end, dtype=torch.float64, sharding=sharding, padded=padded)
     assert plan is not None
     mine = torch.from_numpy(sharding.rows_of_rank(padded))
-    *inputs, incoming = (one.detach()[mine] for one in random_rows(padded, dtype=torch.float64, seed=3))
-    inputs = [one.requires_grad_() for one in inputs]
+    *inputs, incoming = (rows.detach()[mine] for rows in random_rows(padded, dtype=torch.float64, seed=3))
+    inputs = [tensor.requires_grad_() for tensor in inputs]
     incoming[mine >= len(FOREST.parents)] = 0
     output = plan.attend(*inputs, scale=None)
     torch.save((mine, [output.detach(), *torch.autograd.grad(output, inputs, incoming)]), folder / f"{rank}.pt")

@@ -91,13 +91,13 @@ def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 
     if backend.world_size > 1:
         seen["broken"] = refused(broken)
     top = backend.top_logprobs(everything, top_k=TOP_K)
-    seen["top_logprobs"] = [one.top_logprobs.tolist() for one in top]
-    seen["top_ids"] = [one.top_ids.tolist() for one in top]
-    seen["logprobs"] = [one.logprobs.tolist() for one in top]
+    seen["top_logprobs"] = [scores.top_logprobs.tolist() for scores in top]
+    seen["top_ids"] = [scores.top_ids.tolist() for scores in top]
+    seen["logprobs"] = [scores.logprobs.tolist() for scores in top]
     kept = backend.top_logprobs([*map(with_teacher, everything)], top_k=TOP_K)
-    seen["kept_ids"] = [one.top_ids.tolist() for one in kept]
-    seen["kept_logprobs"] = [one.top_logprobs.tolist() for one in kept]
-    seen["tree_logprobs"] = [one.tolist() for groups in tree_batches() for one in backend.logprobs(groups)]
+    seen["kept_ids"] = [scores.top_ids.tolist() for scores in kept]
+    seen["kept_logprobs"] = [scores.top_logprobs.tolist() for scores in kept]
+    seen["tree_logprobs"] = [logprobs.tolist() for groups in tree_batches() for logprobs in backend.logprobs(groups)]
     with_teachers = [[*map(with_teacher, groups)] for groups in batches]
     for name, groups in (("plain", batches), ("teacher", with_teachers), ("trees", tree_batches())):
         metrics = dataclasses.asdict(train_step(backend, mine(groups), step=3))

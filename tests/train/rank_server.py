@@ -94,7 +94,7 @@ def run_ranks(
 
 def run_programme(*words: object, timeout_s: float = 600.0) -> None:
     """Runs a script of this folder, or a module by its name, with arguments, in the same way as ranks."""
-    programme = [str(HERE / one) if one.endswith(".py") else one for one in map(str, words)]
+    programme = [str(HERE / word) if word.endswith(".py") else word for word in map(str, words)]
     ((status, error),) = SERVER.run([programme], timeout_s=timeout_s)
     assert status == 0, error
 

@@ -29,7 +29,7 @@ def test_every_row_is_on_one_rank(sizes: tuple[int, int], rows: int) -> None:
     assert rows <= padded < rows + shardings[0].multiple
     held = [sharding.rows_of_rank(padded) for sharding in shardings]
     assert sorted(np.concatenate(held)) == list(range(padded))
-    assert {len(one) for one in held} == {padded // ranks}
+    assert {len(own_rows) for own_rows in held} == {padded // ranks}
     assert (padded // ranks) % parts == 0
     np.testing.assert_array_equal(np.concatenate(held)[shardings[0].gathered_order(padded)], np.arange(padded))
 
@@ -56,7 +56,7 @@ def test_tokens_find_back_into_order(owners: list[int]) -> None:
     ranks, token = 3, torch.arange(len(owners)) + 100
     device = torch.device("cpu")
     row_shardings = [RowSharding(ranks=ranks, rank=rank) for rank in range(ranks)]
-    shardings = [TokenSharding.of(np.array(owners), one, device) for one in row_shardings]
+    shardings = [TokenSharding.of(np.array(owners), sharding, device) for sharding in row_shardings]
     parts = torch.zeros(ranks, shardings[0].longest, dtype=torch.int64)
     for part, sharding in zip(parts, shardings, strict=True):
         part[: len(sharding.mine)] = token[sharding.mine]

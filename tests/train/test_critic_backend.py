@@ -126,9 +126,9 @@ def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
 
 
 def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
-    one = make_critic(folder, optimizer={"eps": 1e-4})
+    critic = make_critic(folder, optimizer={"eps": 1e-4})
     for step in range(2):
-        expected = train_step(one, dp_groups(), step=step)
+        expected = train_step(critic, dp_groups(), step=step)
     for status, error in run_dp_ranks(folder, tmp_path / "two", steps=[2, 2], what="critic"):
         assert status == 0, error
     seen = json.loads((tmp_path / "two.json").read_text())
@@ -137,7 +137,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
     assert seen["algorithm"] == pytest.approx(expected.algorithm, rel=1e-4)
     assert seen["tokens"] == expected.tokens
     found = load_file(tmp_path / "two.safetensors")
-    for name, tensor in parameters(one).items():
+    for name, tensor in parameters(critic).items():
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=name)
 
 

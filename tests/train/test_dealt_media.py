@@ -34,7 +34,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for status, error in run_ranks("dealt_media_rank.py", [[folder, json.dumps(names)]] * ranks, timeout_s=900.0):
             assert status == 0, error
         of_ranks = [json.loads((folder / f"{ranks}.{rank}.json").read_text()) for rank in range(ranks)]
-        found |= {name: [one[name] for one in of_ranks] for name in names}
+        found |= {name: [rank[name] for rank in of_ranks] for name in names}
     return found
 
 
@@ -52,7 +52,7 @@ def test_each_item_passes_the_towers_of_one_rank(seen: Seen) -> None:
         if not changed.get("shard_media"):
             continue
         first_replica = of_ranks[: layout.get("tp", 1) * layout.get("cp", 1)]  # the ranks of the first stage
-        items, passed = of_ranks[0]["items"], [one["passed"] for one in first_replica]
+        items, passed = of_ranks[0]["items"], [rank["passed"] for rank in first_replica]
         for count, counts in zip(items, zip(*passed, strict=True), strict=True):
             assert sum(counts) == count and min(counts) >= (count >= len(counts)), name
         assert min(items) == 0, "a micro-batch without media"

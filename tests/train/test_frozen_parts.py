@@ -46,11 +46,11 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_without(folder: Path, case:
     model, frozen = CASES[case]
     expected = math.hypot(*(norm for part, norm in single["norms"][model].items() if part not in frozen))
     runs = [(single[case], STEPS, True)]
-    for layout in (one for one in LAYOUTS if case in CASES_OF_LAYOUT[one]):
+    for layout in (layout for layout in LAYOUTS if case in CASES_OF_LAYOUT[layout]):
         ranks = [found_in(folder, f"rank{rank}")[layout][case] for rank in range(2)]
         assert ranks[0]["grad_norms"] == ranks[1]["grad_norms"], layout
         assert ranks[0]["grad_norms"] == pytest.approx(single[case]["grad_norms"][:STEPS_OF_LAYOUTS], rel=1e-3)
-        runs += [(one, STEPS_OF_LAYOUTS, rank == 0) for rank, one in enumerate(ranks)]
+        runs += [(port, STEPS_OF_LAYOUTS, rank == 0) for rank, port in enumerate(ranks)]
     for run, steps, exports in runs:
         assert run["grad_norms"][0] == pytest.approx(expected, rel=1e-4) and len(run["grad_norms"]) == steps
         assert (run["wrong"], run["changed"], run["still"]) == (0, [], [])
@@ -78,7 +78,7 @@ def test_the_tower_has_a_learning_rate_of_its_own(folder: Path) -> None:
         backend = build(folder, SAVED, frozen=(), optimizer={**OPTIMIZER, "lr": 1e-3, "tower_lr": tower_lr})
         before = exported(backend)
         train_step(backend, batches_of(folder, "sees"))
-        moved.append({name: one - before[name] for name, one in exported(backend).items()})
+        moved.append({name: tensor - before[name] for name, tensor in exported(backend).items()})
     assert {part_of_weight(name) for name in moved[0]} == {"vision", "projector", "language"}
     for name, step in moved[0].items():
         factor = 0.1 if part_of_weight(name) == "vision" else 1.0
@@ -99,14 +99,14 @@ def test_bfloat16_weights_that_are_frozen_keep_their_bits(folder: Path, tmp_path
     backend.save(tmp_path / "saved")
     again = build(folder, case, **settings)
     again.load(tmp_path / "saved")
-    assert all(one.equal(after[name]) for name, one in exported(again).items())
+    assert all(tensor.equal(after[name]) for name, tensor in exported(again).items())
 
 
 def test_a_critic_freezes_the_same_parts_and_never_its_head(folder: Path) -> None:
     critic = make_critic(folder / "experts", family="qwen3_moe", frozen=("language", "router"), optimizer=OPTIMIZER)
-    before = {name: one.detach().clone() for name, one in critic.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in critic.model.named_parameters()}
     train_step(critic, batches_of(folder, "experts"))
-    changed = {name for name, one in critic.model.named_parameters() if not one.equal(before[name])}
+    changed = {name for name, parameter in critic.model.named_parameters() if not parameter.equal(before[name])}
     assert changed == {"value_head.weight", "value_head.bias"}
 
 

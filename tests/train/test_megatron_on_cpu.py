@@ -55,12 +55,12 @@ def test_processes_share_a_cache(tmp_path: Path) -> None:
 
 def test_the_cache_is_keyed_by_content(tmp_path: Path) -> None:
     cache = CodeCache(tmp_path)
-    one, other = cache.path(b"a = 1", "a.py"), cache.path(b"a = 2", "a.py")
-    assert one != other
-    assert one != cache.path(b"a = 1", "b.py")
-    assert cache.read(one) is None
-    cache.write(one, compile_for_cpu(b"a = 1", "a.py"))
-    code = cache.read(one)
+    path, other_path = cache.path(b"a = 1", "a.py"), cache.path(b"a = 2", "a.py")
+    assert path != other_path
+    assert path != cache.path(b"a = 1", "b.py")
+    assert cache.read(path) is None
+    cache.write(path, compile_for_cpu(b"a = 1", "a.py"))
+    code = cache.read(path)
     assert code is not None
     scope: dict[str, int] = {}
     exec(code, scope)

@@ -39,7 +39,7 @@ def row(tree: TokenTree, **extras: np.ndarray) -> Group:
     """Leases the group with advantages 0, 1, 2 and so on, and with the versions that `complete_group` returns."""
     advantages = np.arange(len(tree.tokens[1]), dtype=np.float32)
     columns = c.encode_tree(with_tokens(tree, advantages=advantages, **extras))
-    uids = [one.uid for one in tree.episodes]
+    uids = [episode.uid for episode in tree.episodes]
     versions = tree.oldest_versions(trained=True).tolist()
     return Group(group_uid=tree.group_uid, index=0, uids=uids, versions=versions, columns=columns)
 
@@ -119,10 +119,10 @@ def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
         assert np.array_equal(found.loss_mask, tree.loss_mask & (tree.versions >= 1))
         ages = tree.oldest_versions(trained=False)
         assert np.array_equal(found.extras["on_policy"], (ages == 2)[found.tokens[0]])
-        for place, one in enumerate(tree.episodes):
+        for place, episode in enumerate(tree.episodes):
             rows = tree.tokens[1][tree.tokens[0] == place]
             reason = None if found.loss_mask[rows].any() else "stale" if tree.loss_mask[rows].any() else "truncated"
-            assert masked.get(one.uid) == reason
+            assert masked.get(episode.uid) == reason
 
 
 def test_a_forward_pass_needs_no_more_than_its_columns() -> None:
@@ -159,7 +159,11 @@ def group_of(place: int, *tokens: int, prompt: int = 1) -> TokenTree:
 def names(batches: list[list[TokenTree]]) -> list[list[str]]:
     """Returns a group's uid if the group is whole, and otherwise its episodes' uids."""
     return [
-        [uid for tree in batch for uid in ([tree.group_uid] if whole(tree) else [one.uid for one in tree.episodes])]
+        [
+            uid
+            for tree in batch
+            for uid in ([tree.group_uid] if whole(tree) else [episode.uid for episode in tree.episodes])
+        ]
         for batch in batches
     ]
 
@@ -169,7 +173,7 @@ def whole(tree: TokenTree) -> bool:
 
 
 def episodes_of(batches: list[list[TokenTree]]) -> list[list[str]]:
-    return [[one.uid for tree in batch for one in tree.episodes] for batch in batches]
+    return [[episode.uid for tree in batch for episode in tree.episodes] for batch in batches]
 
 
 @st.composite
@@ -201,9 +205,9 @@ Paths = list[set[tuple[str, int]]]  # for each episode in order: the (group, row
 def paths_of(trees: list[TokenTree]) -> Paths:
     """Returns all rows on the way to a leaf except the leaf itself, by the definition of ``end``."""
     return [
-        {(tree.group_uid, int(row)) for leaf in one.leaves for row in path_of(tree, leaf)[:-1]}
+        {(tree.group_uid, int(row)) for leaf in episode.leaves for row in path_of(tree, leaf)[:-1]}
         for tree in trees
-        for one in tree.episodes
+        for episode in tree.episodes
     ]
 
 
@@ -225,21 +229,21 @@ def test_batches_hold_the_budget_lose_nothing_and_do_not_depend_on_how_the_group
     batches = batches_of(found, cuts, budget, ranks)
     uids = episodes_of(batches)
     assert uids == episodes_of(batches_of(found, [], budget, ranks))
-    assert [uid for batch in uids for uid in batch] == [one.uid for tree in found for one in tree.episodes]
-    by_uid = dict(zip([one.uid for tree in found for one in tree.episodes], paths_of(found), strict=True))
+    assert [uid for batch in uids for uid in batch] == [episode.uid for tree in found for episode in tree.episodes]
+    by_uid = dict(zip([episode.uid for tree in found for episode in tree.episodes], paths_of(found), strict=True))
     for batch in batches:
         for share in split_over_ranks(batch, ranks):
             rows = sum(tree.computed_rows for tree in share)
-            assert rows == load([by_uid[one.uid] for tree in share for one in tree.episodes])
+            assert rows == load([by_uid[episode.uid] for tree in share for episode in tree.episodes])
             assert rows <= budget or sum(len(tree.episodes) for tree in share) == 1
     trained = sum(bool(tree.loss_mask.any()) for tree in found)
     assert sum(micro_batch_totals(batch).groups for batch in batches) == trained
     over_ranks = [share for batch in batches for share in split_over_ranks(batch, ranks)]
     totals = [micro_batch_totals(share) for share in over_ranks]
-    assert sum(one.groups for one in totals) == trained
+    assert sum(total.groups for total in totals) == trained
     expected = micro_batch_totals(found)
-    assert sum(one.samples for one in totals) == expected.samples
-    assert sum(one.tokens for one in totals) == expected.tokens
+    assert sum(total.samples for total in totals) == expected.samples
+    assert sum(total.tokens for total in totals) == expected.tokens
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,13 +252,13 @@ def test_a_batch_is_closed_only_where_the_next_tree_or_episode_would_not_fit(
     found: list[TokenTree], budget: int, ranks: int
 ) -> None:
     uids = episodes_of(batches_of(found, [], budget, ranks))
-    by_uid = dict(zip([one.uid for tree in found for one in tree.episodes], paths_of(found), strict=True))
+    by_uid = dict(zip([episode.uid for tree in found for episode in tree.episodes], paths_of(found), strict=True))
     tree_of = {tree.episodes[0].uid: tree for tree in found}
     for batch, following in pairwise(uids):
         assert batch
         if following:  # the last micro-batch is empty if there was nothing to add
             first = following[0]
-            more = [one.uid for one in tree_of[first].episodes] if first in tree_of else [first]
+            more = [episode.uid for episode in tree_of[first].episodes] if first in tree_of else [first]
             assert bins_needed([by_uid[uid] for uid in [*batch, *more]], budget) > ranks
 
 
@@ -311,7 +315,9 @@ def test_a_split_loses_nothing_keeps_the_order_and_its_largest_share_is_minimal(
     shares = split_over_ranks(found, ranks)
     assert len(shares) == ranks
     paths = paths_of(found)
-    assert [uid for share in episodes_of(shares) for uid in share] == [one.uid for t in found for one in t.episodes]
+    assert [uid for share in episodes_of(shares) for uid in share] == [
+        episode.uid for t in found for episode in t.episodes
+    ]
     count = len(paths)
     if not count:
         return

@@ -77,7 +77,7 @@ def test_the_first_stage_can_hold_fewer_layers(first: int, pp: int, vpp: int, te
     sees = dataclasses.replace(MIXTURE, layers=18 if first == 6 else 15, deepstack_layers=2, has_tower=True)
     found = faults(dataclasses.replace(layout(pp=pp, vpp=vpp), first_stage_layers=first), sees)
     assert found == [] if text is None else found[0].endswith(text.replace("X", "parallel.first_stage_layers")), found
-    assert all(one.startswith(f"parallel.first_stage_layers={first} with parallel.pp={pp}") for one in found)
+    assert all(fault.startswith(f"parallel.first_stage_layers={first} with parallel.pp={pp}") for fault in found)
 
 
 def test_items_are_dealt_where_there_are_ranks_and_a_tower() -> None:
@@ -203,9 +203,9 @@ def test_every_size_that_a_fix_names_divides_all_of_the_model(key: str, size: in
         assert found == []
         return
     (named,) = re.findall(rf"Use parallel.{key}=(.*)\.", " ".join(found))
-    sizes = [int(one) for one in re.split(", | or ", named)]
+    sizes = [int(part) for part in re.split(", | or ", named)]
     assert sizes[0] == 1 and all(
-        not list(model_faults(layout(sequence_parallel=None, **{key: one}), shape)) for one in sizes
+        not list(model_faults(layout(sequence_parallel=None, **{key: proposed}), shape)) for proposed in sizes
     )
     assert sizes[-1] > size or {"tp": 3, "pp": 10}[key] == sizes[-1], "a larger size is named, if there is one"
 

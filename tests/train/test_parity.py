@@ -48,13 +48,13 @@ def reference_loss(model: Any, groups: list[TokenTree]) -> torch.Tensor:
     return clip_loss(inputs, CONFIG).loss_sum / mask.sum()
 
 
-@pytest.mark.parametrize(("variant", "temperature"), [*((one, 1.0) for one in VARIANTS), ("qwen3", 0.7)])
+@pytest.mark.parametrize(("variant", "temperature"), [*((variant, 1.0) for variant in VARIANTS), ("qwen3", 0.7)])
 def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> None:
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0], temperature=temperature)
     with torch.no_grad():
         expected = reference_logprobs(model, GROUPS, temperature=temperature).numpy()
-    found = [of_tokens(group, one) for group, one in zip(GROUPS, backend.logprobs(GROUPS), strict=True)]
+    found = [of_tokens(group, logprob) for group, logprob in zip(GROUPS, backend.logprobs(GROUPS), strict=True)]
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5, rtol=0)
 
 

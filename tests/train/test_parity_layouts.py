@@ -32,7 +32,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 def measured(folder: pytest.TempPathFactory, *names: str) -> Figures:
     path = folder.mktemp("parity") / "figures.json"
     run_programme("benchmarks.parity", "--json", path, "--only", *names, timeout_s=1800.0)
-    return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
+    return {(line.pop("name"), line.pop("packing")): line for line in json.loads(path.read_text())}
 
 
 @pytest.fixture(scope="module")

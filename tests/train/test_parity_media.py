@@ -61,7 +61,7 @@ def figures(choice: Choice, tmp_path_factory: pytest.TempPathFactory) -> Figures
     path = tmp_path_factory.mktemp("parity") / "figures.json"
     cases = ["--cases", *choice.cases] if choice.cases else []
     run_programme("benchmarks.parity", "--media", "--json", path, "--only", *choice.names, *cases, timeout_s=3600.0)
-    return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
+    return {(line.pop("name"), line.pop("packing")): line for line in json.loads(path.read_text())}
 
 
 def test_hugging_face_computes_the_same(figures: Figures, choice: Choice) -> None:
@@ -72,7 +72,7 @@ def test_hugging_face_computes_the_same(figures: Figures, choice: Choice) -> Non
             for packing in ("tree", "plain"):
                 found = figures[f"Hugging Face, {family}: {case}", packing]
                 assert set(found) == set(MEDIA_FIGURES)
-                beyond = {name: one for name, one in found.items() if one > reach.get(name, MEDIA_REACH)}
+                beyond = {name: value for name, value in found.items() if value > reach.get(name, MEDIA_REACH)}
                 assert not beyond, (family, case, packing)
 
 

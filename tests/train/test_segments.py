@@ -197,12 +197,12 @@ def with_columns(trees: Sequence[TokenTree], logprobs: np.ndarray, case: str, ch
 
 def test_the_cut_episodes_have_other_rows_and_the_same_tokens() -> None:
     whole, cut = make_groups()
-    assert sum(len(one.leaves) for tree in cut for one in tree.episodes) > len(cut) * 4 + 3
+    assert sum(len(episode.leaves) for tree in cut for episode in tree.episodes) > len(cut) * 4 + 3
     assert sum(tree.computed_rows for tree in cut) > 1.2 * sum(tree.computed_rows for tree in whole)
-    for one, other in zip(whole, cut, strict=True):
-        assert all(len(episode.leaves) == 1 for episode in one.episodes)
-        assert np.array_equal(one.token_ids[one.tokens[1]], other.token_ids[other.tokens[1]])
-        assert np.array_equal(one.lengths, other.lengths)
+    for whole_tree, cut_tree in zip(whole, cut, strict=True):
+        assert all(len(episode.leaves) == 1 for episode in whole_tree.episodes)
+        assert np.array_equal(whole_tree.token_ids[whole_tree.tokens[1]], cut_tree.token_ids[cut_tree.tokens[1]])
+        assert np.array_equal(whole_tree.lengths, cut_tree.lengths)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,8 +212,8 @@ def test_segments_do_not_change_advantages(case: str) -> None:
     whole, cut = make_groups()
     logprobs = np.linspace(-3.0, -0.1, sum(len(tree.tokens[1]) for tree in whole), dtype=np.float32)
     made = [with_columns(trees, logprobs, case, chosen) for trees in (whole, cut)]
-    for one, other in zip(*made, strict=True):
-        assert np.array_equal(one.extras["advantages"], other.extras["advantages"])
+    for whole_tree, cut_tree in zip(*made, strict=True):
+        assert np.array_equal(whole_tree.extras["advantages"], cut_tree.extras["advantages"])
 
 
 def test_segments_change_neither_loss_nor_gradient(tmp_path: Path) -> None:
@@ -232,12 +232,12 @@ def test_segments_change_neither_loss_nor_gradient(tmp_path: Path) -> None:
             batches = [*batcher.add(with_columns(trees, logprobs, case, chosen)), batcher.flush()]
             metrics = train_step(backend, batches)
             weights = HfWeights(backend.models, backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
-            results.append((metrics, {name: one.clone() for name, one in weights.export()}))
-        (expected, wanted), (one, gradients) = results
-        assert (one.tokens, one.samples) == (expected.tokens, expected.samples), case
-        assert one.loss == pytest.approx(expected.loss, abs=REACH), case
-        assert one.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and one.grad_norm > 1e-3, case
-        figures = [{n: v for n, v in of.algorithm.items() if n not in OF_MICRO_BATCHES} for of in (one, expected)]
+            results.append((metrics, {name: tensor.clone() for name, tensor in weights.export()}))
+        (expected, wanted), (found, gradients) = results
+        assert (found.tokens, found.samples) == (expected.tokens, expected.samples), case
+        assert found.loss == pytest.approx(expected.loss, abs=REACH), case
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and found.grad_norm > 1e-3, case
+        figures = [{n: v for n, v in of.algorithm.items() if n not in OF_MICRO_BATCHES} for of in (found, expected)]
         assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-6), case
         for name, gradient in wanted.items():
             assert float((gradients[name] - gradient).abs().max()) <= REACH * max(1.0, float(gradient.abs().max()))

@@ -39,8 +39,8 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
-    (status, error), (other, _) = run_dp_ranks(folder, tmp_path / "two", steps=[2, 1])
-    assert status == 1 and other == 0
+    (status, error), (other_status, _) = run_dp_ranks(folder, tmp_path / "two", steps=[2, 1])
+    assert status == 1 and other_status == 0
     assert "train step 1: trainer rank 0 waited up to 300 s for the other ranks:" in error
     assert "Ranks 1 failed" in error
 
@@ -103,8 +103,8 @@ def test_the_first_tensor_that_is_not_finite_is_named(folder: Path, name: str) -
     backend = make_backend(folder)
     backend.begin_step(4)
     backend.accumulate(make_groups([[3]], prompt_lengths=[5]))
-    for _, other, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
-        if other in (name, "model.norm.weight"):  # a later tensor is not finite, either
+    for _, tensor_name, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
+        if tensor_name in (name, "model.norm.weight"):  # a later tensor is not finite, either
             gradient[(-1,) * gradient.ndim] = math.inf
     with pytest.raises(FloatingPointError, match=rf"train step 4: .*; the first such tensor is {name};"):
         backend.finish_step()
@@ -215,10 +215,10 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
 def test_the_top_k_tokens_are_cut_by_group(folder: Path) -> None:
     backend, groups = make_backend(folder), make_groups([[2, 3], [4]], prompt_lengths=[5, 7])
     found = backend.top_logprobs(groups, top_k=4)
-    assert [one.top_ids.shape for one in found] == [(5 + 5, 4), (7 + 4, 4)]
-    for one, plain in zip(found, backend.logprobs(groups), strict=True):
-        np.testing.assert_allclose(one.logprobs, plain, atol=1e-6)
-        assert (np.diff(one.top_logprobs, axis=1) <= 0).all()
+    assert [scores.top_ids.shape for scores in found] == [(5 + 5, 4), (7 + 4, 4)]
+    for scores, plain in zip(found, backend.logprobs(groups), strict=True):
+        np.testing.assert_allclose(scores.logprobs, plain, atol=1e-6)
+        assert (np.diff(scores.top_logprobs, axis=1) <= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,9 @@ def test_updates_smaller_than_a_step_of_bfloat16_are_not_lost(folder: Path, shar
         backend = make_backend(folder, dtype=dtype, distributed_optimizer=sharded, optimizer={"lr": 1e-5})
         before = weights(backend)
         train_step(backend, groups)
-        moved[dtype] = torch.cat([(one.float() - before[name].float()).flatten() for name, one in backend.export()])
+        moved[dtype] = torch.cat(
+            [(tensor.float() - before[name].float()).flatten() for name, tensor in backend.export()]
+        )
     wanted = moved["float32"]
     assert 0 < float(wanted.abs().max()) < 2e-5
     assert float((moved["bfloat16"] * wanted.sign()).sum() / wanted.abs().sum()) == pytest.approx(1.0, abs=0.2)

@@ -104,8 +104,8 @@ def test_every_computed_row_of_an_item_gets_its_feature_and_an_item_is_there_onc
 
 
 def test_a_part_has_the_items_that_it_needs() -> None:
-    one, two, three = image("one", 1, 2), image("two", 2, 2), image("three", 1, 1)
-    layout = pack_tree([tree("a", 2, items=[one, two, three])], towers=Towers(vision=TOWER))
+    first, second, three = image("one", 1, 2), image("two", 2, 2), image("three", 1, 1)
+    layout = pack_tree([tree("a", 2, items=[first, second, three])], towers=Towers(vision=TOWER))
     assert layout.media is not None
     part = layout.media.taken(np.flatnonzero(layout.media.rows >= 5), Towers(vision=TOWER))
     assert [item.digest for item in part.items] == ["two", "three"]
@@ -134,7 +134,7 @@ def test_a_micro_batch_keeps_the_budget_of_patches(ranks: int) -> None:
     batcher = MicroBatcher(1000, ranks=ranks, tower=TowerWork(most_patches=32))  # an image has 16 patches
     batches = [*batcher.add(found), batcher.flush()]
     per_rank = [
-        sum(one.media[0].item.patches for one in share)
+        sum(packed_tree.media[0].item.patches for packed_tree in share)
         for batch in batches
         for share in split_over_ranks(batch, ranks, tower=TowerWork(most_patches=32))
     ]
@@ -206,7 +206,9 @@ def test_only_trained_rows_are_chosen_where_that_is_enough() -> None:
     batch = TreeBatch.of(layout, device=torch.device("cpu"), dtype=torch.float32)
     column = batch.of_tokens(torch.tensor([1.0, 2.0, 3.0, 4.0]), otherwise=torch.full((6,), -9.0))
     assert column.tolist() == [-9, 1, -9, 2, 3, 4]
-    nothing = pack_tree([dataclasses.replace(one, loss_mask=one.loss_mask & False) for one in by_hand()])
+    nothing = pack_tree(
+        [dataclasses.replace(token_tree, loss_mask=token_tree.loss_mask & False) for token_tree in by_hand()]
+    )
     assert len(nothing.targets) == 6
 
 
@@ -245,7 +247,9 @@ def test_rows_are_what_the_contract_says(seed: int, count: int, roots: int) -> N
         stream += [(place, row) for row in sorted(parents)]
     for row, (place, own) in enumerate(stream):
         seen = np.flatnonzero(layout.end[: row + 1] > row)
-        assert [stream[one] for one in seen] == [(place, int(one)) for one in path_of(trees[place], own)]
+        assert [stream[seen_row] for seen_row in seen] == [
+            (place, int(path_row)) for path_row in path_of(trees[place], own)
+        ]
         assert layout.positions[row] == len(seen) - 1
         assert layout.token_ids[row] == trees[place].token_ids[own]
     chosen = [(place, int(row)) for place, rows in enumerate(layout.chosen) for row in rows]
@@ -267,7 +271,7 @@ def backend(model: tuple[Path, Any]) -> Any:
 def logprobs_of_paths(model: Any, tree: TokenTree) -> dict[int, torch.Tensor]:
     """Returns each sampled row's log-prob by a forward pass of its path alone, with gradient."""
     found: dict[int, torch.Tensor] = {}
-    for leaf in (leaf for one in tree.episodes for leaf in one.leaves):
+    for leaf in (leaf for episode in tree.episodes for leaf in episode.leaves):
         rows = path_of(tree, leaf)
         ids = torch.from_numpy(tree.token_ids[rows]).long()
         logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
@@ -287,7 +291,7 @@ def test_a_tree_is_its_paths(model: tuple[Path, Any], backend: Any, seed: int, c
             expected = logprobs_of_paths(model[1], tree)
         assert sorted(expected) == tree.sampled.tolist()
         wanted = np.zeros(tree.rows, dtype=np.float32)
-        wanted[list(expected)] = [float(one) for one in expected.values()]
+        wanted[list(expected)] = [float(logprob) for logprob in expected.values()]
         np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
 
 
@@ -307,8 +311,10 @@ def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
     logprobs = logprobs_of_paths(model, tree)
     pairs = [
         (place, row)
-        for place, one in enumerate(tree.episodes)
-        for row in sorted({int(row) for leaf in one.leaves for row in path_of(tree, leaf) if tree.versions[row] >= 0})
+        for place, episode in enumerate(tree.episodes)
+        for row in sorted(
+            {int(row) for leaf in episode.leaves for row in path_of(tree, leaf) if tree.versions[row] >= 0}
+        )
     ]
     rows = [row for _, row in pairs]
     rollout = torch.from_numpy(tree.logprobs[rows])

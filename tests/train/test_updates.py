@@ -246,7 +246,7 @@ def test_a_mini_batch_without_a_trained_token_moves_nothing(folder: Path) -> Non
     for step in (0, 1):
         result = run(trainer, groups, mini_batches=3, step=step)
         for part in (groups[:2], groups[4:]):
-            batches = [part] if sum(group.computed_rows for group in part) <= BUDGET else [[one] for one in part]
+            batches = [part] if sum(group.computed_rows for group in part) <= BUDGET else [[group] for group in part]
             train_step(plain, batches, step=step)
     assert result.updates == 2
     assert result.metrics.policy.tokens == sum(int(group.loss_mask.sum()) for group in groups)

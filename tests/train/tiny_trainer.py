@@ -171,4 +171,4 @@ def export_folder(backend: Any, source: Path, target: Path, **options: Any) -> d
     arguments = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype}
     arguments |= {"passed": backend.architecture.passed, **options}
     export_hf_folder(**arguments, source_folder=source, target=target)
-    return {name: one for file in sorted(target.glob("*.safetensors")) for name, one in load_file(file).items()}
+    return {name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -114,7 +114,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     seen = {
         "missing": sorted(source.keys() - set(names)),
         "different": different,
-        "in order": names == [one.name for one in stored_weights(architecture)],
+        "in order": names == [weight.name for weight in stored_weights(architecture)],
         "finite": all(bool(torch.isfinite(parameter).all()) for parameter in parameters),
         "held": held.peak,
         "largest": max(tensor.nbytes for tensor in source.values()),

@@ -16,10 +16,10 @@ def test_calls_for_one_key_come_in_order_and_those_for_others_beside_them() -> N
     held = [calls.put("slow", lambda: (gate.wait(ENDS_S), order.append(0)))]
     held += [calls.put("slow", lambda number=number: order.append(number)) for number in range(1, 50)]
     assert calls.put("quick", lambda: "done").result(ENDS_S) == "done"
-    assert not order and not any(one.done() for one in held)
+    assert not order and not any(call.done() for call in held)
     gate.set()
-    for one in held:
-        one.result(ENDS_S)
+    for call in held:
+        call.result(ENDS_S)
     assert order == list(range(50))
 
 

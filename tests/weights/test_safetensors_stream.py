@@ -61,7 +61,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for number in range(5):
-            assert all(one.expired() for one in made), "an earlier one is still held"
+            assert all(ref.expired() for ref in made), "an earlier one is still held"
             tensor = torch.full((64,), float(number))
             made.append(StorageWeakRef(tensor.untyped_storage()))
             yield f"t{number}", tensor

@@ -59,13 +59,13 @@ def flip_a_byte(path: Path) -> None:
 
 
 def serves(engine: Engine, version: int) -> None:
-    one = engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=6, temperature=0.0))[0]
-    ids = one.output_ids.tolist()
+    response = engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=6, temperature=0.0))[0]
+    ids = response.output_ids.tolist()
     with torch.no_grad():
         logits = make_model(None, seed=version)(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
-    assert set(one.versions.tolist()) == {version}
+    assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= 2e-5
+    assert set(response.versions.tolist()) == {version}
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +196,12 @@ def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_
             serves(engine, first + 2)
             publisher.close()
         for length in (1, CONTEXT - 1):
-            one = engine.generate(
+            response = engine.generate(
                 prompts_of(random_prompt(length)), SamplingParams(max_new_tokens=CONTEXT - length, temperature=0.0)
             )[0]
-            assert (len(one.output_ids), one.finish_reason) == (CONTEXT - length, "length"), "the largest requests"
+            assert (len(response.output_ids), response.finish_reason) == (CONTEXT - length, "length"), (
+                "the largest requests"
+            )
     finally:
         process.stop(timeout_s=10.0)
 

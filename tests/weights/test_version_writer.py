@@ -45,10 +45,10 @@ def test_a_version_has_all_tensors_and_its_own_file_has_those_that_train(tmp_pat
 def test_the_digest_covers_the_frozen_tensors(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     manifest = write(tmp_path, VersionWriter(tmp_path, frozen=["still"], model_folder=None), 1)
-    other = write(tmp_path, VersionWriter(tmp_path / "two", frozen=["also still"], model_folder=None), 2)
+    other_version = write(tmp_path, VersionWriter(tmp_path / "two", frozen=["also still"], model_folder=None), 2)
     for wrong in (
         msgspec.structs.replace(manifest, frozen=None),
-        msgspec.structs.replace(manifest, frozen=other.frozen),
+        msgspec.structs.replace(manifest, frozen=other_version.frozen),
     ):
         for with_frozen in (False, True):
             with pytest.raises(DigestMismatch, match="manifest's own digest"):
@@ -72,9 +72,9 @@ def test_a_transport_that_sends_tensors_sends_all(tmp_path: Path) -> None:
         publisher = WeightPublisher(tmp_path / name, list, transport=transport, frozen=["still"])
         publisher.publish(1, tensors(1.0)).result(timeout=60.0)
         publisher.close()
-    one, two = read_latest(tmp_path / "one"), read_latest(tmp_path / "two")
-    assert one is not None and two is not None and one.frozen is not None and two.frozen is None
-    assert (one.total_bytes, two.total_bytes) == (28, 48)
+    first, second = read_latest(tmp_path / "one"), read_latest(tmp_path / "two")
+    assert first is not None and second is not None and first.frozen is not None and second.frozen is None
+    assert (first.total_bytes, second.total_bytes) == (28, 48)
 
 
 def test_a_version_loads_as_a_model_of_transformers(tmp_path: Path) -> None:

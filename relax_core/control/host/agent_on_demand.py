@@ -82,8 +82,8 @@ def become_agent(listener: socket.socket, agent: Sequence[str]) -> None:
     port, program = listener.getsockname()[1], _program(agent)
     options = [f"{PORT}{port}" if word.startswith(PORT) else word for word in agent[program:]]
     listener.set_inheritable(True)
-    this = [os.path.abspath(__file__), f"{INHERITED}{listener.fileno()}"]
-    os.execv(agent[0], [*agent[:program], *this, *options])
+    own_words = [os.path.abspath(__file__), f"{INHERITED}{listener.fileno()}"]
+    os.execv(agent[0], [*agent[:program], *own_words, *options])
 
 
 def _program(agent: Sequence[str]) -> int:

@@ -248,7 +248,7 @@ class RaySession:
 
             leave_processes()
         ray.shutdown()
-        kill_trees(one.pid for one in set(psutil.Process().children()) - self._before if one.is_running())
+        kill_trees(child.pid for child in set(psutil.Process().children()) - self._before if child.is_running())
 
     def keep_logs(self) -> None:
         """Copies the logs of workers and daemons into the run's folder, for a run that failed or lost its Ray."""

@@ -45,7 +45,7 @@ def ask_fork_server(path: str, command: Sequence[str]) -> bool:
         "folder": os.getcwd(),
         "oom_score_adj": _oom_score_adj(),
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
-        "ignored": [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) == signal.SIG_IGN],
+        "ignored": [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) == signal.SIG_IGN],
     }
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:

@@ -132,7 +132,7 @@ def _mean_rate(said: float, frames: int, seconds: float) -> float:
 
 def _display_matrix(frame: Any) -> tuple[int, ...]:
     """Returns a, b, c, d of a frame's display matrix, which maps (x, y) to (a x + c y, b x + d y)."""
-    found = [bytes(one) for one in frame.side_data if one.type.name == "DISPLAYMATRIX"]
+    found = [bytes(side_data) for side_data in frame.side_data if side_data.type.name == "DISPLAYMATRIX"]
     a, b, _, c, d, *_ = np.frombuffer(found[0], "<i4").tolist() if found else (1, 0, 0, 0, 1, 0)
     return a, b, c, d
 

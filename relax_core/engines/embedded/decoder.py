@@ -350,8 +350,10 @@ class Decoder:
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
         self.routes: RouteTable | None = None  # for a mixture of experts only
         if config.experts is not None:
-            one = config.experts
-            self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
+            experts = config.experts
+            self.routes = RouteTable(
+                max_samples, layers=config.num_layers, per_token=experts.per_token, experts=experts.count
+            )
         self.kept = KeptTable(max_samples, vocab_size=config.vocab_size)
         self._recording_routes = False  # whether the experts of a running sample are requested
         self._views = CacheViews(self.cache)
@@ -398,15 +400,15 @@ class Decoder:
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
         alike = self._alike(prefixes)
         found = [self._find([prefixes[index] for index in indices]) for indices in alike]
-        known = [0 if one is None else one.tokens for one in found]
+        known = [0 if prefix is None else prefix.tokens for prefix in found]
         self.cached = [len(prefix.token_ids) for prefix in prefixes]
         for indices, tokens in zip(alike, known, strict=True):
             self.cached[indices[0]] = tokens
         for batch in like_lengths([len(prefixes[indices[0]].token_ids) for indices in alike], known=known):
-            owners = [(index, row) for row, one in enumerate(batch) for index in alike[one]]
+            owners = [(index, row) for row, key in enumerate(batch) for index in alike[key]]
             kv, states, last = self._prefill(
-                [prefixes[alike[one][0]] for one in batch],
-                [found[one] for one in batch],
+                [prefixes[alike[key][0]] for key in batch],
+                [found[key] for key in batch],
                 [(prefixes[index], int(starts[index]), row) for index, row in owners],
             )
             hidden[torch.tensor([index for index, _ in owners])] = last[torch.tensor([row for _, row in owners])]
@@ -426,7 +428,7 @@ class Decoder:
             return [[index] for index in range(len(prefixes))]
         alike: dict[Hashable, list[int]] = {}
         for index, prefix in enumerate(prefixes):
-            items = tuple((one.start, one.item.digest) for one in prefix.items)
+            items = tuple((medium.start, medium.item.digest) for medium in prefix.items)
             alike.setdefault((tuple(prefix.token_ids), items), []).append(index)
         return list(alike.values())
 
@@ -467,7 +469,7 @@ class Decoder:
         """
         token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
-        known = [0 if one is None else one.tokens for one in found] if any(found) else []
+        known = [0 if prefix is None else prefix.tokens for prefix in found] if any(found) else []
         columns = width + 1 if known else width  # the last column takes padding
         routes: np.ndarray | None = None
         if self.routes is not None and any(prefix.routes is not None for prefix, _, _ in owners):
@@ -475,9 +477,9 @@ class Decoder:
             routes = np.empty((count, columns, *self.routes.shape), dtype=self.routes.dtype)
         kv = empty_kv(self._model, count=count, width=columns, dtype=self._dtype)
         states = empty_states(self._model, count=count, dtype=self._dtype)
-        for row, one in enumerate(found):
-            if one is not None:
-                _put(one, row, kv=kv, states=states, routes=routes)
+        for row, prefix in enumerate(found):
+            if prefix is not None:
+                _put(prefix, row, kv=kv, states=states, routes=routes)
         last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
         media = [prefix.media for prefix in prefixes]
@@ -511,10 +513,10 @@ class Decoder:
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
         """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits and MediaGone."""
         media: list[SequenceMedia | None] = []
-        for one in self.see([(len(item.token_ids), item.media) for item in items]):
-            if isinstance(one, MediaGone):
-                raise one
-            media.append(one)
+        for features in self.see([(len(item.token_ids), item.media) for item in items]):
+            if isinstance(features, MediaGone):
+                raise features
+            media.append(features)
         return score(self._model, items, dtype=self._dtype, media=media)
 
     # -- decoding -------------------------------------------------------------------------------------------------
@@ -725,9 +727,9 @@ def score(
     kept, banned = _kept(items), torch.tensor(items[0].banned, dtype=torch.int64)
     step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
     states = empty_states(model, count=len(sequences), dtype=dtype)
-    for these, hidden in prefill_passes(model, sequences, kv, wanted=asked, states=states, media=media):
-        for at in range(0, len(these), step):
-            some = these[at : at + step]
+    for places, hidden in prefill_passes(model, sequences, kv, wanted=asked, states=states, media=media):
+        for at in range(0, len(places), step):
+            some = places[at : at + step]
             owners = asked.sequences[some]
             logits = model.logits(hidden[at : at + step])
             logits.mul_(inverse[owners, None]).index_fill_(1, banned, float("-inf"))

@@ -86,8 +86,8 @@ def _row_order(heads: int, dim: int, inside: Tensor, *, gates: bool) -> Tensor:
 
     With ``gates`` the file has the query of each head and then its gate; the fused weights have all gates first.
     """
-    each = 2 * dim if gates else dim
-    first = torch.arange(heads)[:, None] * each
+    per_head = 2 * dim if gates else dim
+    first = torch.arange(heads)[:, None] * per_head
     order = (first + inside).flatten()
     return torch.cat([(first + dim + torch.arange(dim)).flatten(), order]) if gates else order
 
@@ -219,8 +219,9 @@ class FusedWeights:
             shared = self._dense(f"{prefix}shared_expert.", hidden, experts.shared_width, dtype)
             self._whole(f"{prefix}shared_expert_gate.weight", shared_gate)
         if layout is ExpertLayout.apart:
-            each = [
-                self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)
+            dense = [
+                self._dense(f"{prefix}experts.{expert}.", hidden, experts.width, dtype)
+                for expert in range(experts.count)
             ]
         else:
             gate_up = torch.zeros(experts.count, 2 * experts.width, hidden, dtype=dtype)
@@ -228,8 +229,11 @@ class FusedWeights:
             for part, stored in (("gate_up_proj", gate_up), ("down_proj", down)):
                 transposed = layout is ExpertLayout.transposed
                 self._whole(f"{prefix}experts.{part}", stored.transpose(1, 2) if transposed else stored)
-            each = [DenseWeights(self._matrix(one), self._matrix(two)) for one, two in zip(gate_up, down, strict=True)]
-        return ExpertWeights(self._matrix(router), each, shared, self._matrix(shared_gate))
+            dense = [
+                DenseWeights(self._matrix(expert_gate_up), self._matrix(expert_down))
+                for expert_gate_up, expert_down in zip(gate_up, down, strict=True)
+            ]
+        return ExpertWeights(self._matrix(router), dense, shared, self._matrix(shared_gate))
 
     def _tower(self, tower: VisionTower | AudioTower, prefix: str, dtype: torch.dtype) -> torch.nn.Module:
         """Builds a tower, whose parameters are targets under their Hugging Face names."""
@@ -250,7 +254,7 @@ class FusedWeights:
 
         Raises ValueError that names the missing, unknown and misshapen tensors.
         """
-        found = {name: one for name, one in tensors if name not in self._ignored and not self.passes(name)}
+        found = {name: tensor for name, tensor in tensors if name not in self._ignored and not self.passes(name)}
         faults = [f"missing: {name}" for name in self._targets if name not in found and name not in held]
         for name, tensor in found.items():
             if (fault := self.fault(name, tensor.shape, tensor.dtype)) is not None:

@@ -144,7 +144,7 @@ class RequestMedia:
                 raise HttpError(400, "media: the model reads text only; leave it out, or serve a model with a tower")
             return [[] for _ in prompts]
         placed = zip(entries, prompts, strict=True)
-        return [self._of_prompt(index, one or [], ids, self._towers) for index, (one, ids) in enumerate(placed)]
+        return [self._of_prompt(index, media or [], ids, self._towers) for index, (media, ids) in enumerate(placed)]
 
     def _of_prompt(self, index: int, entries: PlacedDigests, token_ids: Sequence[int], towers: Towers) -> list[Media]:
         ids = np.array(token_ids, dtype=np.int64)
@@ -192,7 +192,7 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
         )
     ids = item.ids
     rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
-    tensors = {one.name: one for one in item.tensors}
+    tensors = {tensor.name: tensor for tensor in item.tensors}
     frames, sound = _shape(tensors, "frames", "uint8"), _shape(tensors, "features", "float32")
     fits = rows == towers.features(item) and _moves_on(item, towers)
     if item.kind != "audio":
@@ -229,8 +229,8 @@ def _moves_on(item: MediaItem, towers: Towers) -> bool:
 
 def _shape(tensors: Mapping[str, MediaTensor], name: str, dtype: str) -> list[int]:
     """Returns the shape of an item's tensor, [0] if it has none of this dtype."""
-    one = tensors.get(name)
-    return one.shape if one is not None and one.dtype == dtype else [0]
+    tensor = tensors.get(name)
+    return tensor.shape if tensor is not None and tensor.dtype == dtype else [0]
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -360,16 +360,18 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
         raise HttpError(400, "return_routed_experts=true: the model has no experts; leave it out")
     count = len(prompts)
     n = sampling[0].n
-    if any(one.n != n for one in sampling):
+    if any(sampling_body.n != n for sampling_body in sampling):
         raise HttpError(400, "sampling_params.n: differs between the prompts of a request; send one request for each n")
     if n < 1 or n * count > MAX_SAMPLES:
         raise HttpError(400, f"sampling_params.n: {n} for {count} prompts; 1 to {MAX_SAMPLES} samples a request")
     versions = _versions(raw.min_version, count)
     seeds = _seeds(raw.sampling_seed, sampling, count)
     banned = banned_tokens(raw, model)
-    settings = [_settings(one, banned, model, tells_kept=raw.return_sampling_mask) for one in sampling]
-    for index, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
-        check_lengths(index, len(token_ids), one.max_new_tokens, n=n, limits=limits)
+    settings = [
+        _settings(sampling_body, banned, model, tells_kept=raw.return_sampling_mask) for sampling_body in sampling
+    ]
+    for index, (token_ids, setting) in enumerate(zip(prompts, settings, strict=True)):
+        check_lengths(index, len(token_ids), setting.max_new_tokens, n=n, limits=limits)
     call = Call(
         n=n,
         single=body.single,
@@ -436,7 +438,7 @@ def banned_tokens(raw: GenerateBody, model: ModelConfig) -> tuple[int, ...]:
 def _sampling(raw: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> list[SamplingBody]:
     given = raw if isinstance(raw, list) else [raw or {}]
     try:
-        bodies = [msgspec.convert(one, SamplingBody) for one in given]
+        bodies = [msgspec.convert(sampling_body, SamplingBody) for sampling_body in given]
     except msgspec.ValidationError as error:
         raise HttpError(400, f"sampling_params: {error}") from error
     for body in bodies:
@@ -451,7 +453,10 @@ def _seeds(given: int | list[int] | None, sampling: list[SamplingBody], count: i
     if given is not None:
         seeds = per_prompt("sampling_seed", given, count)
     else:
-        seeds = [secrets.randbits(63) if one.sampling_seed is None else one.sampling_seed for one in sampling]
+        seeds = [
+            secrets.randbits(63) if sampling_body.sampling_seed is None else sampling_body.sampling_seed
+            for sampling_body in sampling
+        ]
     check_within("sampling_seed", seeds, SEEDS, words="an integer of 64 bits")
     return seeds
 
@@ -553,7 +558,7 @@ class ScoreRequest:
 
 def asks_for_scores(body: RequestBody) -> bool:
     """Returns whether a prompt of the request requests no new token."""
-    return any(one.max_new_tokens == 0 for one in body.sampling)
+    return any(sampling_body.max_new_tokens == 0 for sampling_body in body.sampling)
 
 
 def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> ScoreRequest:
@@ -609,7 +614,7 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
 
 
 def _check_score(body: RequestBody) -> None:
-    if any(one.max_new_tokens for one in body.sampling):
+    if any(sampling_body.max_new_tokens for sampling_body in body.sampling):
         raise HttpError(400, "sampling_params.max_new_tokens: 0 for some prompts of a request only; send two requests")
     if not body.raw.return_logprob:
         raise HttpError(400, "sampling_params.max_new_tokens: 0 needs return_logprob=true; else give 1 or more")
@@ -618,12 +623,13 @@ def _check_score(body: RequestBody) -> None:
     if body.raw.return_sampling_mask:
         raise HttpError(400, "return_sampling_mask=true with sampling_params.max_new_tokens: 0; nothing is sampled")
     neutral = SamplingBody()
-    for one in body.sampling:
+    for sampling_body in body.sampling:
         for key in ("n", "top_p", "top_k", "min_p"):
-            if getattr(one, key) != getattr(neutral, key):
+            if getattr(sampling_body, key) != getattr(neutral, key):
                 raise HttpError(
                     400,
-                    f"sampling_params.{key}: {getattr(one, key)} with max_new_tokens 0; scores are over all tokens, "
+                    f"sampling_params.{key}: {getattr(sampling_body, key)} with max_new_tokens 0; "
+                    "scores are over all tokens, "
                     "or over kept_tokens: leave it out",
                 )
 

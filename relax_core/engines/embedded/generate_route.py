@@ -190,10 +190,10 @@ async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Re
                 return
             items = [request.items[index] for index in batch]
             version, scores = await asyncio.wrap_future(scheduler.score(items))
-            for index, item, one in zip(batch, items, scores, strict=True):
+            for index, item, score in zip(batch, items, scores, strict=True):
                 latency_s = time.perf_counter() - began
                 rid = request.rids[index]
-                replies[index] = score_reply(item, one, rid=rid, version=version, latency_s=latency_s)
+                replies[index] = score_reply(item, score, rid=rid, version=version, latency_s=latency_s)
     except MediaGone as error:
         raise HttpError(500, str(error)) from error
     except NonFiniteLogits as error:
@@ -297,7 +297,7 @@ class GenerateRoute:
             if isinstance(news, Failure):
                 call.open_samples = 0
                 raise HttpError(500, news.message)
-            replies += [self._reply(one) for one in news]
+            replies += [self._reply(progress) for progress in news]
         replies.sort(key=lambda reply: reply["index"])
         for reply in replies:
             del reply["index"]
@@ -321,8 +321,10 @@ class GenerateRoute:
                 call.open_samples, more = 0, False
                 frames = [StreamFailure(news.message)]
             else:
-                frames = [finished(one, sent) if one.finish is not None else grown(one) for one in news]
-                left -= sum(one.finish is not None for one in news)
+                frames = [
+                    finished(progress, sent) if progress.finish is not None else grown(progress) for progress in news
+                ]
+                left -= sum(progress.finish is not None for progress in news)
                 if left == 0:
                     more = False
                     frames.append(stream_end(call))
@@ -340,8 +342,8 @@ class GenerateRoute:
                 call.open_samples = left = 0
                 events = [asgi.error_payload(500, news.message)]
             else:
-                events = [self._reply(one) for one in news]
-                left -= sum(one.finish is not None for one in news)
+                events = [self._reply(progress) for progress in news]
+                left -= sum(progress.finish is not None for progress in news)
             body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

@@ -262,8 +262,8 @@ class KeptPrefix:
         differ = np.flatnonzero(self.token_ids[:most] != token_ids[:most])
         if len(differ):
             most = int(differ[0])
-        ours, others = (_placed(items, most) for items in (self.media, media))
-        return min((start for start, _ in ours ^ others), default=most)
+        ours, theirs = (_placed(items, most) for items in (self.media, media))
+        return min((start for start, _ in ours ^ theirs), default=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +316,8 @@ class PrefixStore:
                 if kept.experts is not None or not experts
             ]
             if self._state_tokens:
-                found = [one for one in found if one.whole]
-            if found and (best := max(found, key=lambda one: one.tokens)).tokens >= BLOCK:
+                found = [prefix for prefix in found if prefix.whole]
+            if found and (best := max(found, key=lambda prefix: prefix.tokens)).tokens >= BLOCK:
                 self._touch(best.kept)
                 return best
         return None
@@ -369,4 +369,4 @@ class PrefixStore:
 
 def _placed(media: Sequence[Media], tokens: int) -> set[tuple[int, str]]:
     """Returns the start and the digest of each item that begins in the first ``tokens`` tokens."""
-    return {(one.start, one.item.digest) for one in media if one.start < tokens}
+    return {(medium.start, medium.item.digest) for medium in media if medium.start < tokens}

@@ -25,7 +25,7 @@ def like_lengths(lengths: Sequence[int], *, known: Sequence[int] = ()) -> Iterat
     The first ``known[i]`` tokens of sequence i are computed already.
     """
     behind = known or [0] * len(lengths)
-    new = [length - one for length, one in zip(lengths, behind, strict=True)]
+    new = [length - skipped for length, skipped in zip(lengths, behind, strict=True)]
     order = sorted(range(len(lengths)), key=lambda index: (new[index], behind[index]))
     batch: list[int] = []
     widest = 0
@@ -94,7 +94,7 @@ def prefill_passes(
     sequence. ``known``, if given, is the number of first tokens of each sequence whose results ``kv`` and ``states``
     already hold; ``kv`` and ``routes`` then have one column more than the longest sequence, for the results of padding.
     """
-    seen = [(index, one) for index, one in enumerate(media) if one is not None]
+    seen = [(index, sequence_media) for index, sequence_media in enumerate(media) if sequence_media is not None]
     count, width = len(token_ids), max(len(ids) for ids in token_ids)
     padded = np.zeros((count, width + 1), dtype=np.int64)
     for index, ids in enumerate(token_ids):
@@ -113,7 +113,7 @@ def prefill_passes(
         found = ((places >= start) & (places < stop)).nonzero()[:, 0]
         indices = wanted.sequences[found] * (stop - start) + places[found] - start
         rows = _media_rows(seen, first + start, stop - start) if seen else None
-        left = [len(ids) - start - one for ids, one in zip(token_ids, first.tolist(), strict=True)]
+        left = [len(ids) - start - skipped for ids, skipped in zip(token_ids, first.tolist(), strict=True)]
         recur = None if states is None else states.piece(left, stop - start)
         if routes is None:
             hidden = model.hidden(tokens, positions, attend, recur=recur, wanted=indices, media=rows)
@@ -132,18 +132,18 @@ def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], starts: Tensor, width
     The piece of sequence i begins at position ``starts[i]``.
     """
     parts = []
-    for number, one in seen:
+    for number, sequence_media in seen:
         start = int(starts[number])
-        first, end = torch.searchsorted(one.rows, torch.tensor([start, start + width])).tolist()
+        first, end = torch.searchsorted(sequence_media.rows, torch.tensor([start, start + width])).tolist()
         shift = number * width - start
-        last = max(start, min(start + width, one.positions.shape[1]))
+        last = max(start, min(start + width, sequence_media.positions.shape[1]))
         parts.append(
             (
-                one.rows[first:end] + shift,
-                one.features[first:end],
-                [layer[first:end] for layer in one.deepstack],
+                sequence_media.rows[first:end] + shift,
+                sequence_media.features[first:end],
+                [layer[first:end] for layer in sequence_media.deepstack],
                 torch.arange(start, last) + shift,
-                one.positions[:, start:last],
+                sequence_media.positions[:, start:last],
             )
         )
     rows, features, deepstack, placed, positions = zip(*parts, strict=True)

@@ -76,8 +76,11 @@ class StateTable:
             query, key, value = _heads(F.silu((window * convolution.t()).sum(1)), net)
             query = unit_length(query.float()) * net.key_dim**-0.5
             key = unit_length(key.float())
-            each = net.value_heads // net.key_heads
-            query, key = query.repeat_interleave(each, 1)[..., None, :], key.repeat_interleave(each, 1)[..., None, :]
+            repeats = net.value_heads // net.key_heads
+            query, key = (
+                query.repeat_interleave(repeats, 1)[..., None, :],
+                key.repeat_interleave(repeats, 1)[..., None, :],
+            )
             matrices.mul_(decay.exp()[..., None, None])
             new = (value.float()[..., None, :] - key @ matrices).mul_(strength[..., None, None])
             matrices.add_(key.transpose(-1, -2) * new)

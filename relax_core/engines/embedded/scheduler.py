@@ -681,7 +681,9 @@ def seen_prefixes(
     """
     failed: dict[Call, MediaGone] = {}
     seen: list[tuple[Waiting, Prefix]] = []
-    for group, media in zip(groups, see([(one.tokens, one.prompt.media) for one in groups]), strict=True):
+    for group, media in zip(
+        groups, see([(sample_group.tokens, sample_group.prompt.media) for sample_group in groups]), strict=True
+    ):
         if isinstance(media, MediaGone):
             failed[group.prompt.call] = media
         else:

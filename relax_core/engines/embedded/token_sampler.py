@@ -108,19 +108,26 @@ def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> S
 
     Greedy samples take the argmax and report its log-prob at temperature 1 without truncation, as SGLang does.
     """
-    if all(one.plain for one in settings):
+    if all(setting.plain for setting in settings):
         return PLAIN
-    temperatures = np.array([one.temperature for one in settings])
+    temperatures = np.array([setting.temperature for setting in settings])
     greedy = temperatures == 0.0
     inverse = 1.0 / np.where(greedy, 1.0, temperatures)
-    truncates = [one.truncates for one in settings]
-    top_k = [one.top_k if cut and one.top_k > 0 else vocab_size for one, cut in zip(settings, truncates, strict=True)]
-    top_p = [one.top_p if cut and one.top_p < 1.0 else 2.0 for one, cut in zip(settings, truncates, strict=True)]
-    banned = [index for index, one in enumerate(settings) for _ in one.banned_token_ids]
-    ids = [token for one in settings for token in one.banned_token_ids]
-    min_p = [one.min_p if cut else 0.0 for one, cut in zip(settings, truncates, strict=True)]
-    sorts = any(cut and (one.top_k > 0 or one.top_p < 1.0) for one, cut in zip(settings, truncates, strict=True))
-    kept = [index for index, one in enumerate(settings) if one.tells_kept]
+    truncates = [setting.truncates for setting in settings]
+    top_k = [
+        setting.top_k if cut and setting.top_k > 0 else vocab_size
+        for setting, cut in zip(settings, truncates, strict=True)
+    ]
+    top_p = [
+        setting.top_p if cut and setting.top_p < 1.0 else 2.0 for setting, cut in zip(settings, truncates, strict=True)
+    ]
+    banned = [index for index, setting in enumerate(settings) for _ in setting.banned_token_ids]
+    ids = [token for setting in settings for token in setting.banned_token_ids]
+    min_p = [setting.min_p if cut else 0.0 for setting, cut in zip(settings, truncates, strict=True)]
+    sorts = any(
+        cut and (setting.top_k > 0 or setting.top_p < 1.0) for setting, cut in zip(settings, truncates, strict=True)
+    )
+    kept = [index for index, setting in enumerate(settings) if setting.tells_kept]
     return SamplingPlan(
         inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
         greedy=torch.from_numpy(greedy) if greedy.any() else None,

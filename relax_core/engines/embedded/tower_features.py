@@ -37,7 +37,7 @@ class ItemFeatures:
     @property
     def nbytes(self) -> int:
         """Returns the size in bytes."""
-        return sum(one.numel() * one.element_size() for one in (self.features, *self.deepstack))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.features, *self.deepstack))
 
 
 class MediaFeatures:
@@ -77,7 +77,7 @@ class MediaFeatures:
 
         A sequence without items gets None, and a sequence with an item that cannot be read gets the error.
         """
-        items = {one.item.digest: one.item for _, media in sequences for one in media}
+        items = {medium.item.digest: medium.item for _, media in sequences for medium in media}
         found = self.of_items(list(items.values()))
         return [self._of_sequence(length, media, found) if media else None for length, media in sequences]
 
@@ -94,13 +94,13 @@ class MediaFeatures:
             except MediaGone as error:
                 found[item.digest] = error
         for together in _passes([item for item in items if item.digest in tensors]):
-            passed = self._features(together, [tensors[one.digest] for one in together])
-            found.update((item.digest, one) for item, one in zip(together, passed, strict=True))
-            self.nbytes += sum(one.nbytes for one in passed)
+            passed = self._features(together, [tensors[item.digest] for item in together])
+            found.update((item.digest, features) for item, features in zip(together, passed, strict=True))
+            self.nbytes += sum(features.nbytes for features in passed)
             self.passes += len(together)
-        for digest, one in found.items():
-            if isinstance(one, ItemFeatures):
-                self._kept[digest] = one
+        for digest, features in found.items():
+            if isinstance(features, ItemFeatures):
+                self._kept[digest] = features
                 self._kept.move_to_end(digest)
         while self.nbytes > self._limit and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
@@ -120,17 +120,19 @@ class MediaFeatures:
         self, length: int, media: Sequence[Media], features: Mapping[str, ItemFeatures | MediaGone]
     ) -> SequenceMedia | MediaGone:
         found: list[ItemFeatures] = []
-        for one in media:
-            of_item = features[one.item.digest]
+        for medium in media:
+            of_item = features[medium.item.digest]
             if isinstance(of_item, MediaGone):
                 return of_item
             found.append(of_item)
-        rows = [np.flatnonzero(self._towers.feature_rows(one.item.ids)) + one.start for one in media]
+        rows = [np.flatnonzero(self._towers.feature_rows(medium.item.ids)) + medium.start for medium in media]
         positions, following = rotary_of_sequence(length, media)
         return SequenceMedia(
             rows=torch.from_numpy(np.concatenate(rows)),
-            features=torch.cat([one.features for one in found]),
-            deepstack=tuple(torch.cat(layer) for layer in zip(*(one.deepstack for one in found), strict=True)),
+            features=torch.cat([item_features.features for item_features in found]),
+            deepstack=tuple(
+                torch.cat(layer) for layer in zip(*(item_features.deepstack for item_features in found), strict=True)
+            ),
             positions=torch.from_numpy(positions),
             following=following - length,
         )
@@ -151,7 +153,7 @@ class MediaFeatures:
             outputs = outputs[:, torch.from_numpy(order)]
         # Each item gets a copy, because a view would keep the whole pass in memory.
         parts = outputs.split([self._towers.features(item) for item in items], dim=1)
-        return [ItemFeatures(one[0].clone(), tuple(layer.clone() for layer in one[1:])) for one in parts]
+        return [ItemFeatures(part[0].clone(), tuple(layer.clone() for layer in part[1:])) for part in parts]
 
     def _pass(self, inputs: TowerInputs) -> Tensor:
         from relax_core.families.tower_passes import pass_towers
@@ -163,7 +165,7 @@ def _passes(items: Sequence[MediaItem]) -> Iterator[list[MediaItem]]:
     """Yields the items that pass the tower together; an item with more than `PASS_PATCHES` patches passes alone."""
     together: list[MediaItem] = []
     for item in items:
-        if together and sum(one.patches for one in together) + item.patches > PASS_PATCHES:
+        if together and sum(media_item.patches for media_item in together) + item.patches > PASS_PATCHES:
             yield together
             together = []
         together.append(item)

@@ -124,13 +124,13 @@ class EngineClient:
         check = ResponseCheck(prompts, params, vocab_size=self._vocab_size)
         told = {} if on_tokens is None else {"tells_tokens": True}
         body = generate_body(prompts, params, **told)
-        async for one in self._streamed(
+        async for generated in self._streamed(
             body,
             params,
             lambda response: self._responses(response, prompts, params, check, on_end, on_tokens),
             check,
         ):
-            yield one
+            yield generated
 
     async def _streamed(
         self,
@@ -154,22 +154,26 @@ class EngineClient:
             async with response:
                 if response.status != 200:
                     raise self._refusal("/generate", response.status, await self._beginning(response))
-                async for one in read(response):
+                async for generated in read(response):
                     with self._replying("/generate"):
-                        check.finished(one)
-                    if params.return_routed_experts and one.response_experts is None and one.finish_reason != "abort":
+                        check.finished(generated)
+                    if (
+                        params.return_routed_experts
+                        and generated.response_experts is None
+                        and generated.finish_reason != "abort"
+                    ):
                         raise EngineError(
                             f"engine {self.url} /generate: the answer has no routed experts, but "
                             "algo.routing_replay=true needs them. SGLang returns them if it is started with "
                             "--enable-return-routed-experts."
                         )
-                    if params.return_kept_tokens and one.kept is None and one.output_ids.size:
+                    if params.return_kept_tokens and generated.kept is None and generated.output_ids.size:
                         raise EngineError(
                             f"engine {self.url} /generate: the answer does not say which tokens top_p, top_k and min_p "
                             "kept, and the trainer needs them. Use rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0, "
                             "or an engine that returns them."
                         )
-                    yield one
+                    yield generated
         except TimeoutError as error:
             raise EngineUnreachable(
                 f"engine {self.url} /generate: silent for {self._request_timeout_s:.0f} s"
@@ -244,8 +248,8 @@ class EngineClient:
                         case Finished():
                             with self._replying("/generate"):
                                 check.place(frame.prompt, frame.sample)
-                                one = self._response(frame, prompts, prompt_experts)
-                            yield one
+                                generated = self._response(frame, prompts, prompt_experts)
+                            yield generated
                         case StreamFailure(message):
                             raise EngineError(f"engine {self.url} /generate: {plain_words(message)}")
                         case StreamEnd() if on_end is not None:
@@ -262,8 +266,8 @@ class EngineClient:
             raise EngineError(f"engine {self.url} /generate: this engine does not support banned_token_ids")
         samples = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
         events = EventReader(prompts, samples=samples, tells_tokens=on_tokens is not None)
-        async for one in self._events(response, events, check, on_tokens):
-            yield one
+        async for generated in self._events(response, events, check, on_tokens):
+            yield generated
 
     async def _events(
         self,

@@ -286,7 +286,7 @@ def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
     """
     if not any(prompts):
         return {}
-    return {"media": [[(one.item.digest, one.start) for one in media] for media in prompts]}
+    return {"media": [[(medium.item.digest, medium.start) for medium in media] for media in prompts]}
 
 
 class OtherPrompt(ValueError):
@@ -449,43 +449,43 @@ class ResponseCheck:
             raise ValueError(f"tokens {start} to {start + len(ids)} of at most {self._limits[prompt]}")
         self._check_ids(np.asarray(ids, dtype=np.int64))
 
-    def finished(self, one: Generated) -> None:
+    def finished(self, generated: Generated) -> None:
         """Checks a finished response."""
-        self.place(one.prompt, one.sample)
-        prompt, tokens = self._prompts[one.prompt], len(one.output_ids)
-        if one.rid != prompt.rid:
-            raise ValueError(f"prompt {one.prompt} has another rid")
-        if tokens > self._limits[one.prompt]:
-            raise ValueError(f"{tokens} tokens, and at most {self._limits[one.prompt]} were requested")
-        self._check_ids(one.output_ids)
-        if len(one.logprobs) != tokens:
-            raise ValueError(f"{len(one.logprobs)} log-probs came for {tokens} tokens")
-        if tokens and not (np.isfinite(one.logprobs).all() and float(one.logprobs.max()) <= MOST_LOGPROB):
+        self.place(generated.prompt, generated.sample)
+        prompt, tokens = self._prompts[generated.prompt], len(generated.output_ids)
+        if generated.rid != prompt.rid:
+            raise ValueError(f"prompt {generated.prompt} has another rid")
+        if tokens > self._limits[generated.prompt]:
+            raise ValueError(f"{tokens} tokens, and at most {self._limits[generated.prompt]} were requested")
+        self._check_ids(generated.output_ids)
+        if len(generated.logprobs) != tokens:
+            raise ValueError(f"{len(generated.logprobs)} log-probs came for {tokens} tokens")
+        if tokens and not (np.isfinite(generated.logprobs).all() and float(generated.logprobs.max()) <= MOST_LOGPROB):
             raise ValueError("a log-prob is not finite, or is above 0")
-        if tokens and int(one.versions.min()) < self._lowest_version:
-            raise ValueError(f"weight version {int(one.versions.min())}")
-        if one.kept is not None and self._vocab_size not in (None, one.kept.vocab_size):
-            raise ValueError(f"kept sets of a vocabulary of {one.kept.vocab_size}")
-        if one.kept is not None and (fault := one.kept.fault(one.output_ids)) is not None:
+        if tokens and int(generated.versions.min()) < self._lowest_version:
+            raise ValueError(f"weight version {int(generated.versions.min())}")
+        if generated.kept is not None and self._vocab_size not in (None, generated.kept.vocab_size):
+            raise ValueError(f"kept sets of a vocabulary of {generated.kept.vocab_size}")
+        if generated.kept is not None and (fault := generated.kept.fault(generated.output_ids)) is not None:
             raise ValueError(fault)
-        self._check_experts(one, prompt_tokens=len(prompt.input_ids))
-        check_times(one.prefill_ms, one.queue_ms)
-        if not 0 <= one.cached_tokens <= MOST_NUMBER:
-            raise ValueError(f"{one.cached_tokens} cached tokens")
-        self.owed.discard((one.prompt, one.sample))
+        self._check_experts(generated, prompt_tokens=len(prompt.input_ids))
+        check_times(generated.prefill_ms, generated.queue_ms)
+        if not 0 <= generated.cached_tokens <= MOST_NUMBER:
+            raise ValueError(f"{generated.cached_tokens} cached tokens")
+        self.owed.discard((generated.prompt, generated.sample))
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._end_of_ids:
             raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, which the vocabulary does not have")
 
-    def _check_experts(self, one: Generated, *, prompt_tokens: int) -> None:
-        response, prompt = one.response_experts, one.prompt_experts
+    def _check_experts(self, generated: Generated, *, prompt_tokens: int) -> None:
+        response, prompt = generated.response_experts, generated.prompt_experts
         if response is None and prompt is None:
             return
         if response is None or prompt is None:
             raise ValueError("experts of the prompt or of the response are missing")
         rows = len(prompt), len(response)
-        if rows != (prompt_tokens, max(0, len(one.output_ids) - 1)) or prompt.shape[1:] != response.shape[1:]:
+        if rows != (prompt_tokens, max(0, len(generated.output_ids) - 1)) or prompt.shape[1:] != response.shape[1:]:
             raise ValueError(f"experts {prompt.shape} and {response.shape}, which are not those of its tokens")
 
 

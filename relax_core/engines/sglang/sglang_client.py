@@ -87,14 +87,16 @@ def never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
     )
 
 
-def attested(one: Generated) -> Generated:
+def attested(generated: Generated) -> Generated:
     """Returns the response up to the first token that was sampled without a known weight version.
 
     A server has no weight version after its restart, or after an update that failed. It then samples one more token of
     each response that it aborts. The cut response counts as aborted, so that its remaining tokens are requested again.
     """
-    unknown = np.flatnonzero(one.versions == UNKNOWN_VERSION)
-    return msgspec.structs.replace(cut(one, int(unknown[0])), finish_reason="abort") if unknown.size else one
+    unknown = np.flatnonzero(generated.versions == UNKNOWN_VERSION)
+    return (
+        msgspec.structs.replace(cut(generated, int(unknown[0])), finish_reason="abort") if unknown.size else generated
+    )
 
 
 def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
@@ -107,19 +109,19 @@ def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> b
     return first.end == 0 or (cached > 0 and first.version > sent_under)
 
 
-def finish_reason(one: Generated, params: SamplingParams, *, generated: int, limit: int) -> FinishReason:
+def finish_reason(response: Generated, params: SamplingParams, *, generated: int, limit: int) -> FinishReason:
     """Returns the actual finish reason of the response.
 
     After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
     allowed token, the response is finished and must not continue. ``generated`` is the number of tokens that the
     response had before this request, and ``limit`` the maximum in all.
     """
-    if one.finish_reason == "abort" and one.output_ids.size:
-        if int(one.output_ids[-1]) in params.stop_token_ids:
+    if response.finish_reason == "abort" and response.output_ids.size:
+        if int(response.output_ids[-1]) in params.stop_token_ids:
             return "stop"
-        if generated + len(one.output_ids) >= limit:
+        if generated + len(response.output_ids) >= limit:
             return "length"
-    return one.finish_reason
+    return response.finish_reason
 
 
 NOT_OPEN = "no weight-update session is open"  # a part of SGLang's error text
@@ -193,8 +195,8 @@ class SglangClient(SglangWeightCalls):
             waves[prompt.min_version][index] = prompt
         if len(waves) == 1:
             (version,) = waves
-            async for one in self._generate_from(version, waves[version], params, on_tokens):
-                yield one
+            async for generated in self._generate_from(version, waves[version], params, on_tokens):
+                yield generated
             return
         queue: asyncio.Queue[Generated | Exception | None] = asyncio.Queue()
         tasks = [
@@ -223,8 +225,8 @@ class SglangClient(SglangWeightCalls):
         on_tokens: OnTokens | None,
     ) -> None:
         try:
-            async for one in self._generate_from(version, wave, params, on_tokens):
-                queue.put_nowait(one)
+            async for generated in self._generate_from(version, wave, params, on_tokens):
+                queue.put_nowait(generated)
             queue.put_nowait(None)
         except Exception as error:  # the consumer of the queue raises it
             queue.put_nowait(error)
@@ -241,16 +243,16 @@ class SglangClient(SglangWeightCalls):
         self._calls.append(call)
         try:
             while call.prompts:
-                async for one in self._hold(call, version, params):
-                    yield one
+                async for generated in self._hold(call, version, params):
+                    yield generated
                 again: dict[int, list[int]] = defaultdict(list)
-                async for one, mixed in self._ask(call, params):
+                async for generated, mixed in self._ask(call, params):
                     if not mixed:
-                        yield one
-                    elif call.prompts[one.prompt].rid in call.aborted:
-                        yield never_sent(call.prompts[one.prompt], one.prompt, one.sample)
+                        yield generated
+                    elif call.prompts[generated.prompt].rid in call.aborted:
+                        yield never_sent(call.prompts[generated.prompt], generated.prompt, generated.sample)
                     else:
-                        again[one.prompt].append(one.sample)
+                        again[generated.prompt].append(generated.sample)
                 call.prompts = {
                     index: msgspec.structs.replace(call.prompts[index], samples=samples)
                     for index, samples in again.items()
@@ -278,25 +280,25 @@ class SglangClient(SglangWeightCalls):
         )
         reader = EventReader(
             chosen,
-            samples=[(one.prompt, one.sample) for one in call.sent],
+            samples=[(request.prompt, request.sample) for request in call.sent],
             vocab_size=self._vocabulary if params.return_kept_tokens else None,
             tells_tokens=call.on_tokens is not None,
         )
         check = ResponseCheck(chosen, params, vocab_size=self._vocabulary, lowest_version=UNKNOWN_VERSION)
-        async for one in self._streamed(
+        async for generated in self._streamed(
             body, params, lambda response: self._events(response, reader, check, call.tell), check
         ):
-            prefill = reader.prefills.pop((one.prompt, one.sample), None)
+            prefill = reader.prefills.pop((generated.prompt, generated.sample), None)
             mixed = False
-            if prefill is not None and one.output_ids.size:
+            if prefill is not None and generated.output_ids.size:
                 cached, first = prefill
-                features = self._images is not None and bool(chosen[one.prompt].media)
+                features = self._images is not None and bool(chosen[generated.prompt].media)
                 mixed = prefilled_by_older(first, call.version, cached=cached or features)
-            asked = chosen[one.prompt]
-            known = attested(one)
+            asked = chosen[generated.prompt]
+            known = attested(generated)
             reason = finish_reason(known, params, generated=asked.generated, limit=response_limit(asked, params))
-            whole = msgspec.structs.replace(known, prompt=indices[one.prompt], finish_reason=reason)
-            yield self._stopped(whole, chosen[one.prompt], params), mixed
+            whole = msgspec.structs.replace(known, prompt=indices[generated.prompt], finish_reason=reason)
+            yield self._stopped(whole, chosen[generated.prompt], params), mixed
 
     def _media_entries(self, prompt: PromptRequest, *, version: int) -> MediaEntries:
         """Returns the ids that are sent for a prompt, and the entries of its images and videos."""
@@ -307,22 +309,22 @@ class SglangClient(SglangWeightCalls):
         except ValueError as error:
             raise EngineError(f"engine {self.url} /generate: prompt {prompt.rid}: {error}") from error
 
-    def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
+    def _stopped(self, generated: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
         """Ends the response with the token that completes a stop string.
 
         SGLang does not know the tokens of earlier requests for the same sample. It also reports abort for a response
         that was complete when the abort came.
         """
-        if not params.stop or not one.output_ids.size:
-            return one
+        if not params.stop or not generated.output_ids.size:
+            return generated
         assert self._stops is not None, "build_client gives it"
         stop = self._stops.of(params.stop)
         assert stop is not None
         before = prompt.input_ids[len(prompt.input_ids) - prompt.generated :] if prompt.generated else []
-        end = stop.end(before + one.output_ids.tolist(), checked=len(before))
+        end = stop.end(before + generated.output_ids.tolist(), checked=len(before))
         if end is None:
-            return one
-        return msgspec.structs.replace(cut(one, end - len(before)), finish_reason="stop")
+            return generated
+        return msgspec.structs.replace(cut(generated, end - len(before)), finish_reason="stop")
 
     async def _hold(self, call: HeldPrompts, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
         """Waits until weights ``version`` are in force; yields empty responses to prompts that are aborted before."""
@@ -336,12 +338,12 @@ class SglangClient(SglangWeightCalls):
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_POLL_S)
-            for one in taken_out(call, params):
-                yield one
+            for generated in taken_out(call, params):
+                yield generated
             if not call.prompts:
                 return
-        for one in taken_out(call, params):  # an abort that came with the version
-            yield one
+        for generated in taken_out(call, params):  # an abort that came with the version
+            yield generated
         call.version = found
 
     async def _weight_version(self) -> int:
@@ -381,7 +383,7 @@ class SglangClient(SglangWeightCalls):
             call.aborted |= {prompt.rid for prompt in list(call.prompts.values()) if rid in (None, prompt.rid)}
         if rid is None:
             return super().abort()
-        known = [one.rid for call in calls for one in list(call.sent) if one.rid.rsplit("/", 2)[0] == rid]
+        known = [request.rid for call in calls for request in list(call.sent) if request.rid.rsplit("/", 2)[0] == rid]
         for name in known or [rid]:
             super().abort(name)
         return {"aborted_samples": len(known)}
@@ -448,7 +450,7 @@ class SglangClient(SglangWeightCalls):
     def _score_body(self, items: Sequence[TokensToScore], **options: Any) -> dict[str, Any]:
         body = super()._score_body(items, **options)
         body.pop("media", None)
-        return body | image_data([[placed_name(one) for one in item.media] for item in items])
+        return body | image_data([[placed_name(medium) for medium in item.media] for item in items])
 
     def _check(self, index: int, token_ids: Sequence[int], *, rid: str | None) -> None:
         problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocabulary)
@@ -473,7 +475,7 @@ class SampleRequest:
 
 def named_media(prompt: PromptRequest) -> MediaEntries:
     """Returns a prompt's ids and the names of its items, for a server of the run, which maps their files."""
-    return prompt.input_ids, [placed_name(one) for one in prompt.media]
+    return prompt.input_ids, [placed_name(medium) for medium in prompt.media]
 
 
 def image_data(entries: Sequence[list[str]]) -> dict[str, Any]:
@@ -524,19 +526,19 @@ def sglang_body(
     sent = [(media or named_media)(prompt) for prompt in prompts]
     bans = {str(token): BAN for token in params.banned_token_ids}
     return {
-        "rid": [one.rid for one in samples],
-        "input_ids": [sent[one.prompt][0] for one in samples],
+        "rid": [wanted.rid for wanted in samples],
+        "input_ids": [sent[wanted.prompt][0] for wanted in samples],
         "sampling_params": [
-            _sampling(prompts[one.prompt], one.sample, params, bans, seeds=seeds)
+            _sampling(prompts[wanted.prompt], wanted.sample, params, bans, seeds=seeds)
             | ({"stream_interval": 1} if tells_tokens else {})
-            for one in samples
+            for wanted in samples
         ],
         "return_logprob": True,
         "stream": True,
         "extra_key": f"weights-{version}",
         "return_sampling_mask": params.truncates,
         "return_routed_experts": params.return_routed_experts,
-        **image_data([sent[one.prompt][1] for one in samples]),
+        **image_data([sent[wanted.prompt][1] for wanted in samples]),
     }
 
 
@@ -583,7 +585,7 @@ class AttachedImages:
         """
         if not media:
             return input_ids, []
-        if any(one.item.kind == "video" for one in media):
+        if any(medium.item.kind == "video" for medium in media):
             raise ValueError(
                 "a server that engine.urls names takes images only, and the prompt has a video. Let the run start its "
                 "servers (drop engine.urls), or leave videos out (modality=text, or other data)."
@@ -591,7 +593,7 @@ class AttachedImages:
         if self._reader is None:
             raise ValueError("the prompt has an image, and the run has no media folder (modality=text?).")
         comment = f"{self._mark} {version}"
-        frames = [self._reader.tensors(one.item)["frames"][0] for one in media]
+        frames = [self._reader.tensors(medium.item)["frames"][0] for medium in media]
         pictures = [base64.b64encode(png(frame, comment=comment)).decode() for frame in frames]
         return short_form(input_ids, media), pictures
 

@@ -117,7 +117,7 @@ class SglangWeightCalls(EngineClient):
         with self._loading():
             self._received = True
             outcomes = self._outcome(lambda outcome: LoadFile(manifest, outcome), folder=Path(manifest.path).parents[1])
-            if all(one.error and not one.changed for one in outcomes):  # no rank has changed its model
+            if all(outcome.error and not outcome.changed for outcome in outcomes):  # no rank has changed its model
                 self._received = False
                 raise EngineError(
                     f"{self._where}: {outcomes[0].error}; version {self._version_in_force()} stays in force"
@@ -301,7 +301,7 @@ class SglangWeightCalls(EngineClient):
         self._end()
 
     def _refuse(self, outcomes: list[Outcome]) -> None:
-        if error := next((one.error for one in outcomes if one.error), None):
+        if error := next((outcome.error for outcome in outcomes if outcome.error), None):
             raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are loaded")
 
     def _end(self) -> None:

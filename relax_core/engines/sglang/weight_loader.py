@@ -74,9 +74,9 @@ def _frozen_in(model: Any, digest: str) -> Frozen | None:
     Returns None if a parameter also holds other tensors, because frozen and trained tensors are then loaded together.
     """
     empty = {name: torch.isnan(parameter.data) for name, parameter in _from_weights(model)}
-    if any(bool(one.any()) and not bool(one.all()) for one in empty.values()):
+    if any(bool(mask.any()) and not bool(mask.all()) for mask in empty.values()):
         return None
-    return Frozen(digest, frozenset(name for name, one in empty.items() if not bool(one.any())))
+    return Frozen(digest, frozenset(name for name, mask in empty.items() if not bool(mask.any())))
 
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -74,11 +74,11 @@ def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
     from relax_core.config.plugin_types import plugins_of  # imports OmegaConf, which a child does not need
 
     own = ["jsonl", *(["tensorboard"] if config.tensorboard else [])]
-    others = [
+    plugins = [
         [Tracker(name=short_name(plugin), plugin=plugin, values=dict(values))]
         for plugin, values in plugins_of(config.sinks, key="tracker.sinks")
     ]
-    return [[Tracker(name=name, plugin=name) for name in own], *others]
+    return [[Tracker(name=name, plugin=name) for name in own], *plugins]
 
 
 def read_state(run_dir: Path, name: str) -> TrackerState:
@@ -119,8 +119,8 @@ class Trackers:
         lacking: dict[str, int] = {}
         for child in self._children:
             if not child.end(deadline=deadline):
-                states = {one.name: read_state(self._run_dir, one.name) for one in child.trackers}
-                lacking |= {name: missing for name, one in states.items() if (missing := records - one.records) > 0}
+                states = {tracker.name: read_state(self._run_dir, tracker.name) for tracker in child.trackers}
+                lacking |= {name: missing for name, state in states.items() if (missing := records - state.records) > 0}
         problems = self._problems()
         lines = [
             f"metrics: {name} lacks {missing:,} records, which are sent if the run is resumed"
@@ -139,10 +139,10 @@ class Trackers:
     def _problems(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for child in self._children:
-            for one in child.trackers:
-                problem = read_state(self._run_dir, one.name).problem or child.problem
+            for tracker in child.trackers:
+                problem = read_state(self._run_dir, tracker.name).problem or child.problem
                 if problem:
-                    found[one.name] = f"metrics: {one.name} cannot be written: {problem}. The run goes on."
+                    found[tracker.name] = f"metrics: {tracker.name} cannot be written: {problem}. The run goes on."
         return found
 
 
@@ -177,7 +177,7 @@ class _TrackerChild:
         if self._child.poll() is None:
             if time.time() - self._alive_from > SURE_S:
                 self.problem, self._pause_s = "", FIRST_PAUSE_S
-            silent_s = time.time() - max(self._alive_from, *(self._alive_at(one.name) for one in self.trackers))
+            silent_s = time.time() - max(self._alive_from, *(self._alive_at(tracker.name) for tracker in self.trackers))
             if silent_s < HANGS_S:
                 return
             self.problem = f"its process gave no heartbeat for {silent_s:.0f} s; {self._log} has its output"
@@ -331,16 +331,16 @@ def main() -> int:
     alive_at = 0.0
     while True:
         is_last = ending.is_set()  # all earlier events are in the log by now
-        goes_on = [one.step(is_last=is_last) for one in followers]
+        goes_on = [follower.step(is_last=is_last) for follower in followers]
         if is_last and not any(goes_on):
             break
         if time.monotonic() - alive_at > ALIVE_S:
             alive_at = time.monotonic()
-            for one in followers:
-                one.show_life()
+            for follower in followers:
+                follower.show_life()
         if not any(goes_on):
             ending.wait(LOOK_S)
-    ends = [one.close() for one in followers]  # all of them, even if one has failed
+    ends = [follower.close() for follower in followers]  # all of them, even if one has failed
     shutil.rmtree(start.temporary, ignore_errors=True)  # the controller may have died
     return 0 if all(ends) else 1
 

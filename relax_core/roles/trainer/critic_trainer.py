@@ -51,7 +51,7 @@ class CriticTrainer(ColumnWorker):
 
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the values of each group's rows."""
-        groups = [c.decode_tree(one) for one in leased]
+        groups = [c.decode_tree(leased_group) for leased_group in leased]
         return {
             group.group_uid: {c.VALUES: c.encode_column(c.VALUES, values)}
             for group, values in zip(groups, self._run("values", groups), strict=True)

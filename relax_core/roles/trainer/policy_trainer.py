@@ -307,7 +307,7 @@ class PolicyTrainer(Worker):
 
     def _look_at_shadow(self, consumed: StepGroups, *, step: int) -> dict[str, float]:
         """Returns the metrics of the shadow watch: its denied share of the right answers, and the onset of a rise."""
-        groups = ([one.parts for one in group.episodes] for group in consumed.groups)
+        groups = ([episode.parts for episode in group.episodes] for group in consumed.groups)
         self._checkpoints.shadow_watch = self._checkpoints.shadow_watch.after(shadow_counts(step, groups))
         return watch_values(self._checkpoints.shadow_watch)
 
@@ -475,11 +475,11 @@ class StepGroups:
 
     def values(self, *, step: int) -> dict[str, float]:
         """Returns the metrics over the step's samples; metrics without data are left out."""
-        episodes = [one for group in self.groups for one in group.episodes]
+        episodes = [episode for group in self.groups for episode in group.episodes]
         staleness = [step - version for row in self.leased for version in row.versions]
         parts: dict[str, list[float]] = {}
-        for one in episodes:
-            for name, value in one.parts.items():
+        for episode in episodes:
+            for name, value in episode.parts.items():
                 parts.setdefault(name, []).append(value)
         count = len(episodes)
         return {
@@ -487,7 +487,7 @@ class StepGroups:
             "exact": sum(parts.pop("exact", [0.0])) / count,
             **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
             **length_values(self._lengths()),
-            "truncated": sum(one.ended == "length" for one in episodes) / count,
+            "truncated": sum(episode.ended == "length" for episode in episodes) / count,
             **sampled_entropy(self.groups),
             "staleness_max": float(max(staleness)),
             "staleness_mean": sum(staleness) / count,
@@ -515,8 +515,14 @@ class StepGroups:
             whole_histogram("staleness", np.sort(staleness), step=step),
             real_histogram("reward", np.concatenate([group.rewards for group in self.groups]), step=step),
             *(
-                [real_histogram("advantage", np.concatenate([one for one in advantages if one is not None]), step=step)]
-                if all(one is not None for one in advantages)
+                [
+                    real_histogram(
+                        "advantage",
+                        np.concatenate([advantage for advantage in advantages if advantage is not None]),
+                        step=step,
+                    )
+                ]
+                if all(advantage is not None for advantage in advantages)
                 else []
             ),
         ]

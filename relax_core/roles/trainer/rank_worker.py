@@ -61,7 +61,9 @@ class TreePart(msgspec.Struct, frozen=True, array_like=True):
 def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[TreePart]:
     """Returns the parts for ``trees``, which are groups or parts of groups; ``lease_ids`` maps group uids to leases."""
     return [
-        TreePart(lease_ids[tree.group_uid], tree.group_uid, [one.uid for one in tree.episodes], tree.counts_group)
+        TreePart(
+            lease_ids[tree.group_uid], tree.group_uid, [episode.uid for episode in tree.episodes], tree.counts_group
+        )
         for tree in trees
     ]
 
@@ -103,9 +105,9 @@ class RankGroups:
 
 
 def _part_of(tree: TokenTree, part: TreePart) -> TokenTree:
-    first = [one.uid for one in tree.episodes].index(part.uids[0])
+    first = [episode.uid for episode in tree.episodes].index(part.uids[0])
     piece = piece_of(tree, first, first + len(part.uids))
-    assert [one.uid for one in piece.episodes] == part.uids, "a part holds adjacent episodes"
+    assert [episode.uid for episode in piece.episodes] == part.uids, "a part holds adjacent episodes"
     return piece if piece.counts_group == part.counts_group else replace(piece, counts_group=part.counts_group)
 
 

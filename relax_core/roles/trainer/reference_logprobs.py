@@ -50,7 +50,7 @@ class ForwardWorker(ColumnWorker):
 
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the log-probs of each group."""
-        groups = [c.decode_tree(one) for one in leased]
+        groups = [c.decode_tree(leased_group) for leased_group in leased]
         try:
             if self.follow:
                 self._load_newest()

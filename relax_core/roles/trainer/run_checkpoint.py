@@ -80,13 +80,17 @@ class BestMetric:
         seen = self.seen()
         if not seen:
             return None
-        version = max(sorted(seen), key=lambda one: seen[one])
+        version = max(sorted(seen), key=lambda candidate: seen[candidate])
         return Best(version=version, value=seen[version])
 
     def exhausted(self) -> bool:
         """Returns True if at least the last ``patience`` evaluations brought no new best."""
         best, seen = self.best(), self.seen()
-        return bool(self._patience) and best is not None and sum(one > best.version for one in seen) >= self._patience
+        return (
+            bool(self._patience)
+            and best is not None
+            and sum(version > best.version for version in seen) >= self._patience
+        )
 
     def kept(self) -> set[int]:
         """Returns the versions with kept checkpoints: the best version, and those with a pending evaluation.
@@ -169,7 +173,7 @@ class RunCheckpoints:
         if self.shadow_watch.recent:
             meta[SHADOW_WATCH] = msgspec.to_builtins(self.shadow_watch)
         if self._best is not None:
-            meta[EVALUATIONS] = {str(one): value for one, value in self._best.seen().items()}
+            meta[EVALUATIONS] = {str(evaluated): value for evaluated, value in self._best.seen().items()}
 
         def write(folder: Path) -> None:
             (folder / CONFIG).write_text(self._config, encoding="utf-8")

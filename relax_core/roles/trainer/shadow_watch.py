@@ -44,9 +44,9 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 def shadow_counts(step: int, groups: Iterable[Sequence[Mapping[str, float]]]) -> ShadowCounts:
     """Returns the counts of a step; ``groups`` holds the parts of the rewards of each group's answers."""
-    scored = [[one for one in parts if SHADOW in one] for parts in groups]
-    gaps = [sum(one[SHADOW_GAP] for one in parts) for parts in scored if parts]
-    right = sum(one[SHADOW] + one[SHADOW_GAP] for parts in scored for one in parts)
+    scored = [[part for part in parts if SHADOW in part] for parts in groups]
+    gaps = [sum(part[SHADOW_GAP] for part in parts) for parts in scored if parts]
+    right = sum(part[SHADOW] + part[SHADOW_GAP] for parts in scored for part in parts)
     return ShadowCounts(
         step=step,
         groups=len(gaps),
@@ -102,33 +102,38 @@ def watch_values(watch: ShadowWatch) -> dict[str, float]:
 
 def denied_share(counts: Sequence[ShadowCounts]) -> float:
     """Returns the share of the reward's right answers that are wrong by the shadow; 0 without right answers."""
-    right = sum(one.right for one in counts)
-    return max(0.0, sum(one.gap for one in counts) / right) if right else 0.0
+    right = sum(count.right for count in counts)
+    return max(0.0, sum(count.gap for count in counts) / right) if right else 0.0
 
 
 def _sum(counts: Sequence[ShadowCounts]) -> ShadowCounts:
     """Returns the sums over some steps, under the number of the newest."""
     return ShadowCounts(
         step=counts[-1].step,
-        groups=sum(one.groups for one in counts),
-        gap_groups=sum(one.gap_groups for one in counts),
-        answers=sum(one.answers for one in counts),
-        right=sum(one.right for one in counts),
-        gap=sum(one.gap for one in counts),
+        groups=sum(count.groups for count in counts),
+        gap_groups=sum(count.gap_groups for count in counts),
+        answers=sum(count.answers for count in counts),
+        right=sum(count.right for count in counts),
+        gap=sum(count.gap for count in counts),
     )
 
 
 def _newest(recent: Sequence[ShadowCounts]) -> Sequence[ShadowCounts]:
     """Returns the fewest newest steps that suffice for a judgement, or all steps."""
     for first in range(len(recent) - NEWEST_STEPS, -1, -1):
-        if sum(one.groups for one in recent[first:]) >= NEWEST_GROUPS:
+        if sum(count.groups for count in recent[first:]) >= NEWEST_GROUPS:
             return recent[first:]
     return recent
 
 
 def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
     usual, base, newest = watch.usual, watch.base, _newest(watch.recent)
-    if usual is None or base is None or len(newest) < NEWEST_STEPS or sum(one.groups for one in newest) < NEWEST_GROUPS:
+    if (
+        usual is None
+        or base is None
+        or len(newest) < NEWEST_STEPS
+        or sum(count.groups for count in newest) < NEWEST_GROUPS
+    ):
         return before
     seen = _sum(newest)
     denied = denied_share([seen])
@@ -141,8 +146,8 @@ def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
     if not (is_wide and is_sure) or denied < usual + min(RISE, (1.0 - usual) / 2):
         return None
     onset = seen.step
-    for one in reversed(watch.recent):
-        if one.gap <= 0 or denied_share([one]) < usual + STAYS:
+    for count in reversed(watch.recent):
+        if count.gap <= 0 or denied_share([count]) < usual + STAYS:
             break
-        onset = one.step
+        onset = count.step
     return onset

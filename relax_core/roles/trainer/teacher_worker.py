@@ -74,12 +74,16 @@ class ForwardTeacher:
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
         """Returns the scores of each group."""
         if not self._top_k:
-            return [TeacherScores(one.astype(np.float32), None, None) for one in self._backend.logprobs(groups)]
+            return [
+                TeacherScores(logprobs.astype(np.float32), None, None) for logprobs in self._backend.logprobs(groups)
+            ]
         return [
             TeacherScores(
-                one.logprobs.astype(np.float32), one.top_ids.astype(np.int32), one.top_logprobs.astype(np.float32)
+                scores.logprobs.astype(np.float32),
+                scores.top_ids.astype(np.int32),
+                scores.top_logprobs.astype(np.float32),
             )
-            for one in self._backend.top_logprobs(groups, top_k=self._top_k)
+            for scores in self._backend.top_logprobs(groups, top_k=self._top_k)
         ]
 
 
@@ -108,9 +112,9 @@ class EngineTeacher:
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
         """Returns the scores of each group; raises EngineUnreachable if the engine does not restart in time."""
-        paths = [[_path_of(group, leaf) for one in group.episodes for leaf in one.leaves] for group in groups]
+        paths = [[_path_of(group, leaf) for episode in group.episodes for leaf in episode.leaves] for group in groups]
         sequences = [_to_score(group, path) for group, own in zip(groups, paths, strict=True) for path in own]
-        scores = iter([one for call in _calls(sequences) for one in self._ask(call)])
+        scores = iter([scored for call in _calls(sequences) for scored in self._ask(call)])
         return [
             self._of_rows(group, [(path, next(scores)) for path in own])
             for group, own in zip(groups, paths, strict=True)
@@ -122,7 +126,9 @@ class EngineTeacher:
             client = self._directory.client(self._number)
             try:
                 if self._media is not None:
-                    self._media.bring(self._number, client.url, [one for each in sequences for one in each.media])
+                    self._media.bring(
+                        self._number, client.url, [medium for sequence in sequences for medium in sequence.media]
+                    )
                 return client.score(
                     sequences, top_k=self._top_k, temperature=self._temperature, banned_token_ids=self._banned
                 )
@@ -138,13 +144,13 @@ class EngineTeacher:
         logprobs = np.zeros(group.rows, dtype=np.float32)
         ids = np.zeros((group.rows, self._top_k), dtype=np.int32)
         values = np.zeros((group.rows, self._top_k), dtype=np.float32)
-        for path, one in scored:
+        for path, scores in scored:
             sampled = group.versions[path.rows[path.first :]] >= 0
             rows = path.rows[path.first :][sampled]
-            logprobs[rows] = one.logprobs[sampled]
+            logprobs[rows] = scores.logprobs[sampled]
             if self._top_k:
-                ids[rows] = one.top_ids[sampled]
-                values[rows] = one.top_logprobs[sampled]
+                ids[rows] = scores.top_ids[sampled]
+                values[rows] = scores.top_logprobs[sampled]
         return TeacherScores(logprobs, *((ids, values) if self._top_k else (None, None)))
 
 
@@ -168,11 +174,11 @@ def _to_score(group: TokenTree, path: _Path) -> TokensToScore:
 
 def _media_of(group: TokenTree, rows: np.ndarray) -> list[Media]:
     """Returns the images and videos of a path with these ``rows``, which ascend, placed in the path's tokens."""
-    starts = np.searchsorted(rows, [one.start for one in group.media]).tolist()
+    starts = np.searchsorted(rows, [medium.start for medium in group.media]).tolist()
     return [
-        Media(one.item, start, start + one.item.rows)
-        for one, start in zip(group.media, starts, strict=True)
-        if start < len(rows) and rows[start] == one.start
+        Media(medium.item, start, start + medium.item.rows)
+        for medium, start in zip(group.media, starts, strict=True)
+        if start < len(rows) and rows[start] == medium.start
     ]
 
 

@@ -161,13 +161,13 @@ class WorkerGroup:
         """Sends each other rank the groups of its replica; the ranks in ``answering`` return their answers."""
         sent = []
         for ranks, share in zip(self._replicas, shares, strict=True):
-            others = [rank for rank in ranks if rank > 0]
-            argument = ray.put(share) if len(others) > 1 else share
-            for rank in others:
+            other_ranks = [rank for rank in ranks if rank > 0]
+            argument = ray.put(share) if len(other_ranks) > 1 else share
+            for rank in other_ranks:
                 name, other_rank = self._other_ranks[rank - 1]
                 call = other_rank.call if rank in answering else other_rank.follow
                 sent.append((rank, name, call.remote(method, argument)))
-        return [(name, reference) for _, name, reference in sorted(sent, key=lambda one: one[0])]
+        return [(name, reference) for _, name, reference in sorted(sent, key=lambda pair: pair[0])]
 
     @staticmethod
     def _send(to: Sequence[Member], method: str, *arguments: Any) -> list[tuple[str, Any]]:
@@ -259,8 +259,8 @@ class TrainerWorkerGroup(WorkerGroup):
             policy = self.lead.finish_step()
             times = self.lead.times
         answers = self._wait("finish_step", sent)
-        others = answers[: len(self._other_ranks)]
-        return UpdateMetrics(policy=policy, critic=answers[-1] if self._critic else None, ranks=(times, *others))
+        other_answers = answers[: len(self._other_ranks)]
+        return UpdateMetrics(policy=policy, critic=answers[-1] if self._critic else None, ranks=(times, *other_answers))
 
     def copy_state(self) -> None:
         """Copies the state of a checkpoint to the host, on all ranks and the critic."""

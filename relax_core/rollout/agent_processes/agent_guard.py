@@ -89,8 +89,8 @@ def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout
             os._exit(1)
         for end, descriptor in ((stdin, 0), (stdout, 1), (stderr, 2)):
             os.dup2(end, descriptor)
-        for one in _IGNORED:
-            signal.signal(one, signal.SIG_DFL)
+        for signum in _IGNORED:
+            signal.signal(signum, signal.SIG_DFL)
         with open("/proc/self/oom_score_adj", "w") as score:  # the kernel's OOM killer ends agents before the run
             score.write("1000")
         os.closerange(3, 1 << 16)
@@ -270,8 +270,8 @@ def main() -> None:
     """Starts the agent of the command line, and returns when all of its processes have ended."""
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for one in _IGNORED:
-        signal.signal(one, signal.SIG_IGN)
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
     warm = sys.argv[2] == "warm"
     agent = Agent(sys.argv[3:], warm=warm, libc=libc)
     Guard(agent, grace_s=float(sys.argv[1]), warm=warm).run()

@@ -41,10 +41,10 @@ class AgentLimits:
         while True:
             await asyncio.sleep(CHECK_S)
             if self.running:
-                sizes = await asyncio.to_thread(tree_sizes, [one.guard_pid for one in self.running])
-                for one in list(self.running):
-                    if (size := sizes.get(one.guard_pid)) is not None and (why := self._over(size)):
-                        one.kill(why)
+                sizes = await asyncio.to_thread(tree_sizes, [process.guard_pid for process in self.running])
+                for process in list(self.running):
+                    if (size := sizes.get(process.guard_pid)) is not None and (why := self._over(size)):
+                        process.kill(why)
 
     def _over(self, size: TreeSize) -> str:
         if size.memory > MEMORY_GIB * _GIB:

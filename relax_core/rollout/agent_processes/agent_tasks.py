@@ -116,7 +116,9 @@ def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
     if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
         return failed(f'metrics={shown(metrics)}: give names with finite numbers, such as {{"calls": 2}}')
     own = None if reward is None else float(reward)
-    return AgentResult(reward=own, metrics={str(name): float(one) for name, one in metrics.items()}, output=output)
+    return AgentResult(
+        reward=own, metrics={str(name): float(metric) for name, metric in metrics.items()}, output=output
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -79,12 +79,12 @@ class AgentHost:
 
 async def _until(playing: asyncio.Task[AgentResult], *events: asyncio.Event, timeout_s: float | None = None) -> bool:
     """Waits until an attempt has ended or an event is set; returns whether that happened before the deadline."""
-    waits = [asyncio.create_task(one.wait()) for one in events]
+    waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         done, _ = await asyncio.wait([playing, *waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for one in waits:
-            one.cancel()
+        for wait in waits:
+            wait.cancel()
     return bool(done)
 
 

@@ -298,8 +298,8 @@ class AgentSession:
         walk = self._forest.walk(request.messages, tools=_tools_key(request))
         self._tell_foreign(walk)
         kind: Hashable = (request.stop, request.max_tokens)
-        for one in walk.place.answers:  # a client may hang up and retry before the event loop notices
-            self._turns[one].look()
+        for answer in walk.place.answers:  # a client may hang up and retry before the event loop notices
+            self._turns[answer].look()
         if (before := self._forest.repeated(walk, kind=kind, asked_again=asked_again)) is not None:
             self.counts["repeated"] += 1
             return self._turns[before]
@@ -438,7 +438,7 @@ class AgentSession:
         """Adds an ended answer to the turns of the record."""
         response, asked = turn.response, turn.asked
         assert response is not None and turn.answer is not None
-        after = None if asked.near is None else [one.asked for one in self._ended].index(asked.near)
+        after = None if asked.near is None else [ended_turn.asked for ended_turn in self._ended].index(asked.near)
         self.record.turns.append(
             PlayedTurn(
                 prompt_ids=asked.prompt_ids,
@@ -482,7 +482,7 @@ class AgentSession:
             raise self._prompts.too_long(str(len(prompt_ids)))
         given = (request.max_tokens, self._form.max_turn_tokens)
         left = self._form.limits.sampled_tokens - self.sampled_tokens
-        return min(left, context - len(prompt_ids), *(one for one in given if one is not None))
+        return min(left, context - len(prompt_ids), *(limit for limit in given if limit is not None))
 
     # -- the log ------------------------------------------------------------------------------------------------------
     def _count_wishes(self, request: TurnRequest) -> None:
@@ -529,9 +529,9 @@ class AgentSession:
         orphans = set(self._forest.orphans())
         kept = [place for place, turn in enumerate(self._ended) if turn.asked not in orphans]
         record, moved = self.record, {place: number for number, place in enumerate(kept)}
-        record.orphan += sum(len(one.sampled) for one in orphans)
+        record.orphan += sum(len(orphan.sampled) for orphan in orphans)
         turns = [record.turns[place] for place in kept]
-        record.turns = [one if one.after is None else replace(one, after=moved[one.after]) for one in turns]
+        record.turns = [turn if turn.after is None else replace(turn, after=moved[turn.after]) for turn in turns]
         record.texts = [record.texts[place] for place in kept]
         self._ended = [self._ended[place] for place in kept]
 
@@ -539,7 +539,8 @@ class AgentSession:
         """Returns whether no later prompt continues all of an answer's tokens."""
         whole = [*turn.asked.prompt_ids, *turn.asked.sampled]
         return not any(
-            one.asked.near is turn.asked and one.asked.prompt_ids[: len(whole)] == whole for one in self._ended
+            ended_turn.asked.near is turn.asked and ended_turn.asked.prompt_ids[: len(whole)] == whole
+            for ended_turn in self._ended
         )
 
 

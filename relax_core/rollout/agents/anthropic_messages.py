@@ -92,7 +92,7 @@ def read_messages(body: bytes) -> TurnRequest:
         wishes["tool_choice"] = "required" if choice == "any" else "a named tool"
     request = TurnRequest(
         messages=messages,
-        tools=() if choice == "none" else [_tool(one) for one in raw.tools or ()],
+        tools=() if choice == "none" else [_tool(tool) for tool in raw.tools or ()],
         stop=stop_strings(raw.stop_sequences),
         max_tokens=raw.max_tokens,
         model=raw.model or "",
@@ -105,10 +105,10 @@ def read_messages(body: bytes) -> TurnRequest:
     return request
 
 
-def _tool(one: _Tool) -> dict[str, Any]:
-    if one.type not in (None, "custom"):
-        raise refused(f"tools: {one.name[:80]!r} has the type {one.type[:80]!r}; only tools of the agent are served")
-    return shown_tool(one.name, one.description, one.input_schema)
+def _tool(tool: _Tool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise refused(f"tools: {tool.name[:80]!r} has the type {tool.type[:80]!r}; only tools of the agent are served")
+    return shown_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _messages(message: _Message, where: str) -> list[ChatMessage]:

@@ -150,10 +150,10 @@ def read_chat(body: bytes) -> TurnRequest:
     refuse_format(raw.response_format, "response_format")
     if raw.modalities not in (None, ["text"]):
         raise refused(f"modalities={str(raw.modalities)[:80]}: answers are text; leave it out")
-    limits = [one for one in (raw.max_tokens, raw.max_completion_tokens) if one is not None]
+    limits = [limit for limit in (raw.max_tokens, raw.max_completion_tokens) if limit is not None]
     request = TurnRequest(
-        messages=[_message(one, number) for number, one in enumerate(raw.messages)],
-        tools=() if raw.tool_choice == "none" else [_tool(one) for one in raw.tools or ()],
+        messages=[_message(message, number) for number, message in enumerate(raw.messages)],
+        tools=() if raw.tool_choice == "none" else [_tool(tool) for tool in raw.tools or ()],
         stop=stop_strings(raw.stop),
         max_tokens=min(limits, default=None),
         model=raw.model or "",
@@ -198,8 +198,8 @@ def shown_tool(name: str, description: str | None, parameters: Mapping[str, Any]
     return {"type": "function", "function": function}
 
 
-def _tool(one: _Tool) -> dict[str, Any]:
-    return shown_tool(one.function.name, one.function.description, one.function.parameters)
+def _tool(tool: _Tool) -> dict[str, Any]:
+    return shown_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
 
 def _wishes(raw: _ChatBody) -> dict[str, Any]:
@@ -209,24 +209,24 @@ def _wishes(raw: _ChatBody) -> dict[str, Any]:
         wishes["tool_choice"] = "required" if raw.tool_choice == "required" else "a named tool"
     if raw.parallel_tool_calls is False:
         wishes["parallel_tool_calls"] = False
-    if any(one.function.strict for one in raw.tools or ()):
+    if any(tool.function.strict for tool in raw.tools or ()):
         wishes["tools.function.strict"] = True
     return wishes
 
 
-def _message(one: _Message, number: int) -> ChatMessage:
-    role: Role = "system" if one.role == "developer" else one.role
+def _message(message: _Message, number: int) -> ChatMessage:
+    role: Role = "system" if message.role == "developer" else message.role
     where = f"messages[{number}]"
-    if role != "assistant" and one.tool_calls:
+    if role != "assistant" and message.tool_calls:
         raise refused(f"{where}: only the assistant calls tools; leave tool_calls out")
-    if role != "assistant" and one.content is None:
+    if role != "assistant" and message.content is None:
         raise refused(f"{where}.content: it is missing; send text")
     return ChatMessage(
         role=role,
-        content=_text(one.content, where),
-        reasoning=(one.reasoning_content or one.reasoning or "") if role == "assistant" else "",
-        calls=tuple(_call(call) for call in one.tool_calls or ()),
-        call_id=(one.tool_call_id or "") if role == "tool" else "",
+        content=_text(message.content, where),
+        reasoning=(message.reasoning_content or message.reasoning or "") if role == "assistant" else "",
+        calls=tuple(_call(call) for call in message.tool_calls or ()),
+        call_id=(message.tool_call_id or "") if role == "tool" else "",
     )
 
 

@@ -115,8 +115,8 @@ def _by_value(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
-        return {key: _by_value(one) for key, one in value.items()}
-    return [_by_value(one) for one in value] if isinstance(value, list) else value
+        return {key: _by_value(inner) for key, inner in value.items()}
+    return [_by_value(element) for element in value] if isinstance(value, list) else value
 
 
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
@@ -127,17 +127,17 @@ def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: boo
     names: dict[str, str] = {}
     shown: list[dict[str, Any]] = []
     for message in messages:
-        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.reasoning:
-            one["reasoning_content"] = message.reasoning
+            entry["reasoning_content"] = message.reasoning
         if message.calls:
             names |= {call.id: call.name for call in message.calls}
-            one["tool_calls"] = [_shown_call(call, as_text=arguments_as_text) for call in message.calls]
+            entry["tool_calls"] = [_shown_call(call, as_text=arguments_as_text) for call in message.calls]
         if message.role == "tool":
-            one["tool_call_id"] = message.call_id
+            entry["tool_call_id"] = message.call_id
             if name := names.get(message.call_id):
-                one["name"] = name
-        shown.append(one)
+                entry["name"] = name
+        shown.append(entry)
     return shown
 
 
@@ -232,7 +232,7 @@ def check_request(request: TurnRequest) -> None:
         raise refused(f"messages: there are {len(messages)}, at most {MOST_MESSAGES} are taken; shorten the history")
     if len(request.tools) > MOST_TOOLS:
         raise refused(f"tools: there are {len(request.tools)}, at most {MOST_TOOLS} are taken; send fewer")
-    if len(request.stop) > MOST_STOPS or any(not 0 < len(one) <= MOST_STOP_CHARACTERS for one in request.stop):
+    if len(request.stop) > MOST_STOPS or any(not 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in request.stop):
         raise refused(
             f"stop: at most {MOST_STOPS} strings of 1 to {MOST_STOP_CHARACTERS} characters are taken; send fewer, and "
             "no empty one"

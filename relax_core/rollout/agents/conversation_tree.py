@@ -91,7 +91,7 @@ class ConversationTree:
             found, extra = _found(place, message)
             if found is None:
                 told = (id(place), message.identity)
-                if any(one.reply is not None for one in place.answers) and told not in self._told:
+                if any(answer.reply is not None for answer in place.answers) and told not in self._told:
                     self._told.add(told)
                     foreign.append(message)
                 place, known = place.step(message.identity), None
@@ -112,11 +112,11 @@ class ConversationTree:
         request whose client hung up before it had the answer; equal requests of two waiting clients get two
         answers.
         """
-        equal = [one for one in walk.place.answers if one.kind == kind]
-        lost = [one for one in equal if not one.given]
+        equal = [answer for answer in walk.place.answers if answer.kind == kind]
+        lost = [answer for answer in equal if not answer.given]
         if asked_again:
             return next(iter(reversed(lost or equal)), None)
-        return next((one for one in reversed(lost) if one.abandoned), None)
+        return next((answer for answer in reversed(lost) if answer.abandoned), None)
 
     def ask(self, walk: Walk, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> TreeAnswer:
         """Adds an answer that is about to be sampled; ``whole``: its prompt was rendered whole."""
@@ -140,7 +140,7 @@ class ConversationTree:
 
     def orphans(self) -> list[TreeAnswer]:
         """Returns the ended answers that no client has received; no conversation continues after them."""
-        return [one for one in self.answers if one.reply is not None and not one.given]
+        return [answer for answer in self.answers if answer.reply is not None and not answer.given]
 
 
 def _found(place: ConversationNode, message: ChatMessage) -> tuple[TreeAnswer | None, str]:
@@ -160,6 +160,6 @@ def _found(place: ConversationNode, message: ChatMessage) -> tuple[TreeAnswer | 
             begun.append((-len(rest), answer, rest))
     if not begun:
         return None, ""
-    _, answer, rest = max(begun, key=lambda one: one[0])
+    _, answer, rest = max(begun, key=lambda pair: pair[0])
     answer.given = True
     return answer, rest

@@ -111,7 +111,7 @@ def read_responses(body: bytes) -> TurnRequest:
         messages=given,
         instructions=raw.instructions or "",
         previous=raw.previous_response_id or "",
-        tools=() if raw.tool_choice == "none" else [_tool(one) for one in raw.tools or ()],
+        tools=() if raw.tool_choice == "none" else [_tool(tool) for tool in raw.tools or ()],
         max_tokens=raw.max_output_tokens,
         model=raw.model or "",
         stream=bool(raw.stream),
@@ -124,10 +124,10 @@ def read_responses(body: bytes) -> TurnRequest:
     return request
 
 
-def _tool(one: _Tool) -> dict[str, Any]:
-    if one.type != "function" or not one.name:
-        raise refused(f"tools: one of type {one.type[:80]!r}; only functions of the agent, with a name, are served")
-    return shown_tool(one.name, one.description, one.parameters)
+def _tool(tool: _Tool) -> dict[str, Any]:
+    if tool.type != "function" or not tool.name:
+        raise refused(f"tools: one of type {tool.type[:80]!r}; only functions of the agent, with a name, are served")
+    return shown_tool(tool.name, tool.description, tool.parameters)
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:

@@ -75,5 +75,5 @@ def with_sources(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {*MediaSource.__struct_fields__}:
             return msgspec.convert(value, MediaSource)
-        return {key: with_sources(one) for key, one in value.items()}
-    return [with_sources(one) for one in value] if isinstance(value, list) else value
+        return {key: with_sources(inner) for key, inner in value.items()}
+    return [with_sources(element) for element in value] if isinstance(value, list) else value

@@ -124,7 +124,7 @@ def memory_bytes(pid: int) -> int:
     used = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in [process, *process.children(recursive=True)]:
+        for member in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
-                used += one.memory_info().rss
+                used += member.memory_info().rss
     return used

@@ -61,7 +61,7 @@ class EnvWorkers:
         @keeps_deadline
         async def open_episode(start: EpisodeStart, config: Any) -> BaseInteractionEnv:
             await self._take_place(start.group_seed, episodes_per_group)
-            worker = min(self.workers, key=lambda one: one.open_episodes)
+            worker = min(self.workers, key=lambda worker: worker.open_episodes)
             worker.open_episodes += 1
             return IsolatedEnv(start, worker, give_back=lambda: self._give_place(start.group_seed))
 
@@ -125,12 +125,14 @@ class IsolatedEnv(BaseInteractionEnv):
         """Returns the env's answer to a response; its observation is a list of messages."""
         answer = await self._worker.ask(Step(episode=self._episode, action=action), Stepped)
         return StepResult(
-            observation=None if answer.messages is None else [with_sources(one) for one in answer.messages],
+            observation=None if answer.messages is None else [with_sources(message) for message in answer.messages],
             reward=answer.reward,
             done=answer.done,
             info=answer.info,
             state_key=answer.state_key,
-            context_edit=None if answer.context_edit is None else [with_sources(one) for one in answer.context_edit],
+            context_edit=None
+            if answer.context_edit is None
+            else [with_sources(message) for message in answer.context_edit],
         )
 
     @keeps_deadline

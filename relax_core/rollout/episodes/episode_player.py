@@ -65,7 +65,7 @@ def shortened_observation(
     if sum(lengths) <= limit and all(len(text) <= 2 * window for text in texts):
         return list(messages), False
     most = _largest_cap(lengths, limit)
-    shown = iter([_cut(*one, most=most, window=window) for one in zip(texts, spans, strict=True)])
+    shown = iter([_cut(*pair, most=most, window=window) for pair in zip(texts, spans, strict=True)])
     return [_with_texts(message, shown) for message in messages], True
 
 
@@ -218,7 +218,7 @@ class EpisodePlayer(GroupPlayer):
         finally:
             if lockstep is not None:
                 lockstep.leave(record.uid for record in records)
-            await asyncio.gather(*(one.close() for one in own.envs if one is not None))
+            await asyncio.gather(*(env.close() for env in own.envs if env is not None))
 
     async def _open_episode(self, group: EnvGroup, sample: int) -> None:
         """Opens the env of episode ``sample`` and stores its first messages; starts again if that fails."""
@@ -339,7 +339,7 @@ class EpisodePlayer(GroupPlayer):
         ]
         if self._config.max_turn_tokens is not None:
             limits.append((self._config.max_turn_tokens, "turn_cut"))
-        return min(limits, key=lambda one: one[0])
+        return min(limits, key=lambda limit: limit[0])
 
     async def _ask(self, group: EnvGroup, sample: int, prompt_ids: list[int], most: int) -> None:
         """Adds the response to a prompt to the episode's turns."""
@@ -427,7 +427,7 @@ class EpisodePlayer(GroupPlayer):
         Episodes with different prompts have no common baseline.
         """
         if record.messages != group.opening:
-            first = next(one for one in group.records if one.ended is None)
+            first = next(record for record in group.records if record.ended is None)
             raise ValueError(
                 f"env {self._env.name}: {group.start.where}: the episodes of a group open differently. {first.uid}: "
                 f"{str(group.opening)[:SHOWN]}. {record.uid}: {str(record.messages)[:SHOWN]}. Let reset draw from "

@@ -29,9 +29,9 @@ def without_bytes(value: Any) -> Any:
     if isinstance(value, MediaSource):
         return value.words
     if isinstance(value, Mapping):
-        return {key: without_bytes(one) for key, one in value.items()}
+        return {key: without_bytes(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [without_bytes(one) for one in value]
+        return [without_bytes(element) for element in value]
     return value
 
 
@@ -198,17 +198,17 @@ class EpisodeRecord:
         before, behind = SAMPLED_MARKS
         rewards = [turn.reward for turn in self.turns]
         lines = []
-        for one in reversed(self.messages):
-            text = _shown_content(one["content"])
-            if one["role"] == "assistant" and rewards:
+        for message in reversed(self.messages):
+            text = _shown_content(message["content"])
+            if message["role"] == "assistant" and rewards:
                 reward = rewards.pop()
                 text = f"{before}{text}{behind}" + ("" if reward is None else f" [reward {reward:g}]")
-            lines.append(f"{one['role']}: {text}")
+            lines.append(f"{message['role']}: {text}")
         return "\n".join([*reversed(lines), f"[{self.ended}]"])
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
-        items, talk = [one.item for one in self.media], not self.of_one_turn
+        items, talk = [medium.item for medium in self.media], not self.of_one_turn
         return RewardInput(
             response=self.texts[-1] if self.texts else "",
             stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
@@ -237,9 +237,9 @@ def one_turn_episodes(
     """Returns the ended episodes of the group with this uid, in order; each has one response as its only turn."""
     prompt_ids = np.array(prompt.input_ids, dtype=np.int32)
     episodes = []
-    for response in sorted(responses, key=lambda one: one.sample):
+    for response in sorted(responses, key=lambda response: response.sample):
         text, stopped = response_text(response, tokenizer=tokenizer), response.finish_reason == "stop"
-        one = EpisodeRecord(
+        record = EpisodeRecord(
             uid=sample_uid(group, response.sample),
             turns=[PlayedTurn(prompt_ids=prompt_ids, response=response, media=prompt.media)],
             texts=[text],
@@ -247,7 +247,7 @@ def one_turn_episodes(
             media=prompt.media,
             ended="stop" if stopped else "length",
         )
-        episodes.append(one)
+        episodes.append(record)
     return episodes
 
 
@@ -293,10 +293,10 @@ class PlayedFigures:
             of_one_turn=all(record.of_one_turn for record in records),
             turns=[len(record.turns) for record in records],
             straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
-            tokens=sum(len(one.output_ids) for one in responses),
+            tokens=sum(len(response.output_ids) for response in responses),
             prompt_tokens=sum(len(turn.prompt_ids) for record in records for turn in record.turns),
-            cached_tokens=sum(one.cached_tokens for one in responses),
-            newest_version=max((int(one.versions[-1]) for one in responses), default=0),
+            cached_tokens=sum(response.cached_tokens for response in responses),
+            newest_version=max((int(response.versions[-1]) for response in responses), default=0),
             reward_s=reward_s,
             totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
             ends=Counter(record.ended or "" for record in records),
@@ -308,8 +308,8 @@ class PlayedFigures:
 def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
     """Returns the sums by name; a name whose sum is 0 stays."""
     total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
+    for count in counts:
+        total.update(count)
     return total
 
 
@@ -318,30 +318,31 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
 
     Episodes of one turn have only the numbers of samples and tokens.
     """
-    turns = [count for one in played for count in one.turns]
-    sizes = {"samples": float(len(turns)), "tokens": float(sum(one.tokens for one in played))}
-    if all(one.of_one_turn for one in played):
+    turns = [count for played_figures in played for count in played_figures.turns]
+    sizes = {"samples": float(len(turns)), "tokens": float(sum(played_figures.tokens for played_figures in played))}
+    if all(played_figures.of_one_turn for played_figures in played):
         return sizes
-    slow = [count for one in played for count in one.straggler_turns]
-    prompt_tokens = sum(one.prompt_tokens for one in played)
+    slow = [count for played_figures in played for count in played_figures.straggler_turns]
+    prompt_tokens = sum(played_figures.prompt_tokens for played_figures in played)
     ends: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
-    for one in played:
-        ends.update(one.ends)
-        for name, values in one.info.items():
+    for played_figures in played:
+        ends.update(played_figures.ends)
+        for name, values in played_figures.info.items():
             info[name] += values
     return {
         **sizes,
         "turns": fmean(turns),
         **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
         "prompt_tokens": prompt_tokens,
-        "cached_share": sum(one.cached_tokens for one in played) / max(1, prompt_tokens),
-        **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},
+        "cached_share": sum(played_figures.cached_tokens for played_figures in played) / max(1, prompt_tokens),
+        **{name: sum(played_figures.totals[name] for played_figures in played) / len(turns) for name in EPISODE_TOTALS},
         **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
         **{
-            f"agent/{name}": count / len(turns) for name, count in sorted(_summed(one.counts for one in played).items())
+            f"agent/{name}": count / len(turns)
+            for name, count in sorted(_summed(played_figures.counts for played_figures in played).items())
         },
     }
 

@@ -71,11 +71,11 @@ def complete_group(
     is dropped. Raises ValueError if a token is not in the kept set that it was sampled from.
     """
     uid = group_uid(index)
-    kept = [one for one in episodes if one.reward is not None]
-    dropped = {one.uid: one.why_dropped for one in episodes if one.reward is None}
+    kept = [episode for episode in episodes if episode.reward is not None]
+    dropped = {episode.uid: episode.why_dropped for episode in episodes if episode.reward is None}
     whole = len(kept) < min(MIN_SAMPLES, len(episodes))
     if lost is not None and dropped:
-        tell_lost(lost, uid, [one for one in episodes if whole or one.reward is None])
+        tell_lost(lost, uid, [episode for episode in episodes if whole or episode.reward is None])
     if whole:
         account(token_accounts(episodes, None))
         return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of its first dropped episode
@@ -98,7 +98,7 @@ def complete_group(
     return Group(
         group_uid=uid,
         index=index,
-        uids=[one.uid for one in tree.episodes],
+        uids=[episode.uid for episode in tree.episodes],
         versions=np.maximum(oldest, oldest[trained].min()).tolist(),  # untrained tokens do not make a group stale
         columns=encode_tree(tree) | named,
         dropped=dropped,
@@ -110,20 +110,24 @@ def _masked(tree: TokenTree, *, mask_off_policy: bool, mask_truncated: bool) -> 
     if not (mask_off_policy or mask_truncated):
         return tree
     loss_mask = tree.loss_mask.copy()
-    for one in tree.episodes:
-        newest = max(version for turn in one.turns for version, _ in turn.versions)
-        for turn in one.turns:
+    for episode in tree.episodes:
+        newest = max(version for turn in episode.turns for version, _ in turn.versions)
+        for turn in episode.turns:
             own = slice(turn.start, turn.end)  # no other episode has these rows, because each draw has its own rows
             if mask_off_policy:
                 loss_mask[own] = tree.versions[own] == newest
-            if mask_truncated and one.ended in CUT_ENDS:
+            if mask_truncated and episode.ended in CUT_ENDS:
                 loss_mask[own] = False
     return tree.with_loss_mask(loss_mask)
 
 
 def tell_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None:
     """Calls ``lost`` with the tree of those episodes of group ``uid`` that have sampled tokens, if there are any."""
-    gone = [one for one in episodes if one.turns and all(len(turn.response.output_ids) for turn in one.turns)]
+    gone = [
+        episode
+        for episode in episodes
+        if episode.turns and all(len(turn.response.output_ids) for turn in episode.turns)
+    ]
     if gone:
         lost(build_tree(uid, gone))
 
@@ -154,7 +158,7 @@ def token_accounts(
         counts["stale"] += int((mask & stale).sum())
         counts["masked"] = int((~mask).sum())
     counts["sampled"] = sum(counts.values())
-    whole = sum(len(turn.response.output_ids) for one in episodes for turn in one.turns)
+    whole = sum(len(turn.response.output_ids) for episode in episodes for turn in episode.turns)
     assert counts["sampled"] == whole + counts["not_chosen"] + counts["orphan"], "a sampled token is in no account"
     return counts
 
@@ -324,8 +328,8 @@ def build_tree(group_uid: str, episodes: Sequence[EpisodeRecord]) -> TokenTree:
         loss_mask=versions >= 0,
         logprobs=logprobs,
         versions=versions,
-        episodes=[_episode(*one) for one in zip(episodes, ends, strict=True)],
-        media=[moved_media(one, chain.first) for chain in chains for one in chain.media],
+        episodes=[_episode(*pair) for pair in zip(episodes, ends, strict=True)],
+        media=[moved_media(medium, chain.first) for chain in chains for medium in chain.media],
         kept=_kept(chains),
         extras={} if experts is None else {ROUTED_EXPERTS: experts},
     )
@@ -376,14 +380,14 @@ def _short_key(key: str) -> str:
     return key if len(key) <= LONGEST_KEY else blake2b(key.encode(), digest_size=16).hexdigest()
 
 
-def moved_media(one: Media, rows: int) -> Media:
+def moved_media(medium: Media, rows: int) -> Media:
     """Returns the place of an item, ``rows`` rows later."""
-    return msgspec.structs.replace(one, start=one.start + rows, end=one.end + rows)
+    return msgspec.structs.replace(medium, start=medium.start + rows, end=medium.end + rows)
 
 
 def _after(media: Sequence[Media], rows: int) -> list[Media]:
     """Returns the items that begin at or after row number ``rows``, counted from that row."""
-    return [moved_media(one, -rows) for one in media if one.start >= rows]
+    return [moved_media(medium, -rows) for medium in media if medium.start >= rows]
 
 
 def _common(chain: Chain, rest: _Rows) -> int:
@@ -398,7 +402,9 @@ def _common(chain: Chain, rest: _Rows) -> int:
         same[:known] &= (chain.experts[:known] == rest.experts[:known]).all((1, 2))
     common = length if same.all() else int(same.argmin())
     if chain.media or rest.media:
-        mine, theirs = ({(one.start, one.item.digest): one.end for one in media} for media in (chain.media, rest.media))
+        mine, theirs = (
+            {(medium.start, medium.item.digest): medium.end for medium in media} for media in (chain.media, rest.media)
+        )
         for (start, digest), end in (*mine.items(), *theirs.items()):
             if start < common and (end > common or (start, digest) not in mine.keys() & theirs.keys()):
                 common = start
@@ -426,7 +432,7 @@ def _ended_at(chain: Chain, rows: int) -> Chain:
         response=chain.response,
         offset=chain.offset,
         experts=None if chain.experts is None else chain.experts[:rows],
-        media=[one for one in chain.media if one.start < rows],
+        media=[medium for medium in chain.media if medium.start < rows],
         children=[chain],
     )
     siblings = chain.parent.children

@@ -221,8 +221,8 @@ class GroupPlayer:
         if not prompts:
             return
         if self._turns is None:
-            async for one in self._together(prompts, tasks, flight, given_up, at_once=at_once):
-                yield one
+            async for played in self._together(prompts, tasks, flight, given_up, at_once=at_once):
+                yield played
             return
         version = prompts[0].request.min_version
         size = at_once or len(prompts)
@@ -234,8 +234,8 @@ class GroupPlayer:
         for first in range(0, len(prompts), size):
             async with self._turns[version]:
                 part = prompts[first : first + size]
-                async for one in self._together(part, tasks, flight, given_up, lockstep=self.lockstep(part)):
-                    yield one
+                async for played in self._together(part, tasks, flight, given_up, lockstep=self.lockstep(part)):
+                    yield played
 
     def lockstep(self, prompts: Sequence[AdmittedPrompt]) -> Lockstep:
         """Returns an object that sends the turns of these groups together, while its `run` runs."""
@@ -317,16 +317,18 @@ class OneTurnPlayer(GroupPlayer):
         size = at_once or max(1, len(prompts))
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
-            begun = [one for one in part if flight.begin(one.index)]  # some may have ended since they were admitted
+            begun = [
+                admitted for admitted in part if flight.begin(admitted.index)
+            ]  # some may have ended since they were admitted
             for prompt in begun:
                 flight.turn_begins(prompt.index, prompt.request.rid)
                 if prompt.evaluation:  # a training prompt holds its media since it was made
                     await self._prompts.hold_again(prompt.row, prompt.request.media, owner=prompt.uid)
             unanswered = {prompt.uid: prompt for prompt in part}
             async for number, responses in self._pool.generate(
-                [one.request for one in begun],
+                [admitted.request for admitted in begun],
                 self._sampling,
-                places=[one.index for one in begun],
+                places=[admitted.index for admitted in begun],
                 on_end=on_end,
             ):
                 prompt = begun[number]

@@ -29,8 +29,8 @@ def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: 
     try:
         tasks.create_task(work)
     except RuntimeError:
-        for one in (work, *parts):
-            one.close()
+        for part in (work, *parts):
+            part.close()
         raise asyncio.CancelledError from None
 
 
@@ -79,13 +79,13 @@ class SharedRequests:
 
     async def answer(self, asked: Sequence[Asked], *, stop: tuple[str, ...] = ()) -> None:
         """Sends prompts as one request, in their order, and sets their responses."""
-        open_ones = [one for one in asked if not one[2].done()]  # the others were cancelled meanwhile
+        open_ones = [question for question in asked if not question[2].done()]  # the others were cancelled meanwhile
         if not open_ones:
             return
         requests = [request for request, _, _, _ in open_ones]
         places = [tie for _, tie, _, _ in open_ones]
         sampling = self._sampling
-        if more := [one for one in stop if one not in sampling.stop]:
+        if more := [stop_string for stop_string in stop if stop_string not in sampling.stop]:
             sampling = msgspec.structs.replace(sampling, stop=[*sampling.stop, *more])
         told: dict[str, Any] = {}
         if any(tell is not None for _, _, _, tell in open_ones):

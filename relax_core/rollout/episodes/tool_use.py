@@ -73,10 +73,10 @@ def with_call_error(messages: Sequence[Message], action: Action) -> list[Message
     """Returns the messages that follow a response, with the error of its calls that could not be made."""
     if not action.call_error or not messages:
         return list(messages)
-    *others, last = messages
+    *earlier, last = messages
     if last["role"] == "tool":
         return [*messages, {"role": "tool", "content": action.call_error}]
     content: Any = last["content"]
     if isinstance(content, str):
-        return [*others, {**last, "content": f"{content}\n{action.call_error}"}]
-    return [*others, {**last, "content": [*content, {"type": "text", "text": f"\n{action.call_error}"}]}]
+        return [*earlier, {**last, "content": f"{content}\n{action.call_error}"}]
+    return [*earlier, {**last, "content": [*content, {"type": "text", "text": f"\n{action.call_error}"}]}]

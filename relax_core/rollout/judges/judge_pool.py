@@ -241,7 +241,7 @@ class JudgeAccuracy:
 
     def words(self) -> str:
         """Returns the number of right verdicts and the first wrong verdicts as text."""
-        first = "".join(f" {one}." for one in self.wrong[:SHOWN])
+        first = "".join(f" {example}." for example in self.wrong[:SHOWN])
         return f"{self.right} of {self.right + len(self.wrong)} verdicts are right.{first}"
 
 
@@ -288,9 +288,9 @@ async def judge_accuracy(
     limit = asyncio.Semaphore(AT_ONCE)
     async with judges.of_group() as asking:
 
-        async def output(one: KnownVerdict) -> RewardOutput:
+        async def output(known_verdict: KnownVerdict) -> RewardOutput:
             async with limit:
-                ((output, _),) = await score_async(spec, [JudgedInput.of(one.given(), asking)], config)
+                ((output, _),) = await score_async(spec, [JudgedInput.of(known_verdict.given(), asking)], config)
                 return output
 
         outputs = await asyncio.gather(*map(output, known))
@@ -299,13 +299,13 @@ async def judge_accuracy(
 
 
 def _wrong(known: Sequence[KnownVerdict], outputs: Sequence[RewardOutput]) -> Iterator[str]:
-    for one, output in zip(known, outputs, strict=True):
+    for known_verdict, output in zip(known, outputs, strict=True):
         if output.reward is None:
-            yield f"{one.where}: {output.reason}"
+            yield f"{known_verdict.where}: {output.reason}"
             continue
         verdict = (output.parts or {}).get("verdict", output.reward)
-        if abs(verdict - one.verdict) >= NEAR:
-            yield f"{one.where}: {verdict:g} instead of {one.verdict:g}"
+        if abs(verdict - known_verdict.verdict) >= NEAR:
+            yield f"{known_verdict.where}: {verdict:g} instead of {known_verdict.verdict:g}"
 
 
 async def check_judges(config: RelaxConfig, judges: JudgePool, record: Callable[[Mapping[str, float]], None]) -> None:

@@ -140,17 +140,17 @@ class JudgeEngines:
         try:
             await SharedRequests(self._pool, params).answer(asked)
         except Exception as error:  # the callers raise it
-            left = [one for one in asked if not one[2].done()]
+            left = [question for question in asked if not question[2].done()]
             if isinstance(error, EngineError) and len(asked) > 1:
-                for one in left:
-                    self._start(self._send([one], temperature))
+                for question in left:
+                    self._start(self._send([question], temperature))
                 return
             for _, _, response, _ in left:
                 response.set_exception(JudgeRefused(str(error)) if isinstance(error, EngineError) else error)
 
-    def _text(self, one: Generated, *, prompt_tokens: int) -> JudgeText:
-        ids = one.output_ids.tolist()
-        stopped = one.finish_reason == "stop"
+    def _text(self, generated: Generated, *, prompt_tokens: int) -> JudgeText:
+        ids = generated.output_ids.tolist()
+        stopped = generated.finish_reason == "stop"
         said = ids[:-1] if stopped and ids and ids[-1] in self._tokenizer.stop_token_ids else ids
         return JudgeText(text=self._tokenizer.decode(said), is_cut=not stopped, tokens=prompt_tokens + len(ids))
 

@@ -88,7 +88,7 @@ class HangWatch:
             yield go_on
         finally:
             with self._lock:
-                self._calls = [one for one in self._calls if one is not call]
+                self._calls = [other_call for other_call in self._calls if other_call is not call]
                 self._moves = True
 
     def close(self) -> None:

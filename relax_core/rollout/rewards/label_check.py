@@ -83,7 +83,7 @@ class LabelCheck:
         Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not
         start.
         """
-        rewards = {key[0]: one.chosen for key, one in self._seen.items()}
+        rewards = {key[0]: seen.chosen for key, seen in self._seen.items()}
         lines: list[str] = []
         for label, chosen in rewards.items():
             keys = [key for key, _ in self._counts.most_common() if key[0] == label and key in self._seen]
@@ -101,13 +101,13 @@ class LabelCheck:
         late = 0
         with self._scorer(chosen) as score:
             for key in keys:
-                one = self._seen[key]
-                label, row = one.row["answer"], without_bytes(one.row)
+                seen = self._seen[key]
+                label, row = seen.row["answer"], without_bytes(seen.row)
                 for answer in right_answers(chosen, label):
                     output = score(RewardInput(response=answer, stopped=True, answer=label, row=row))
                     late += output.cause == "timeout"
                     if not output.exact:
-                        faults[key] = f"{one.where}: answer={short(label)}, and {short(answer)} {_got(output)}"
+                        faults[key] = f"{seen.where}: answer={short(label)}, and {short(answer)} {_got(output)}"
                         break
                 if late >= _MOST_LATE:
                     break
@@ -141,7 +141,7 @@ def right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
         answers: Any = chosen.spec.right_answers(label, chosen.config)
     except Exception as error:  # plug-in code
         raise ValueError(f"reward {chosen.label}: right_answers({label!r}): {plugin_words(error)}") from error
-    if isinstance(answers, list | tuple) and all(isinstance(one, str) for one in answers):
+    if isinstance(answers, list | tuple) and all(isinstance(answer, str) for answer in answers):
         return answers
     raise ValueError(f"reward {chosen.label}: right_answers returned {shown(answers)}. Return a list of texts.")
 

@@ -84,8 +84,8 @@ class RewardAudit:
     @property
     def wrong_share(self) -> float:
         """Returns the share of wrong answers that were awarded."""
-        answers = sum(one.answers for one in self.families.values())
-        return sum(one.scored for one in self.families.values()) / answers if answers else 0.0
+        answers = sum(family.answers for family in self.families.values())
+        return sum(family.scored for family in self.families.values()) / answers if answers else 0.0
 
     @property
     def missed_share(self) -> float:
@@ -94,7 +94,7 @@ class RewardAudit:
 
     def above(self, limit: float) -> list[str]:
         """Returns the families with an awarded answer in more than this share of the rows, worst first."""
-        found = [name for name, one in self.families.items() if one.share > limit]
+        found = [name for name, family in self.families.items() if family.share > limit]
         return sorted(found, key=lambda name: -self.families[name].share)
 
 
@@ -129,11 +129,13 @@ def audit_run_reward(
     setups = _judges_with_url(choice.judged)
 
     def right_of(row: DataRow) -> list[str]:
-        scorers = [one for one in choice.scorers(row) if one.spec.right_answers is not None]
-        return [text for one in scorers for text in right_answers(one, str(row["answer"]))]
+        scorers = [scorer for scorer in choice.scorers(row) if scorer.spec.right_answers is not None]
+        return [text for scorer in scorers for text in right_answers(scorer, str(row["answer"]))]
 
     async def scored() -> RewardAudit:
-        judges = JudgePool({name: RunJudge(name, one, JudgeUrl(one.settings), seed=0) for name, one in setups.items()})
+        judges = JudgePool(
+            {name: RunJudge(name, setup, JudgeUrl(setup.settings), seed=0) for name, setup in setups.items()}
+        )
 
         async def score(inputs: Sequence[RewardInput]) -> list[RewardOutput]:
             if not setups:
@@ -215,7 +217,7 @@ async def audit_reward(
     judged = without = compared = distinguished = 0
     for row, answers, outputs in zip(rows, made, scored, strict=True):
         without += sum(output.reward is None for output in outputs)
-        if any(one.other for one in answers):
+        if any(answer.other for answer in answers):
             compared += 1
             distinguished += _distinguishes(answers, outputs)
         gains = _gains(answers, outputs)
@@ -251,12 +253,16 @@ class _Answer:
 
 def _answers(row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]) -> list[_Answer]:
     label = str(row["answer"])
-    seen = AuditedRow(prompt=question(row["prompt"]), label=label, others=[one for one in labels if one != label])
+    seen = AuditedRow(
+        prompt=question(row["prompt"]),
+        label=label,
+        others=[other_label for other_label in labels if other_label != label],
+    )
     wrong = [_Answer(text=text, family=family) for family, text in wrong_answers(seen)]
     right = [_Answer(text=text, form=form) for form, text in zip(RIGHT_FORMS, right_forms(label), strict=True)]
     own = [_Answer(text=text, form=OWN_FORM) for text in right_of(row)]
-    if any(one.text.startswith(THINKING) for one in own):
-        wrong += [_Answer(text=THINKING + one.text, family=one.family) for one in wrong]
+    if any(answer.text.startswith(THINKING) for answer in own):
+        wrong += [_Answer(text=THINKING + answer.text, family=answer.family) for answer in wrong]
     return [*right, *own, *_with_another_label(row, seen.others, right_of), *wrong]
 
 
@@ -273,35 +279,37 @@ def _with_another_label(
     texts = zip(RIGHT_FORMS, right_forms(others[0]), strict=True)
     return [
         *(_Answer(text=text, other=form) for form, text in texts),
-        *(_Answer(text=one, other=OWN_FORM) for one in own),
+        *(_Answer(text=text, other=OWN_FORM) for text in own),
     ]
 
 
 def _distinguishes(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> bool:
     """Returns whether the label has a larger reward than the other label in some form."""
     best: dict[str, float] = defaultdict(lambda: -math.inf)
-    for one, output in zip(answers, outputs, strict=True):
-        if one.other and output.reward is not None:
-            best[one.other] = max(best[one.other], output.reward)
+    for answer, output in zip(answers, outputs, strict=True):
+        if answer.other and output.reward is not None:
+            best[answer.other] = max(best[answer.other], output.reward)
     return any(
-        one.form in best and output.reward is not None and output.reward > best[one.form]
-        for one, output in zip(answers, outputs, strict=True)
+        answer.form in best and output.reward is not None and output.reward > best[answer.form]
+        for answer, output in zip(answers, outputs, strict=True)
     )
 
 
 async def _scored(score: Score, row: DataRow, answers: Sequence[_Answer]) -> list[RewardOutput]:
     label, given = str(row["answer"]), without_bytes(row)
-    inputs = [RewardInput(response=one.text, stopped=True, answer=label, row=given) for one in answers]
+    inputs = [RewardInput(response=answer.text, stopped=True, answer=label, row=given) for answer in answers]
     return await score(inputs)
 
 
 def _gains(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> list[float] | None:
     """Returns each answer's gain over an empty answer, 1 for the best right answer; None if no right answer gains."""
     values = [output.reward for output in outputs]
-    empty = next((value for one, value in zip(answers, values, strict=True) if one.family and one.text == ""), None)
+    empty = next(
+        (value for answer, value in zip(answers, values, strict=True) if answer.family and answer.text == ""), None
+    )
     known = [value for value in values if value is not None]
     base = empty if empty is not None else min(known, default=0.0)
-    right = [value for one, value in zip(answers, values, strict=True) if one.form and value is not None]
+    right = [value for answer, value in zip(answers, values, strict=True) if answer.form and value is not None]
     best = max(right, default=base)
     if best <= base:
         return None
@@ -316,19 +324,19 @@ def _count(
     gains: Sequence[float],
 ) -> None:
     awarded: dict[str, bool] = {}
-    for one, gain in zip(answers, gains, strict=True):
+    for answer, gain in zip(answers, gains, strict=True):
         got = gain > SCORES_FROM
-        if one.form:
-            taken[one.form].append((got, f"{short(one.text)} for the label {short(label)}"))
+        if answer.form:
+            taken[answer.form].append((got, f"{short(answer.text)} for the label {short(label)}"))
             continue
-        if one.other:
+        if answer.other:
             continue
-        figures = families[one.family]
+        figures = families[answer.family]
         figures.answers += 1
         figures.scored += got
-        awarded[one.family] = awarded.get(one.family, False) or got
+        awarded[answer.family] = awarded.get(answer.family, False) or got
         if got and gain > figures.worst_gain:
-            figures.worst, figures.worst_gain = f"{short(one.text)} for the label {short(label)}", gain
+            figures.worst, figures.worst_gain = f"{short(answer.text)} for the label {short(label)}", gain
     for family, got in awarded.items():
         families[family].rows += 1
         families[family].rows_scored += got

@@ -103,15 +103,15 @@ class RewardPool:
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices of workers
         self._worker_times = WorkerTimes()
         self._worker_threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward worker")
-        if isolated := [one for one in self._choice.known() if one.spec.isolated]:
+        if isolated := [reward for reward in self._choice.known() if reward.spec.isolated]:
             self._start_workers(isolated)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
         self._calls = asyncio.Semaphore(concurrency)  # limits the calls of async rewards
         self._closed = False
-        self._running = {one.label: _RunningReward(one, on_hang) for one in self._choice.known()}
+        self._running = {reward.label: _RunningReward(reward, on_hang) for reward in self._choice.known()}
 
     def _start_workers(self, rewards: Sequence[ChosenReward]) -> None:
-        configs = [one.config for one in rewards]
+        configs = [reward.config for reward in rewards]
         sandbox = reward_sandbox(self._choice, rewards, media_folder=self._media_folder)
         log = None if self._log is None else self._log.descriptor
         self._workers = [RewardWorker(configs, log=log, sandbox=sandbox) for _ in range(self._worker_count)]
@@ -175,8 +175,8 @@ class RewardPool:
         if chosen.label not in self._running:
             self._running[chosen.label] = _RunningReward(chosen, self._on_hang)
         reward = self._running[chosen.label]
-        each = [inputs] if reward.spec.score_group is not None else [[given] for given in inputs]
-        return [outcome for call in await self._calls_of(reward, each, inputs) for outcome in call]
+        groups = [inputs] if reward.spec.score_group is not None else [[given] for given in inputs]
+        return [outcome for call in await self._calls_of(reward, groups, inputs) for outcome in call]
 
     def figures(self) -> dict[str, float]:
         """Returns the metrics of each training reward since the last call, and the times of the workers.
@@ -190,22 +190,22 @@ class RewardPool:
         }
 
     async def _calls_of(
-        self, reward: _RunningReward, each: Sequence[Sequence[RewardInput]], inputs: Sequence[RewardInput]
+        self, reward: _RunningReward, groups: Sequence[Sequence[RewardInput]], inputs: Sequence[RewardInput]
     ) -> list[list[Outcome]]:
         """Returns the outcomes of each call that scores these answers, in order."""
         if reward.spec.is_async:
-            return await asyncio.gather(*(self._awaited(reward, call) for call in each))
+            return await asyncio.gather(*(self._awaited(reward, call) for call in groups))
         loop = asyncio.get_running_loop()
         if reward.spec.isolated:
             if not self._workers and not self._closed:
                 self._start_workers([reward.chosen])
             threads = self._worker_threads
             return await asyncio.gather(
-                *(loop.run_in_executor(threads, self._in_worker, reward, call) for call in each)
+                *(loop.run_in_executor(threads, self._in_worker, reward, call) for call in groups)
             )
         if reward.answer_s * len(inputs) <= IN_LOOP_S:
             return [self._in_process(reward, inputs)]
-        calls = each if reward.answer_s > ALONE_S else [inputs]
+        calls = groups if reward.answer_s > ALONE_S else [inputs]
         return await asyncio.gather(
             *(loop.run_in_executor(self._threads, self._in_process, reward, call) for call in calls)
         )

@@ -30,10 +30,10 @@ def reward_sandbox(
         log.warning("isolated rewards run without a sandbox, with the rights of this run: %s", refusal)
         return None
     shown = [Path(media_folder)] if media_folder else []
-    for one in rewards:
-        shown += [Path(path).expanduser().absolute() for path in one.spec.reads(one.config)]
-        if is_file_plugin(one.config.name):
-            file = Path(one.config.name).expanduser().absolute()
+    for reward in rewards:
+        shown += [Path(path).expanduser().absolute() for path in reward.spec.reads(reward.config)]
+        if is_file_plugin(reward.config.name):
+            file = Path(reward.config.name).expanduser().absolute()
             shown += [file, *file.parent.glob("*.py")]
     return WorkerSandbox(read_only=tuple(shown), imports=tuple(_installed()))
 

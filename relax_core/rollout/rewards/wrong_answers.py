@@ -79,7 +79,7 @@ WITHOUT_LABEL: Mapping[str, Family] = {
     "the prompt": lambda row: [row.prompt[:_MOST_PROMPT]],
     "the last line of the prompt": lambda row: [row.last_line, *_boxed([row.last_line])],
     "an expression of the prompt": lambda row: _answered(row.expressions),
-    "an expression of the prompt, unfinished": lambda row: [f"{one} =" for one in row.expressions],
+    "an expression of the prompt, unfinished": lambda row: [f"{expression} =" for expression in row.expressions],
     "a number of the prompt": lambda row: _answered(_NUMBER.findall(row.prompt)[-2:]),
     "a constant": lambda row: _answered(["0", "1", "-1", "2", "42", "x", "None"]),
     "yes or no": lambda row: _answered(["Yes", "No", "True", "False"]),
@@ -118,8 +118,8 @@ WITH_LABEL: Mapping[str, Family] = {
     ),
     "a range": lambda row: [*_between(row, "{}-{}"), *_between(row, "[{}, {}]"), *_between(row, "between {} and {}")],
     "one or the other": lambda row: [
-        form.format(other, row.label)
-        for other in (row.around(-1) or list(row.others[:1]))
+        form.format(other_label, row.label)
+        for other_label in (row.around(-1) or list(row.others[:1]))
         for form in (
             "{1} or {0}",
             "\\boxed{{{0} \\text{{ or }} {1}}}",
@@ -128,11 +128,13 @@ WITH_LABEL: Mapping[str, Family] = {
         )
     ],
     "an inequality with the label": lambda row: _answered([f"x<={row.label}", f"\\ge {row.label}"]),
-    "a denial of the label": lambda row: [f"The answer is not {row.label}, it is {other}." for other in row.others[:1]],
+    "a denial of the label": lambda row: [
+        f"The answer is not {row.label}, it is {other_label}." for other_label in row.others[:1]
+    ],
     "the label in the thinking alone": lambda row: _thought(row.label),
     "the label in front of another answer": lambda row: [
-        form.format(row.label, other)
-        for other in (row.around(1) or list(row.others[:1]))
+        form.format(row.label, other_label)
+        for other_label in (row.around(1) or list(row.others[:1]))
         for form in (
             "{0}? No, the answer is {1}.",
             "\\boxed{{{0}}} No: \\boxed{{{1}}}",

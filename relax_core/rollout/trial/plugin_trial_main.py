@@ -57,13 +57,13 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
         source = spec.open(config)
         rows = _tried_rows(source, where, say, limit_s=request.call_s)
         say(Stage(what=f"{where}: to open it once more, as another process does", limit_s=request.open_s))
-        other = spec.open(config)
-        if len(source) != len(other):
-            yield f"{where}: it has {len(source)} rows, and {len(other)} when it is opened once more. {_SAME}"
+        reopened = spec.open(config)
+        if len(source) != len(reopened):
+            yield f"{where}: it has {len(source)} rows, and {len(reopened)} when it is opened once more. {_SAME}"
             return
         say(Stage(what=f"{where}: its held-out rows", limit_s=request.open_s))
-        other.held_out()
-        again = _tried_rows(other, where, say, limit_s=request.call_s)
+        reopened.held_out()
+        again = _tried_rows(reopened, where, say, limit_s=request.call_s)
     except WrongResult as error:
         yield f"{where}: {error}"
         return

@@ -100,8 +100,8 @@ _CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     **{
-        (index.__name__, one.__name__): one
-        for one in (
+        (index.__name__, kind.__name__): kind
+        for kind in (
             *(Metadata, index.MetadataIndex, index.StorageMeta, index.TensorProperties, index.TensorStorageMetadata),
             *(index.ChunkStorageMetadata, index.BytesStorageMetadata, index._MEM_FORMAT_ENCODING),
         )

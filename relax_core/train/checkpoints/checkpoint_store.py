@@ -90,7 +90,7 @@ def remove_folder(folder: Path) -> None:
     removed = folder
     if folder.suffix != REMOVED_SUFFIX:
         hidden = folder.with_name(f".{folder.name.removeprefix('.')}{REMOVED_SUFFIX}")
-        removed = next(each for each in numbered(hidden, suffix=REMOVED_SUFFIX) if not each.exists())
+        removed = next(candidate for candidate in numbered(hidden, suffix=REMOVED_SUFFIX) if not candidate.exists())
         try:
             folder.rename(removed)
         except OSError as error:
@@ -370,12 +370,17 @@ def has_checkpoint(root: Path) -> bool:
 
 def _instead(folder: Path) -> str:
     """Returns a text for the user with the other checkpoints next to ``folder``, newest step first."""
-    others = sorted(
-        (other for other in folder.parent.glob("step_*") if other != folder and (other / META).is_file()), reverse=True
+    checkpoints = sorted(
+        (
+            checkpoint
+            for checkpoint in folder.parent.glob("step_*")
+            if checkpoint != folder and (checkpoint / META).is_file()
+        ),
+        reverse=True,
     )
-    if not others:
+    if not checkpoints:
         return f"There is no other checkpoint in {folder.parent}. {_ANEW}"
-    return "Resume from another checkpoint: " + ", ".join(f"resume={other}" for other in others) + "."
+    return "Resume from another checkpoint: " + ", ".join(f"resume={checkpoint}" for checkpoint in checkpoints) + "."
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -136,7 +136,7 @@ class RankCheckpoint:
         """Copies the state after ``steps_done`` train steps to the host."""
         provenance = replace(self._provenance(steps_done), updates=self._updates_of_all_ranks())
         assert provenance.updates, "a state can be saved only after the first update"
-        pieces = {name: one.copied() for name, one in self._pieces(saving=True).items()}
+        pieces = {name: piece.copied() for name, piece in self._pieces(saving=True).items()}
         pieces |= {self._stream(name): _whole(tensor) for name, tensor in random_state().items()}
         return StateCopy(pieces=pieces, provenance=provenance)
 
@@ -206,7 +206,7 @@ class RankCheckpoint:
                 if state is not None and (whole or self._setup.parallel.distributed_optimizer):
                     for kind, flat in state.tensors().items():
                         add(f"{kind}/", weight, weight.blocks(index, flat, start=state.start))
-        return {name: one for name, one in pieces.items() if one.blocks}
+        return {name: piece for name, piece in pieces.items() if piece.blocks}
 
     def _stream(self, name: str) -> str:
         return f"random/{self._setup.rank}/{name}"

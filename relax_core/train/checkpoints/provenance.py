@@ -113,7 +113,7 @@ def check_same_model(saved: Provenance, now: Provenance, *, folder: Path) -> Non
 
 def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path) -> None:
     """Raises ValueError if other parts of the model were frozen, because frozen parts have no optimizer state."""
-    before, here = (f"[{','.join(one.frozen)}]" for one in (saved, now))
+    before, here = (f"[{','.join(source.frozen)}]" for source in (saved, now))
     if set(saved.frozen) != set(now.frozen):
         raise ValueError(
             f"checkpoint {folder}: the parts {before} of the model were frozen and have no optimizer state there; now "

@@ -80,9 +80,9 @@ def export_hf_folder(
         weights = [
             (name, dtype or stored.get(name, own_dtype), shape) for name, shape in shapes.items() if name not in tied
         ]
-        dtypes = {name: getattr(torch, one) for name, one, _ in weights}
+        dtypes = {name: getattr(torch, dtype_name) for name, dtype_name, _ in weights}
         copied = _passed_weights(source_folder, passed)
-        weights += [(name, one.dtype, one.shape) for name, one in copied]
+        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in copied]
         _write_shards(folder, _cut(weights, shard_bytes), chain(_with_dtypes(dtypes, tensors), copied))
         if dtype or not stored:
             config = _with_dtype(config, dtype or own_dtype)
@@ -105,7 +105,7 @@ def _passed_weights(folder: Path, passed: tuple[str, ...]) -> list[tuple[str, St
     """Returns the tensors that an export copies, unread, in the order in which they are stored."""
     if not passed:
         return []
-    return [one for file in weight_files(folder) for one in stored_bytes(file) if one[0].startswith(passed)]
+    return [stored for file in weight_files(folder) for stored in stored_bytes(file) if stored[0].startswith(passed)]
 
 
 def _with_dtypes(

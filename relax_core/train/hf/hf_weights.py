@@ -216,9 +216,9 @@ class HfWeights:
         self._ignored = architecture.ignored_weights
         if value_head and not architecture.tie_word_embeddings:
             self._ignored |= {architecture.output_weight}
-            stored = tuple(one for one in stored if one.name != architecture.output_weight)
-        self._stored = {one.name: one for one in stored}
-        rules = tuple(rule for one in stored for rule in one.rules)
+            stored = tuple(weight for weight in stored if weight.name != architecture.output_weight)
+        self._stored = {weight.name: weight for weight in stored}
+        rules = tuple(rule for weight in stored for rule in weight.rules)
         all_rules = (*rules, *(VALUE_RULES if value_head else ()))
         self._order = {rule.hf: index for index, rule in enumerate(all_rules)}
         slices, unused = weight_slices(
@@ -230,16 +230,18 @@ class HfWeights:
         )
         assert not unused, f"the rules of family {architecture.family} miss these parameters: {unused}"
         self.all_slices: Mapping[str, WeightSlice] = slices  # including the slices of a value head
-        self._slices = {name: one for name, one in slices.items() if not name.startswith(VALUE_HEAD)}
+        self._slices = {name: piece for name, piece in slices.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._slices.values())).views[0]
-        dtype = next(one.views[0].dtype for name, one in self._slices.items() if not architecture.stays_float32(name))
+        dtype = next(
+            piece.views[0].dtype for name, piece in self._slices.items() if not architecture.stays_float32(name)
+        )
 
         def dtype_of(name: str) -> torch.dtype:
             return torch.float32 if architecture.stays_float32(name) else dtype
 
         weights = agree_on_senders(rules, self._slices, device=self._like.device, dtype_of=dtype_of)
         # The shapes of the weights that `export` yields, in its order.
-        self.shapes: Mapping[str, tuple[int, ...]] = {one.name: one.shape for one in stored}
+        self.shapes: Mapping[str, tuple[int, ...]] = {weight.name: weight.shape for weight in stored}
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -88,10 +88,10 @@ class StoredWeight:
                 first += rows
             return
         transposed = self.transposed and tuple(source.shape) == self.shape
-        each = len(self.rules) // self.experts
-        width = self.outputs // each
+        per_expert = len(self.rules) // self.experts
+        width = self.outputs // per_expert
         for number, rule in enumerate(self.rules):
-            expert, part = divmod(number, each)
+            expert, part = divmod(number, per_expert)
             yield rule.hf, _ExpertPart(source, expert, part * width, width, transposed=transposed)
 
 
@@ -138,7 +138,9 @@ def stored_weights(architecture: Architecture) -> tuple[StoredWeight, ...]:
         else:
             fused[name] = [rule]
             found.append(StoredWeight(name, (), ()))  # It reserves the position until all its rules are known.
-    return tuple(_fused(one.name, fused[one.name], architecture) if one.name in fused else one for one in found)
+    return tuple(
+        _fused(weight.name, fused[weight.name], architecture) if weight.name in fused else weight for weight in found
+    )
 
 
 def fused_name(rule: WeightRule, architecture: Architecture) -> str | None:
@@ -191,13 +193,13 @@ def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight])
 def _joined(weight: StoredWeight, incoming: Iterator[tuple[str, Tensor]]) -> Tensor | None:
     """Returns a layer's experts, or the rows of several rules, in one tensor; None without further tensors."""
     whole: Tensor | None = None
-    each = len(weight.rules) // (weight.experts or 1)
-    width = 0 if weight.rows else weight.outputs // each
+    per_expert = len(weight.rules) // (weight.experts or 1)
+    width = 0 if weight.rows else weight.outputs // per_expert
     for number, (name, tensor) in enumerate(islice(incoming, len(weight.rules))):
         assert name == weight.rules[number].hf, f"{name} comes in place of {weight.rules[number].hf}"
         if whole is None:
             whole = tensor.new_empty(weight.shape)
-        expert, part = divmod(number, each)
+        expert, part = divmod(number, per_expert)
         rows = slice(part * width, (part + 1) * width)
         if weight.rows:
             first = sum(weight.rows[:number])
@@ -225,13 +227,13 @@ def passed_bytes(folder: Path, passed: tuple[str, ...]) -> int:
     """Returns the bytes of a folder's tensors whose names begin with one of ``passed``, from the files' headers."""
     if not passed:
         return 0
-    stored = (one for path in weight_files(folder) for one in stored_bytes(path))
-    return sum(one.nbytes for name, one in stored if name.startswith(passed))
+    stored = (named_tensor for path in weight_files(folder) for named_tensor in stored_bytes(path))
+    return sum(tensor.nbytes for name, tensor in stored if name.startswith(passed))
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     """Returns one sentence for each reason why the trainer cannot load the folder, or an empty list."""
-    stored = {one.name: one for one in stored_weights(architecture)}
+    stored = {weight.name: weight for weight in stored_weights(architecture)}
     ignored = architecture.ignored_weights
     problems, found, passed = [], dict[str, Path](), set[str]()
     try:

@@ -225,22 +225,22 @@ def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...
     if rule.megatron.startswith((VISION, AUDIO)):
         rows, *rest = architecture.tower_shapes[rule.hf]
         return (rows, math.prod(rest)) if rest else (rows,)
-    one, experts = architecture, architecture.experts
-    hidden, queries, keys = one.hidden_size, one.num_heads * one.head_dim, one.num_kv_heads * one.head_dim
-    width = one.intermediate_size
+    arch, experts = architecture, architecture.experts
+    hidden, queries, keys = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    width = arch.intermediate_size
     if experts is not None:
         width = experts.width if rule.expert else experts.shared_width
     module = rule.megatron.split(".")[-2]
-    if ".linear_attn." in rule.hf and one.delta_net is not None:
-        return _net_shape(rule, one.delta_net, hidden)
+    if ".linear_attn." in rule.hf and arch.delta_net is not None:
+        return _net_shape(rule, arch.delta_net, hidden)
     if module in ("q_layernorm", "k_layernorm"):
-        return (one.head_dim,)
+        return (arch.head_dim,)
     if module.endswith("layernorm"):
         return (hidden,)
     shape = {
-        "word_embeddings": (one.vocab_size, hidden),
-        "output_layer": (one.vocab_size, hidden),
-        "linear_qkv": (queries * (1 + one.output_gate) if rule.part is Part.query else keys, hidden),
+        "word_embeddings": (arch.vocab_size, hidden),
+        "output_layer": (arch.vocab_size, hidden),
+        "linear_qkv": (queries * (1 + arch.output_gate) if rule.part is Part.query else keys, hidden),
         "linear_proj": (hidden, queries),
         "linear_fc1": (width, hidden),
         "linear_fc2": (hidden, width),

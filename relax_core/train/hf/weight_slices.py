@@ -129,7 +129,7 @@ def weight_slices(
             rule.megatron, experts=architecture.experts is not None, delta_layers=architecture.delta_layers
         )
         names = [name, _OUTPUT] if tied_output and name == _EMBEDDING else [name]
-        held = [parameters[each] for each in names if each in parameters]
+        held = [parameters[weight_name] for weight_name in names if weight_name in parameters]
         unused.difference_update(names)
         if not held:
             continue

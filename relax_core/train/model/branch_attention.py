@@ -214,13 +214,13 @@ class BranchPlan:
         rows = len(key) if self.key_order is None else len(self.key_order)
         most = max(_CALL_BYTES // (rows * key[0, 0].nbytes), torch.get_num_threads())
         heads, key_heads = query.shape[1], key.shape[1]
-        each = heads // key_heads
-        together = min(max(most // each, 1), key_heads)
-        step = min(most, each) if together == 1 else together * each
+        group_size = heads // key_heads
+        together = min(max(most // group_size, 1), key_heads)
+        step = min(most, group_size) if together == 1 else together * group_size
         for first in range(0, key_heads, together):
             stop = min(first + together, key_heads)
-            starts = range(first * each, stop * each, step)
-            yield slice(first, stop), [slice(start, min(start + step, stop * each)) for start in starts]
+            starts = range(first * group_size, stop * group_size, step)
+            yield slice(first, stop), [slice(start, min(start + step, stop * group_size)) for start in starts]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, output: Tensor, log_sum: Tensor

@@ -94,10 +94,10 @@ class SegmentLevels:
         parent_rows = np.append(chains.parents(), -1)  # index -1 (no row) maps to -1
         above = np.empty((kernel - 1, count), dtype=np.int64)
         found = np.arange(count)
-        for one in above:
+        for ancestors in above:
             found = parent_rows[found]
-            one[:] = np.where(found < 0, count, found)
-        order = torch.cat([one.rows for one in levels])
+            ancestors[:] = np.where(found < 0, count, found)
+        order = torch.cat([level.rows for level in levels])
         places = torch.empty_like(order)
         places[order] = torch.arange(count, device=order.device)
         return SegmentLevels(tuple(levels), torch.from_numpy(above).to(device), places)
@@ -140,11 +140,11 @@ def _flash_rule(
 ) -> tuple[Tensor, Tensor]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    each = value.shape[1] // key.shape[1]
+    repeats = value.shape[1] // key.shape[1]
     edges = torch.tensor([0, *level.lengths], device=query.device).cumsum(0)
     output, final = chunk_gated_delta_rule(
-        query.repeat_interleave(each, 1)[None],
-        key.repeat_interleave(each, 1)[None],
+        query.repeat_interleave(repeats, 1)[None],
+        key.repeat_interleave(repeats, 1)[None],
         value[None],
         g=decay[None],
         beta=strength[None],
@@ -256,7 +256,7 @@ class TreeDeltaNet(MegatronModule):
                 states = value.new_zeros(shape, dtype=torch.float32)
             else:
                 states = states.index_select(0, level.parents)
-            own = [one.index_select(0, level.rows) for one in (query, key, value, decay, strength)]
+            own = [tensor.index_select(0, level.rows) for tensor in (query, key, value, decay, strength)]
             found, states = self._rule(own[0], own[1], own[2], own[3], own[4], level, states)
             outputs.append(found)
         return torch.cat(outputs).index_select(0, levels.row_places)

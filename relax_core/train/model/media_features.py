@@ -56,7 +56,7 @@ def deal_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
         rank = min(range(ranks), key=loads.__getitem__)
         loads[rank] += work[index]
         dealt[rank].append(index)
-    return [sorted(one) for one in dealt]
+    return [sorted(numbers) for numbers in dealt]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +164,15 @@ def finalize_gradients(chunks: Sequence[Any], *, dealt: bool) -> None:
 
 def sum_tower_gradients(models: Sequence[Any]) -> None:
     """Sums the gradients of the towers of this rank's chunks over the tensor-parallel ranks, all of which call it."""
-    towers = [one for model in models for one in (model.vision, model.audio) if one is not None]
-    gradients = [one.main_grad for tower in towers for one in tower.parameters() if one.requires_grad]
+    towers = [tower for model in models for tower in (model.vision, model.audio) if tower is not None]
+    gradients = [parameter.main_grad for tower in towers for parameter in tower.parameters() if parameter.requires_grad]
     if not gradients or parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
-    flat = torch.cat([one.reshape(-1) for one in gradients])
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
-    for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+    for gradient, summed in zip(
+        gradients, flat.split([flat_gradient.numel() for flat_gradient in gradients]), strict=True
+    ):
         gradient.copy_(summed.view_as(gradient))
 
 
@@ -320,7 +322,7 @@ def _gathered(media: MediaInputs, group: MediaGroup, model: Any) -> Tensor:
 
 
 def _trains(module: torch.nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _add_deepstack(number: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -260,7 +260,7 @@ def test_the_end_of_the_run(make_bus: MakeBus) -> None:
 def test_samples_count_by_the_modality_of_their_prompt(make_bus: MakeBus) -> None:
     bus = make_bus(mix={"video": 0.5, "text": 0.5}, groups_per_step=2)
     admissions = bus.admit(2, timeout_s=T)
-    drawn = {one.data_index for one in admissions}
+    drawn = {admission.data_index for admission in admissions}
     bus.drop(admissions[0].group_uid, reason="reward_failed", timeout_s=T)
     (again,) = bus.admit(1, timeout_s=T)
     assert drawn == {0, 1} and again.data_index == admissions[0].data_index + 2
@@ -270,15 +270,15 @@ def test_samples_count_by_the_modality_of_their_prompt(make_bus: MakeBus) -> Non
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
     counts = bus.progress(timeout_s=T).ledger.modalities
     assert sorted(counts) == ["text", "video"]
-    assert [one.trained for one in counts.values()] == [2, 2]
-    assert sum(one.dropped.get("reward_failed", 0) for one in counts.values()) == 2
+    assert [count.trained for count in counts.values()] == [2, 2]
+    assert sum(count.dropped.get("reward_failed", 0) for count in counts.values()) == 2
 
 
 def test_a_rollout_names_modalities_without_shares(make_bus: MakeBus) -> None:
     bus = make_bus()
     admissions = bus.admit(2, timeout_s=T)
     assert bus.progress(timeout_s=T).ledger.modalities == {}
-    bus.name_modalities({one.index: "audio" for one in admissions}, timeout_s=T)
+    bus.name_modalities({admission.index: "audio" for admission in admissions}, timeout_s=T)
     (counts,) = bus.progress(timeout_s=T).ledger.modalities.values()
     assert (counts.issued, counts.open) == (4, 4)
     with pytest.raises(ValueError, match="never admitted"):

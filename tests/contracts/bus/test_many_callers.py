@@ -63,10 +63,10 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
     bus = make_bus(groups_per_step=GROUPS, max_staleness=max_staleness, total_steps=STEPS)
     seen: list[str] = []
     with ThreadPoolExecutor(8) as pool:
-        others: list[Future[None]] = [pool.submit(_produce, bus) for _ in range(4)]
-        others += [pool.submit(_work, bus, seen) for _ in range(3)]
+        calls: list[Future[None]] = [pool.submit(_produce, bus) for _ in range(4)]
+        calls += [pool.submit(_work, bus, seen) for _ in range(3)]
         trained = pool.submit(_train, bus, max_staleness).result(timeout=5 * T)
-        for future in others:
+        for future in calls:
             future.result(timeout=T)
     assert Counter(trained) == Counter(f"g{index:08d}.{k}" for index in range(STEPS * GROUPS) for k in range(2))
     assert len(seen) == len(set(seen)) == STEPS * GROUPS
@@ -106,7 +106,7 @@ def test_a_put_wakes_only_who_can_go_on(make_bus: MakeBus) -> None:
         _await_waits(bus, 2)
         bus.put([make_row(first)], timeout_s=T)
         for_one.result(timeout=T)
-        assert [one.task for one in bus.waits(timeout_s=T)] == ["actor"]
+        assert [wait.task for wait in bus.waits(timeout_s=T)] == ["actor"]
         bus.put([make_row(second)], timeout_s=T)
         for_two.result(timeout=T)
 
@@ -140,19 +140,23 @@ def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_the
     lost = bus.admit(100, worker=1, timeout_s=T)
     bus.put([make_row(put)], timeout_s=T)
     with ThreadPoolExecutor(2) as pool:
-        others = pool.submit(bus.admit, 1, worker=0, timeout_s=T)
+        second_worker = pool.submit(bus.admit, 1, worker=0, timeout_s=T)
         _await_waits(bus, 1)
         predecessors = pool.submit(bus.admit, 1, worker=1, timeout_s=T)
         _await_waits(bus, 2)
         assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0, 1]
         again = bus.reclaim(worker=1, timeout_s=T)
-        assert [(one.index, one.attempt) for one in again] == [(one.index, 1) for one in lost]
+        assert [(admission.index, admission.attempt) for admission in again] == [
+            (admission.index, 1) for admission in lost
+        ]
         with pytest.raises(LeaseLost, match="of rollout-1 were reclaimed"):
             predecessors.result(timeout=T)
         assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0], "the other worker still waits"
         bus.drop(again[0].group_uid, reason="bad_row", timeout_s=T)
-        assert [one.attempt for one in others.result(timeout=T)] == [0], "the waiting worker gets the credit"
-    assert [one.index for one in bus.reclaim(worker=0, timeout_s=T)] == [kept.index, len(lost) + 2]
+        assert [admission.attempt for admission in second_worker.result(timeout=T)] == [0], (
+            "the waiting worker gets the credit"
+        )
+    assert [admission.index for admission in bus.reclaim(worker=0, timeout_s=T)] == [kept.index, len(lost) + 2]
 
 
 def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBus) -> None:
@@ -174,7 +178,9 @@ def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBu
 
 def test_workers_that_wait_get_credit_in_the_order_in_which_they_asked(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=2, max_staleness=0)
-    bus.put([make_row(one) for one in bus.admit(100, timeout_s=T) if one.min_version == 0], timeout_s=T)
+    bus.put(
+        [make_row(admission) for admission in bus.admit(100, timeout_s=T) if admission.min_version == 0], timeout_s=T
+    )
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(bus.admit, 1, worker=1, timeout_s=T)
         _await_waits(bus, 1)

@@ -68,7 +68,7 @@ def test_a_wait_names_the_workers_whose_groups_it_needs(make_bus: MakeBus) -> No
 def test_a_lease_tells_how_long_it_waited_for_rows(make_bus: MakeBus) -> None:
     bus = make_bus()
     late, *rest = bus.admit(2, timeout_s=T)
-    bus.put([make_row(one) for one in rest], timeout_s=T)
+    bus.put([make_row(admission) for admission in rest], timeout_s=T)
     at_once = bus.lease(for_actor(0, groups=1), timeout_s=T)
     assert at_once.waited_s == 0.0
     with ThreadPoolExecutor(1) as threads:
@@ -84,7 +84,7 @@ def test_a_lease_tells_how_long_it_waited_for_rows(make_bus: MakeBus) -> None:
         leases = [at_once.lease_id, waited.lease_id]
         then = threads.submit(bus.ack, leases, step=0, dropped={}, then=for_actor(1, groups=1), timeout_s=T)
         assert waits_of(bus, 1)["actor"].owed_by == ["rollout"]
-        bus.put([make_row(one) for one in bus.admit(1, timeout_s=T)], timeout_s=T)
+        bus.put([make_row(admission) for admission in bus.admit(1, timeout_s=T)], timeout_s=T)
         lease = then.result(timeout=T)
     assert lease is not None and lease.waited_s > 0.0
 
@@ -100,8 +100,8 @@ def test_a_step_that_is_not_due_waits_for_the_trainer(make_bus: MakeBus) -> None
 
 def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bus: MakeBus) -> None:
     bus = make_bus(max_staleness=0, spare_groups=1)
-    slow, *others = (one for one in bus.admit(100, timeout_s=T) if one.min_version == 0)
-    bus.put([make_row(one) for one in others], timeout_s=T)
+    slow, *others_admitted = (admission for admission in bus.admit(100, timeout_s=T) if admission.min_version == 0)
+    bus.put([make_row(admission) for admission in others_admitted], timeout_s=T)
     assert bus.wait_version(-1, timeout_s=T).version == 0
     idle = bus.wait_version(0, timeout_s=0.05)
     assert (idle.version, idle.retired) == (0, []), "a deadline is no failure"
@@ -127,7 +127,7 @@ def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: Make
     for step in (0, 1):
         (trained,) = bus.admit(1, worker=0, timeout_s=T)
         for worker in retired:
-            retired[worker] += [one.group_uid for one in bus.admit(1, worker=worker, timeout_s=T)]
+            retired[worker] += [admission.group_uid for admission in bus.admit(1, worker=worker, timeout_s=T)]
         bus.put([make_row(trained)], timeout_s=T)
         lease = bus.lease(for_actor(step, groups=1), timeout_s=T)
         bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)

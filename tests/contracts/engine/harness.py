@@ -246,11 +246,11 @@ class Engine:
         async def collect() -> list[Generated]:
             client = self.new_client()
             try:
-                return [one async for one in client.generate(prompts, params, on_end=on_end)]
+                return [response async for response in client.generate(prompts, params, on_end=on_end)]
             finally:
                 await client.aclose()
 
-        return sorted(asyncio.run(collect()), key=lambda one: (one.prompt, one.sample))
+        return sorted(asyncio.run(collect()), key=lambda response: (response.prompt, response.sample))
 
     @contextmanager
     def stream(self, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:

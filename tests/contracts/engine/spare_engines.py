@@ -20,8 +20,8 @@ class SpareEngines:
 
     def start(self, launch: EngineLaunch) -> EngineProcess:
         """Returns a process of this launch, which may have served an earlier test."""
-        for place, (other, process) in enumerate(self._spare):
-            if other == launch and process.poll() is None:
+        for place, (other_launch, process) in enumerate(self._spare):
+            if other_launch == launch and process.poll() is None:
                 del self._spare[place]
                 return process
         return EngineProcess.start(launch)

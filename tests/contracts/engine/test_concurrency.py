@@ -16,20 +16,20 @@ def test_a_hundred_requests_at_once(engine: Engine) -> None:
     async def everything() -> list[list[Generated]]:
         client = engine.new_client()
 
-        async def one(prompt: PromptRequest) -> list[Generated]:
+        async def answers_to(prompt: PromptRequest) -> list[Generated]:
             return [found async for found in client.generate([prompt], params)]
 
         try:
-            return await asyncio.gather(*[one(prompt) for prompt in prompts])
+            return await asyncio.gather(*[answers_to(prompt) for prompt in prompts])
         finally:
             await client.aclose()
 
     answers = asyncio.run(everything())
     expected = engine.generate(prompts, params)
     for index, answer in enumerate(answers):
-        found = sorted(answer, key=lambda one: one.sample)
-        assert [one.output_ids.tolist() for one in found] == [
-            one.output_ids.tolist() for one in expected if one.prompt == index
+        found = sorted(answer, key=lambda response: response.sample)
+        assert [response.output_ids.tolist() for response in found] == [
+            response.output_ids.tolist() for response in expected if response.prompt == index
         ]
 
 
@@ -37,7 +37,9 @@ def test_more_samples_than_slots_wait_their_turn(engine: Engine, wait_until: Cal
     prompts = prompts_of(*[random_prompt(8, seed=index) for index in range(40)])
     responses = engine.generate(prompts, SamplingParams(n=16, max_new_tokens=8))
     assert len(responses) == 640
-    assert {(one.prompt, one.sample) for one in responses} == {(p, k) for p in range(40) for k in range(16)}
+    assert {(response.prompt, response.sample) for response in responses} == {
+        (p, k) for p in range(40) for k in range(16)
+    }
     wait_until(lambda: engine.client.loads()["running"] == 0, what="an idle engine")
 
 
@@ -52,7 +54,7 @@ def test_short_samples_beside_one_that_needs_the_whole_context(engine: Engine) -
         client = engine.new_client()
 
         async def collect(prompts: list[PromptRequest], params: SamplingParams) -> list[Generated]:
-            return [one async for one in client.generate(prompts, params)]
+            return [response async for response in client.generate(prompts, params)]
 
         try:
             big = SamplingParams(max_new_tokens=1000, temperature=0.0)

@@ -128,7 +128,7 @@ def test_at_their_bounds_they_are_taken_alone_and_together(unharmed: Engine) -> 
             calls.append(pool.submit(unharmed.post, "/generate", sampling(max_new_tokens=24, **extreme)))
             unharmed.client.resume()
             plain, odd = [call.result(60) for call in calls]
-        assert [one["output_ids"] for one in plain] == [one["output_ids"] for one in alone]
+        assert [reply["output_ids"] for reply in plain] == [reply["output_ids"] for reply in alone]
         assert odd["meta_info"]["finish_reason"]["type"] in ("stop", "length")
 
 
@@ -154,7 +154,9 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
     clean = {**SEEDED, "input_ids": [[5, 6], [8, 9]], "banned_token_ids": [poison]}
     full = {**SEEDED, "input_ids": [[5, 6], [8] * 400], "banned_token_ids": [poison]}
     full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # the long prompt makes all cache columns be read
-    expected, all_expected = ([one["output_ids"] for one in engine.post("/generate", body)] for body in (clean, full))
+    expected, all_expected = (
+        [reply["output_ids"] for reply in engine.post("/generate", body)] for body in (clean, full)
+    )
     draws = {**sampling(max_new_tokens=80, n=64, ignore_eos=True, sampling_seed=1), "input_ids": [9, 10]}
     for bad in (
         {**sampling(n=3), "input_ids": [5, poison]},
@@ -163,17 +165,17 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
     ):
         engine.client.pause("in_place")
         with ThreadPoolExecutor() as pool:
-            good, other = pool.submit(engine.call, "/generate", clean), pool.submit(engine.call, "/generate", bad)
+            good, second_call = pool.submit(engine.call, "/generate", clean), pool.submit(engine.call, "/generate", bad)
             queued = 4 + bad["sampling_params"]["n"]
             wait_until(lambda queued=queued: engine.client.loads()["queued"] == queued, what="both in one batch")
             engine.client.resume()
-            status, answer = other.result(60)
+            status, answer = second_call.result(60)
             assert status == 500 and "weight version 1: " in answer["error"]["message"]
             assert "not finite" in answer["error"]["message"]
             status, answer = good.result(60)
-            assert status == 200 and [one["output_ids"] for one in answer] == expected
+            assert status == 200 and [reply["output_ids"] for reply in answer] == expected
     again = engine.post("/generate", full)  # in the slots that held non-finite values
-    assert [one["output_ids"] for one in again] == all_expected
+    assert [reply["output_ids"] for reply in again] == all_expected
 
 
 def test_an_accept_header_of_any_bytes_is_read(unharmed: Engine) -> None:
@@ -248,7 +250,7 @@ def as_json(manifest: WeightManifest, **changed: Any) -> Any:
 def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Path) -> None:
     """The manifest's digest always agrees, because its sender has the token."""
     manifest = publish(make_model(None, seed=0), tmp_path / "good", version=unharmed.version + 1)
-    one = manifest.tensors[0]
+    first_tensor = manifest.tensors[0]
     for changed in (
         {"dtype": "nn"},
         {"dtype": "float999"},
@@ -259,7 +261,7 @@ def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Pat
         {"shape": [1] * 1000},
         {"name": "x" * 100000},
     ):
-        tensors = [msgspec.structs.replace(one, **changed), *manifest.tensors[1:]]
+        tensors = [msgspec.structs.replace(first_tensor, **changed), *manifest.tensors[1:]]
         status, answer = unharmed.call(
             "/update_weights_from_shared_memory",
             as_json(manifest, tensors=tensors, digest=digest_of(tensors, manifest)),
@@ -332,8 +334,8 @@ def test_groups_that_nobody_joins_hold_up_no_update(door: Engine, tmp_path: Path
         assert door.client.update_weights(manifest)["weight_version"] == manifest.version
         assert not all(call.done() for call in calls), "the groups were removed earlier"
         words = [call.result(60)[1]["error"]["message"] for call in calls]
-    assert sum("16 groups exist" in one for one in words) >= 1
-    assert sum("joining at" in one for one in words) >= 1
+    assert sum("16 groups exist" in word for word in words) >= 1
+    assert sum("joining at" in word for word in words) >= 1
 
 
 @pytest.mark.parametrize("version", ["9" * 5000, 1 << 63, "-2", "1e3", "²", -1, True, "", "１２"])
@@ -380,8 +382,8 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
             assert unharmed.call("/health", method="GET", token=None)[0] == 200
             assert list(events)[-1]["meta_info"]["finish_reason"]["type"] == "length"
     finally:
-        for one in idle:
-            one.close()
+        for connection in idle:
+            connection.close()
 
 
 def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: Engine) -> None:

@@ -58,18 +58,18 @@ KEPT = st.tuples(  # the fields of `KeptTokens`
 
 
 def in_words(numbers: list[int]) -> str:
-    return base64.b64encode(b"".join((one % 2**32).to_bytes(4, "little") for one in numbers)).decode()
+    return base64.b64encode(b"".join((number % 2**32).to_bytes(4, "little") for number in numbers)).decode()
 
 
 def body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Draws any of these fields, most of them valid."""
-    mostly = {name: st.one_of(*[one] * 9, JUNK) for name, one in fields.items()}
+    mostly = {name: st.one_of(*[strategy] * 9, JUNK) for name, strategy in fields.items()}
     return st.fixed_dictionaries({}, optional=mostly)
 
 
 def whole_body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Draws all of these fields, most of them valid."""
-    return st.fixed_dictionaries({name: st.one_of(*[one] * 4, ODD) for name, one in fields.items()})
+    return st.fixed_dictionaries({name: st.one_of(*[strategy] * 4, ODD) for name, strategy in fields.items()})
 
 
 SAMPLING = body_of(
@@ -224,9 +224,9 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 @pytest.fixture
 def neighbour(engine: Engine) -> Iterator[Neighbour]:
     """Runs other requests during the test and checks afterwards that the engine is the same process."""
-    one = Neighbour(engine)
-    yield one
-    one.end()
+    begun = Neighbour(engine)
+    yield begun
+    begun.end()
     assert engine.process.poll() is None and engine.client.ready()
 
 
@@ -240,7 +240,7 @@ def request(
     whole: bool = True,
 ) -> bytes:
     """Returns a request's bytes; with ``whole`` the length of the body agrees with the head."""
-    lines = [b"%s %s HTTP/1.1" % (method, target), *(b"%s: %s" % one for one in headers), b"connection: close"]
+    lines = [b"%s %s HTTP/1.1" % (method, target), *(b"%s: %s" % header for header in headers), b"connection: close"]
     if token:
         lines.append(b"authorization: Bearer %s" % TOKEN.encode())
     lines.append(b"content-length: %d" % (len(body) + (0 if whole else 7)))

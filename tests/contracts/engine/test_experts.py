@@ -63,27 +63,27 @@ def transformers_view(model: Any, prompt: Sequence[int], response: Sequence[int]
     return logprobs.numpy(), chosen.sort(-1).values.numpy()
 
 
-def experts_of(one: Generated) -> np.ndarray:
-    assert one.prompt_experts is not None and one.response_experts is not None
-    return np.concatenate([one.prompt_experts, one.response_experts])
+def experts_of(response: Generated) -> np.ndarray:
+    assert response.prompt_experts is not None and response.response_experts is not None
+    return np.concatenate([response.prompt_experts, response.response_experts])
 
 
 def test_logprobs_and_experts_are_those_of_transformers(moe: Engine, model: Any) -> None:
     responses = moe.generate(prompts_of(*PROMPTS), WANTED)
     assert len(responses) == len(PROMPTS) * WANTED.n
-    for one in responses:
-        prompt = PROMPTS[one.prompt]
-        logprobs, chosen = transformers_view(model, prompt, one.output_ids.tolist())
-        assert np.abs(logprobs - one.logprobs).max() < TOLERANCE
-        found = experts_of(one).reshape(len(prompt) + len(one.output_ids) - 1, LAYERS, TOP_K)
+    for response in responses:
+        prompt = PROMPTS[response.prompt]
+        logprobs, chosen = transformers_view(model, prompt, response.output_ids.tolist())
+        assert np.abs(logprobs - response.logprobs).max() < TOLERANCE
+        found = experts_of(response).reshape(len(prompt) + len(response.output_ids) - 1, LAYERS, TOP_K)
         assert found.dtype == np.uint8
-        assert one.prompt_experts is not None and len(one.prompt_experts) == len(prompt)
+        assert response.prompt_experts is not None and len(response.prompt_experts) == len(prompt)
         assert np.array_equal(np.sort(found, -1), chosen)
 
 
 def test_nobody_pays_who_did_not_ask(moe: Engine) -> None:
     responses = moe.generate(prompts_of(*PROMPTS), SamplingParams(n=2, max_new_tokens=4))
-    assert all(one.prompt_experts is None and one.response_experts is None for one in responses)
+    assert all(response.prompt_experts is None and response.response_experts is None for response in responses)
 
 
 def test_sglangs_field_has_the_same_experts(moe: Engine, model: Any) -> None:
@@ -107,7 +107,7 @@ def test_sglangs_field_has_the_same_experts(moe: Engine, model: Any) -> None:
 def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_weights(
     moe: Engine, model: Any, tmp_path: Path
 ) -> None:
-    other = make_moe_model(tmp_path, seed=1)
+    other_model = make_moe_model(tmp_path, seed=1)
     body = long_request("experts", return_routed_experts=True)
     with moe.stream(body) as events:
         tokens: list[int] = []
@@ -126,7 +126,7 @@ def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_w
     rows = len(prompt) + len(tokens) - 1
     found = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4").reshape(rows, LAYERS, TOP_K)
     first = transformers_view(model, prompt, tokens)[1]
-    second = transformers_view(other, prompt, tokens)[1]
+    second = transformers_view(other_model, prompt, tokens)[1]
     fed_first = len(prompt) + change - 1  # the last token of the first weights is computed under the second weights
     assert 10 <= change <= len(tokens) - 10
     assert np.array_equal(np.sort(found[:fed_first], -1), first[:fed_first])
@@ -166,7 +166,7 @@ def test_an_engine_may_compute_in_half_precision(moe: Engine, model: Any, folder
     """The log-probs are close to the exact values but not equal."""
     half = start_engine(model_folder=folder, dtype="bfloat16")
     gaps = []
-    for one in half.generate(prompts_of(*PROMPTS), WANTED):
-        logprobs, _ = transformers_view(model, PROMPTS[one.prompt], one.output_ids.tolist())
-        gaps.append(np.abs(logprobs - one.logprobs).max())
+    for response in half.generate(prompts_of(*PROMPTS), WANTED):
+        logprobs, _ = transformers_view(model, PROMPTS[response.prompt], response.output_ids.tolist())
+        gaps.append(np.abs(logprobs - response.logprobs).max())
     assert 1e-4 < np.median(gaps) < 0.3

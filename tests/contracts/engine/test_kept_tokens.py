@@ -66,16 +66,16 @@ def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tu
     return (~warped.isneginf()).numpy(), clear.numpy()
 
 
-def check(model: Any, one: Generated, params: SamplingParams, kind: str) -> int:
+def check(model: Any, response: Generated, params: SamplingParams, kind: str) -> int:
     """Returns how many tokens' sets were compared."""
-    assert one.kept is not None and one.kept.vocab_size == VOCAB
-    assert one.kept.fault(one.output_ids) is None
-    logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
+    assert response.kept is not None and response.kept.vocab_size == VOCAB
+    assert response.kept.fault(response.output_ids) is None
+    logits = tempered_logits(model, PROMPTS[response.prompt], response.output_ids.tolist(), params)
     mask, clear = expected_sets(logits, params, kind)
-    assert np.array_equal(one.kept.mask()[clear], mask[clear])
-    assert one.kept.tokens * (4 + 4 * 2) >= one.kept.nbytes  # a bitmask of 50 tokens has 2 words
-    own = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf")).log_softmax(-1)
-    gap = own.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0] - torch.tensor(one.logprobs)
+    assert np.array_equal(response.kept.mask()[clear], mask[clear])
+    assert response.kept.tokens * (4 + 4 * 2) >= response.kept.nbytes  # a bitmask of 50 tokens has 2 words
+    own = logits.masked_fill(torch.from_numpy(~response.kept.mask()), float("-inf")).log_softmax(-1)
+    gap = own.gather(-1, torch.tensor(response.output_ids.tolist())[:, None])[:, 0] - torch.tensor(response.logprobs)
     assert float(gap.abs().max()) <= TOLERANCE
     return int(clear.sum())
 
@@ -97,8 +97,8 @@ def test_kept_sets_are_those_of_transformers(engine: Engine, model: Any, changes
     if engine.kind == "sglang" and params.top_k == -1:
         params = msgspec.structs.replace(params, top_k=VOCAB)
     responses = engine.generate(prompts_of(*PROMPTS), params)
-    tokens = sum(len(one.output_ids) for one in responses)
-    assert sum(check(model, one, params, engine.kind) for one in responses) > 0.9 * tokens
+    tokens = sum(len(response.output_ids) for response in responses)
+    assert sum(check(model, response, params, engine.kind) for response in responses) > 0.9 * tokens
 
 
 MIN_P = [{"min_p": 0.1}, {"min_p": 0.05, "top_p": 0.9, "top_k": 20, "temperature": 1.5}]
@@ -109,13 +109,13 @@ MIN_P = [{"min_p": 0.1}, {"min_p": 0.05, "top_p": 0.9, "top_k": 20, "temperature
 def test_min_p_comes_behind_the_others(engine: Engine, model: Any, changes: dict[str, Any]) -> None:
     params = msgspec.structs.replace(WANTED, **changes)
     responses = engine.generate(prompts_of(*PROMPTS), params)
-    tokens = sum(len(one.output_ids) for one in responses)
-    assert sum(check(model, one, params, engine.kind) for one in responses) > 0.9 * tokens
+    tokens = sum(len(response.output_ids) for response in responses)
+    assert sum(check(model, response, params, engine.kind) for response in responses) > 0.9 * tokens
 
 
 def test_nobody_pays_who_did_not_ask(engine: Engine) -> None:
     for params in (SamplingParams(n=2, max_new_tokens=4), SamplingParams(n=2, max_new_tokens=4, top_k=5)):
-        assert all(one.kept is None for one in engine.generate(prompts_of(*PROMPTS), params))
+        assert all(response.kept is None for response in engine.generate(prompts_of(*PROMPTS), params))
 
 
 @embedded_only
@@ -124,7 +124,7 @@ def test_rows_that_ask_and_rows_that_do_not_share_a_batch(engine: Engine, model:
     with engine.stream(long_request("beside", tokens=400)) as events:
         next(events)
         responses = engine.generate(prompts_of(*PROMPTS), params)
-    assert sum(check(model, one, params, engine.kind) for one in responses) > 100
+    assert sum(check(model, response, params, engine.kind) for response in responses) > 100
 
 
 TRUNCATED = SamplingParams(top_k=6, top_p=0.9)
@@ -150,9 +150,9 @@ def test_sglangs_field_has_the_same_sets(engine: Engine, model: Any) -> None:
 def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
     start_engine: Any, model: Any, tmp_path: Path
 ) -> None:
-    engine, other = start_engine(), make_model(None, seed=1)
+    engine, other_model = start_engine(), make_model(None, seed=1)
     for version, mode in ((1, "retract"), (3, "in_place")):
-        other_weights = publish(other, tmp_path / f"{version}.bin", version=version)
+        other_weights = publish(other_model, tmp_path / f"{version}.bin", version=version)
         first_weights = publish(model, tmp_path / f"{version + 1}.bin", version=version + 1)
         tokens: list[int] = []
         rows: list[list[int]] = []
@@ -172,7 +172,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
         assert kept.fault(tokens) is None
         parts = [(model, slice(0, change))]
         if mode == "retract":  # recomputed; "in_place" continues on the first weights' cache, which has no reference
-            parts.append((other, slice(change, None)))
+            parts.append((other_model, slice(change, None)))
         for weights, part in parts:
             logits = tempered_logits(weights, [5, 6, 7], tokens, TRUNCATED)[part]
             mask, clear = expected_sets(logits, TRUNCATED, "embedded")
@@ -187,21 +187,21 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
         TokensToScore(
-            input_ids=PROMPTS[one.prompt] + one.output_ids.tolist(),
-            first=len(PROMPTS[one.prompt]),
-            kept=one.kept if index % 3 else None,
+            input_ids=PROMPTS[response.prompt] + response.output_ids.tolist(),
+            first=len(PROMPTS[response.prompt]),
+            kept=response.kept if index % 3 else None,
         )
-        for index, one in enumerate(responses)
+        for index, response in enumerate(responses)
     ]
     scores = engine.client.score(rows, top_k=top_k, temperature=0.8, banned_token_ids=[7, 8])
-    for index, (one, scored) in enumerate(zip(responses, scores, strict=True)):
-        logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
+    for index, (response, scored) in enumerate(zip(responses, scores, strict=True)):
+        logits = tempered_logits(model, PROMPTS[response.prompt], response.output_ids.tolist(), params)
         if index % 3:
-            assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
-            assert one.kept is not None
-            logits = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf"))
+            assert scored.logprobs == pytest.approx(response.logprobs, abs=TOLERANCE)
+            assert response.kept is not None
+            logits = logits.masked_fill(torch.from_numpy(~response.kept.mask()), float("-inf"))
         expected = logits.log_softmax(-1)
-        chosen = expected.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
+        chosen = expected.gather(-1, torch.tensor(response.output_ids.tolist())[:, None])[:, 0]
         assert scored.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
         for row, ids, values in zip(expected, scored.top_ids, scored.top_logprobs, strict=True):
             left = min(top_k, int(row.isfinite().sum()))
@@ -278,5 +278,5 @@ def test_sglang_takes_min_p_where_it_is_not_deterministic(random_sglang: Engine,
     for changes in MIN_P:
         params = msgspec.structs.replace(WANTED, **{"top_k": VOCAB, **changes})
         responses = random_sglang.generate(prompts_of(*PROMPTS), params)
-        tokens = sum(len(one.output_ids) for one in responses)
-        assert sum(check(model, one, params, "sglang") for one in responses) > 0.9 * tokens
+        tokens = sum(len(response.output_ids) for response in responses)
+        assert sum(check(model, response, params, "sglang") for response in responses) > 0.9 * tokens

@@ -74,8 +74,10 @@ def test_every_token_is_that_of_transformers(seeing: Seeing) -> None:
     prompts, params = scene(seeing), seeing.params
     responses = seeing.engine.generate(prompts, params)
     assert len(responses) == 2 * len(prompts)
-    assert [one.prompt_tokens for one in responses] == [len(prompts[one.prompt].input_ids) for one in responses]
-    assert all(len(one.output_ids) == params.max_new_tokens for one in responses)
+    assert [response.prompt_tokens for response in responses] == [
+        len(prompts[response.prompt].input_ids) for response in responses
+    ]
+    assert all(len(response.output_ids) == params.max_new_tokens for response in responses)
     assert seeing.gap(prompts, responses, params) <= TOLERANCE
 
 
@@ -93,7 +95,7 @@ def test_an_item_may_stand_behind_generated_tokens(seeing: Seeing) -> None:
     answer = seeing.engine.generate([first], params)[0].output_ids.tolist()
     ids, media = seeing.seen.prompt(text(2), seeing.seen.image(4, 2, seed=6), text(5))
     before = len(first.input_ids) + len(answer)
-    moved = [Media(one.item, one.start + before, one.end + before) for one in media]
+    moved = [Media(medium.item, medium.start + before, medium.end + before) for medium in media]
     second = PromptRequest(
         rid="turn-2", input_ids=first.input_ids + answer + ids, sampling_seed=4, media=first.media + moved
     )
@@ -106,12 +108,12 @@ def test_a_response_goes_on_from_its_own_prefix(seeing: Seeing) -> None:
     calm = seeing.engine.generate(prompts, params)
     again = [
         msgspec.structs.replace(
-            prompts[one.prompt],
-            input_ids=prompts[one.prompt].input_ids + one.output_ids[:4].tolist(),
-            samples=[one.sample],
+            prompts[response.prompt],
+            input_ids=prompts[response.prompt].input_ids + response.output_ids[:4].tolist(),
+            samples=[response.sample],
             generated=4,
         )
-        for one in calm
+        for response in calm
     ]
     rests = seeing.engine.generate(again, params)
     for whole, rest in zip(calm, rests, strict=True):
@@ -125,14 +127,14 @@ def test_every_row_of_an_item_has_its_experts(seeing: Seeing) -> None:
         pytest.skip("a dense model has no experts")
     prompts = scene(seeing)
     params = msgspec.structs.replace(seeing.params, return_routed_experts=True)
-    for one in seeing.engine.generate(prompts, params):
-        prompt = prompts[one.prompt]
-        ids = prompt.input_ids + one.output_ids.tolist()
+    for response in seeing.engine.generate(prompts, params):
+        prompt = prompts[response.prompt]
+        ids = prompt.input_ids + response.output_ids.tolist()
         logits = seeing.seen.logits(seeing.model, ids, prompt.media).router_logits
         chosen = torch.stack([layer.view(len(ids), -1).topk(2, -1).indices for layer in logits], 1)[:-1].numpy()
-        assert one.prompt_experts is not None and one.response_experts is not None
-        assert len(one.prompt_experts) == len(prompt.input_ids)
-        found = np.concatenate([one.prompt_experts, one.response_experts]).reshape(chosen.shape)
+        assert response.prompt_experts is not None and response.response_experts is not None
+        assert len(response.prompt_experts) == len(prompt.input_ids)
+        found = np.concatenate([response.prompt_experts, response.response_experts]).reshape(chosen.shape)
         assert np.array_equal(np.sort(found, -1), np.sort(chosen, -1))
 
 
@@ -140,27 +142,27 @@ def test_every_row_of_an_item_has_its_experts(seeing: Seeing) -> None:
 def test_what_is_seen_decides(seeing: Seeing) -> None:
     """Another picture, or two pictures in another order, change the log-probs of the tokens after them."""
     seen = seeing.seen
-    left, right, other = (seen.image(3, 3, seed=seed) for seed in (11, 12, 13))
+    left, right, third = (seen.image(3, 3, seed=seed) for seed in (11, 12, 13))
     prompts = seeing.prompts(
-        *((text(4), first, text(2), second, text(6)) for first, second in ((left, right), (right, left), (left, other)))
+        *((text(4), first, text(2), second, text(6)) for first, second in ((left, right), (right, left), (left, third)))
     )
     assert prompts[0].input_ids == prompts[1].input_ids == prompts[2].input_ids
     ends = [line[-6:] for line in seeing.scores(prompts)]
-    for one, two in ((0, 1), (0, 2), (1, 2)):
-        assert np.abs(np.subtract(ends[one], ends[two])).max() > 1e-2
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert np.abs(np.subtract(ends[a], ends[b])).max() > 1e-2
 
 
 def test_new_towers_are_seen_and_leave_text_alone(seeing: Seeing, tmp_path: Path) -> None:
     """Only the tower's weights change. The picture was used before, so that cached old features would show."""
     pictures, words = seeing.prompts((text(4), seeing.seen.image(3, 4, seed=21), text(6))), seeing.prompts((text(40),))
     before, before_words = seeing.scores(pictures)[0], seeing.scores(words)[0]
-    other = make_seeing_model(None, name=seeing.name)
+    other_model = make_seeing_model(None, name=seeing.name)
     with torch.no_grad():
-        for parameter in other.model.visual.parameters():
+        for parameter in other_model.model.visual.parameters():
             parameter.mul_(1.2)
-    seeing.publish(tmp_path / "other", other)
+    seeing.publish(tmp_path / "other", other_model)
     after, after_words = seeing.scores(pictures)[0], seeing.scores(words)[0]
-    expected = seeing.seen.logprobs(other, pictures[0].input_ids, pictures[0].media)
+    expected = seeing.seen.logprobs(other_model, pictures[0].input_ids, pictures[0].media)
     torch.testing.assert_close(torch.tensor(after), expected, atol=TOLERANCE, rtol=0)
     assert np.abs(np.subtract(before, after))[-6:].max() > 1e-2
     assert before_words == after_words, "equal to the bit"
@@ -193,13 +195,13 @@ def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Pa
     States would preserve the effect of old weights, so that a model with states recomputes them in both modes.
     """
     (prompt,) = seeing.prompts((text(3), seeing.seen.image(4, 3, seed=41), text(4)))
-    other = make_seeing_model(None, name=seeing.name, seed=9)
+    other_model = make_seeing_model(None, name=seeing.name, seed=9)
     tokens: list[int] = []
     logprobs: list[float] = []
     with seeing.engine.stream(long_body(prompt, seeing.params, mode)) as events:
         read(events, tokens, logprobs, count=8)
         seeing.engine.client.pause(mode)
-        seeing.publish(tmp_path / "other", other)
+        seeing.publish(tmp_path / "other", other_model)
         seeing.engine.client.resume()
         for event in events:
             meta = take(event, tokens, logprobs)
@@ -207,11 +209,11 @@ def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Pa
                 seeing.engine.client.abort(mode)
     assert meta["finish_reason"]["type"] == "abort" and len(meta["weight_versions"]) == 2
     change = meta["weight_versions"][0]["end"]
-    one = generated(tokens, logprobs)
-    first = (seeing.expected(prompt, one, seeing.params) - torch.tensor(logprobs)).abs()
+    response = generated(tokens, logprobs)
+    first = (seeing.expected(prompt, response, seeing.params) - torch.tensor(logprobs)).abs()
     assert float(first[:change].max()) <= TOLERANCE
-    with_other = replace(seeing, model=other)
-    second = (with_other.expected(prompt, one, seeing.params) - torch.tensor(logprobs)).abs()
+    with_other = replace(seeing, model=other_model)
+    second = (with_other.expected(prompt, response, seeing.params) - torch.tensor(logprobs)).abs()
     if mode == "retract" or seeing.name in HYBRIDS:
         assert float(second[change:].max()) <= TOLERANCE
     else:
@@ -228,8 +230,8 @@ def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(seeing: Seeing, tmp_
     )
     tokens: list[int] = []
     logprobs: list[float] = []
-    with seeing.engine.stream(long_body(leaves, seeing.params, "leaves")) as others:
-        read(others, [], [], count=1)
+    with seeing.engine.stream(long_body(leaves, seeing.params, "leaves")) as stream:
+        read(stream, [], [], count=1)
         with seeing.engine.stream(long_body(stays, seeing.params, "stays")) as events:
             read(events, tokens, logprobs, count=8)
             if what == "pause in place":
@@ -274,7 +276,7 @@ def test_a_request_that_fits_only_without_its_states_is_refused(seeing: Seeing) 
     n, states = MAX_TOTAL_TOKENS // CONTEXT, seeing.state_tokens
     body = {"sampling_params": {"n": n, "max_new_tokens": 1}, "banned_token_ids": seeing.params.banned_token_ids}
     answers = seeing.engine.post("/generate", {**body, "input_ids": text(CONTEXT - states - 1)})
-    assert [len(one["output_ids"]) for one in answers] == [1] * n
+    assert [len(reply["output_ids"]) for reply in answers] == [1] * n
     status, answer = seeing.engine.call("/generate", {**body, "input_ids": text(CONTEXT - states)})
     assert status == 400
     words = answer["error"]["message"]
@@ -331,7 +333,7 @@ def test_an_engine_that_saw_another_number_of_tokens_is_refused(
     count = len(prompt.input_ids)
 
     def short(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
-        return generate_body([msgspec.structs.replace(one, input_ids=one.input_ids[:-1]) for one in prompts], params)
+        return generate_body([msgspec.structs.replace(sent, input_ids=sent.input_ids[:-1]) for sent in prompts], params)
 
     monkeypatch.setattr(engine_client, "generate_body", short)
     with pytest.raises(EngineError, match=f"saw {count - 1} prompt tokens and the request has {count}"):

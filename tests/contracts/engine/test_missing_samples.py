@@ -14,15 +14,16 @@ PARAMS = SamplingParams(n=6, max_new_tokens=12, temperature=0.9, banned_token_id
 def test_some_samples_are_those_of_the_whole(engine: Engine) -> None:
     """Each sample keeps its seed; prompts of one request may lack different samples."""
     prompts = prompts_of(random_prompt(5), random_prompt(9, seed=1), random_prompt(3, seed=2))
-    whole = {(one.prompt, one.sample): one for one in engine.generate(prompts, PARAMS)}
+    whole = {(response.prompt, response.sample): response for response in engine.generate(prompts, PARAMS)}
     asked = [[4, 1], None, [0]]
     parts = engine.generate(
-        [msgspec.structs.replace(one, samples=samples) for one, samples in zip(prompts, asked, strict=True)], PARAMS
+        [msgspec.structs.replace(prompt, samples=samples) for prompt, samples in zip(prompts, asked, strict=True)],
+        PARAMS,
     )
     expected = [(0, 1), (0, 4), *((1, sample) for sample in range(6)), (2, 0)]
-    assert [(one.prompt, one.sample) for one in parts] == expected
-    for one in parts:
-        assert one.output_ids.tolist() == whole[one.prompt, one.sample].output_ids.tolist()
+    assert [(part.prompt, part.sample) for part in parts] == expected
+    for part in parts:
+        assert part.output_ids.tolist() == whole[part.prompt, part.sample].output_ids.tolist()
 
 
 @pytest.mark.parametrize("begun", [1, 5, 11])
@@ -32,12 +33,15 @@ def test_a_response_goes_on_from_its_own_prefix(engine: Engine, begun: int) -> N
     calm = engine.generate([prompt], PARAMS)
     again = [
         msgspec.structs.replace(
-            prompt, input_ids=prompt.input_ids + one.output_ids[:begun].tolist(), samples=[one.sample], generated=begun
+            prompt,
+            input_ids=prompt.input_ids + response.output_ids[:begun].tolist(),
+            samples=[response.sample],
+            generated=begun,
         )
-        for one in calm
+        for response in calm
     ]
     rests = engine.generate(again, PARAMS)
-    assert [(one.prompt, one.sample) for one in rests] == [(sample, sample) for sample in range(6)]
+    assert [(rest.prompt, rest.sample) for rest in rests] == [(sample, sample) for sample in range(6)]
     for whole, rest in zip(calm, rests, strict=True):
         assert rest.output_ids.tolist() == whole.output_ids[begun:].tolist()
         assert rest.logprobs == pytest.approx(whole.logprobs[begun:], abs=2e-5)
@@ -47,8 +51,8 @@ def test_a_response_goes_on_from_its_own_prefix(engine: Engine, begun: int) -> N
 
 def test_continued_samples_of_a_group_are_aborted_by_its_one_rid(engine: Engine) -> None:
     held = [
-        msgspec.structs.replace(one, rid="group", samples=[sample], generated=1, min_version=10**6)
-        for sample, one in enumerate(prompts_of([5, 6], [5, 7]))
+        msgspec.structs.replace(prompt, rid="group", samples=[sample], generated=1, min_version=10**6)
+        for sample, prompt in enumerate(prompts_of([5, 6], [5, 7]))
     ]
 
     import asyncio
@@ -57,7 +61,7 @@ def test_continued_samples_of_a_group_are_aborted_by_its_one_rid(engine: Engine)
         client = engine.new_client()
 
         async def collect() -> list[str]:
-            return [one.finish_reason async for one in client.generate(held, PARAMS)]
+            return [response.finish_reason async for response in client.generate(held, PARAMS)]
 
         collecting = asyncio.ensure_future(collect())
         while not collecting.done():

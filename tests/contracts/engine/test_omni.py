@@ -72,7 +72,7 @@ class ServedThinker:
     def generate(self, requests: Sequence[PromptRequest], params: SamplingParams = PARAMS) -> list[Generated]:
         async def collect(client: Any) -> list[Generated]:
             try:
-                return [one async for one in client.generate(requests, params)]
+                return [response async for response in client.generate(requests, params)]
             finally:
                 await client.aclose()
 
@@ -82,9 +82,12 @@ class ServedThinker:
         """Returns the largest log-prob difference to transformers; checks that both have the same number of tokens."""
         found = self.generate(requests)
         assert len(found) == PARAMS.n * len(requests)
-        for one in found:
-            assert one.prompt_tokens == len(requests[one.prompt].input_ids)
-        return max(self.difference(requests[one.prompt], one.output_ids.tolist(), one.logprobs) for one in found)
+        for response in found:
+            assert response.prompt_tokens == len(requests[response.prompt].input_ids)
+        return max(
+            self.difference(requests[response.prompt], response.output_ids.tolist(), response.logprobs)
+            for response in found
+        )
 
     def difference(self, request: PromptRequest, new: list[int], logprobs: Any) -> float:
         """Returns the largest difference of an answer's log-probs to transformers."""
@@ -99,7 +102,7 @@ class ServedThinker:
     def publish(self, version: int) -> None:
         """Serves the model's weights, without those of talker and code2wav, as the next version."""
         weights = [
-            (f"thinker.{name}", one.contiguous()) for name, one in published_omni(self.model.state_dict().items())
+            (f"thinker.{name}", tensor.contiguous()) for name, tensor in published_omni(self.model.state_dict().items())
         ]
         folder = self.folder / "versions" / f"v{version}"
         folder.mkdir(parents=True)
@@ -134,9 +137,9 @@ class RouterChoices:
 def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedThinker]:
     launch = request.getfixturevalue("launch" if request.param == "embedded" else "sglang_launch")
     with Started() as started:
-        one = ServedThinker(launch, started, tmp_path_factory.mktemp("omni"))
-        yield one
-        one.process.stop(timeout_s=10.0)
+        served = ServedThinker(launch, started, tmp_path_factory.mktemp("omni"))
+        yield served
+        served.process.stop(timeout_s=10.0)
 
 
 @pytest.fixture
@@ -183,8 +186,8 @@ def videos(items: OmniItems) -> list[PromptRequest]:
 
 
 def test_the_engine_computes_what_transformers_computes(thinker: ServedThinker) -> None:
-    for one in pictures_and_sounds(thinker.items):
-        assert thinker.gap(one) <= REACH
+    for asked in pictures_and_sounds(thinker.items):
+        assert thinker.gap(asked) <= REACH
 
 
 def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
@@ -194,14 +197,14 @@ def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
     """
     words, seen, heard, _ = pictures_and_sounds(thinker.items)
     kept = [words, seen] if thinker.kind == "embedded" else []
-    before = [[one.logprobs.tolist() for one in thinker.generate([asked])] for asked in kept]
+    before = [[response.logprobs.tolist() for response in thinker.generate([asked])] for asked in kept]
     with torch.no_grad():
         for parameter in thinker.model.audio_tower.parameters():
             parameter.mul_(1.1)
     assert thinker.gap(heard) > REACH, "the server has the old tower"
     thinker.publish(1)
     assert thinker.gap(heard) <= REACH
-    after = [[one.logprobs.tolist() for one in thinker.generate([asked])] for asked in kept]
+    after = [[response.logprobs.tolist() for response in thinker.generate([asked])] for asked in kept]
     assert before == after, "text and pictures are equal to the bit"
 
 
@@ -220,14 +223,14 @@ def test_videos_have_their_own_positions(embedded: ServedThinker) -> None:
 def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker) -> None:
     asked = videos(embedded.items)[:3]
     params = msgspec.structs.replace(PARAMS, n=1, return_routed_experts=True)
-    for one in embedded.generate(asked, params):
-        media = asked[one.prompt].media
-        ids = np.array([*asked[one.prompt].input_ids, *one.output_ids.tolist()])
+    for response in embedded.generate(asked, params):
+        media = asked[response.prompt].media
+        ids = np.array([*asked[response.prompt].input_ids, *response.output_ids.tolist()])
         with torch.no_grad(), RouterChoices(embedded.model) as chosen:
             omni_logits(embedded.model, _tree(ids, media), embedded.reader, embedded.towers)
         expected = np.stack(chosen.layers, 1)[:-1]
-        assert one.prompt_experts is not None and one.response_experts is not None
-        found = np.concatenate([one.prompt_experts, one.response_experts]).reshape(expected.shape)
+        assert response.prompt_experts is not None and response.response_experts is not None
+        found = np.concatenate([response.prompt_experts, response.response_experts]).reshape(expected.shape)
         assert np.array_equal(np.sort(found, -1), np.sort(expected, -1))
 
 

@@ -71,11 +71,11 @@ def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, changes:
     prompts = [random_prompt(length, seed=length) for length in (1, 5, 33, 200)]
     responses = engine.generate(prompts_of(*prompts), params)
     assert len(responses) == len(prompts) * params.n
-    for one in responses:
-        assert len(one.output_ids) <= params.max_new_tokens
-        assert not set(one.output_ids.tolist()) & set(params.banned_token_ids)
-        expected = transformers_logprobs(model, prompts[one.prompt], one, params)
-        assert one.logprobs == pytest.approx(expected.numpy(), abs=2e-5)
+    for response in responses:
+        assert len(response.output_ids) <= params.max_new_tokens
+        assert not set(response.output_ids.tolist()) & set(params.banned_token_ids)
+        expected = transformers_logprobs(model, prompts[response.prompt], response, params)
+        assert response.logprobs == pytest.approx(expected.numpy(), abs=2e-5)
 
 
 def test_a_version_is_served_once_its_digest_agrees(
@@ -96,17 +96,17 @@ def test_a_version_is_served_once_its_digest_agrees(
         engine.client.release_memory()  # running samples continue from their tokens when the memory is resumed
         engine.client.resume_memory()
         engine.client.abort("prompt-0")
-        (one,) = crossed.result(60)
-    assert one.finish_reason == "abort" and one.versions.tolist() == sorted(one.versions.tolist())
+        (response,) = crossed.result(60)
+    assert response.finish_reason == "abort" and response.versions.tolist() == sorted(response.versions.tolist())
     serves(engine, newer, 1)
     data = bytearray((tmp_path / "w1").read_bytes())
     data[-1000] ^= 1
     (tmp_path / "w1").write_bytes(data)
     with pytest.raises(EngineError, match="digest"):
         engine.client.update_weights(msgspec.structs.replace(manifest, version=2))
-    other = publish(make_model(None, seed=1, tied=False), tmp_path / "w3", version=3)
+    update = publish(make_model(None, seed=1, tied=False), tmp_path / "w3", version=3)
     with pytest.raises(EngineError, match="names or shapes are not those of the model"):
-        engine.client.update_weights(other)
+        engine.client.update_weights(update)
     serves(engine, newer, 1)
     engine.client.update_weights(publish(model, tmp_path / "w4", version=4))
     serves(engine, model, 4)

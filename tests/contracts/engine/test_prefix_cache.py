@@ -27,8 +27,8 @@ ANSWER = SamplingParams(max_new_tokens=9, banned_token_ids=[3])
 
 def next_turn(engine: Engine, prompt: list[int]) -> list[int]:
     """Requests an answer to a prompt and returns the prompt of the next turn."""
-    (one,) = engine.generate(prompts_of(prompt), ANSWER)
-    return [*prompt, *one.output_ids.tolist(), *random_prompt(6, seed=1)]
+    (response,) = engine.generate(prompts_of(prompt), ANSWER)
+    return [*prompt, *response.output_ids.tolist(), *random_prompt(6, seed=1)]
 
 
 def test_the_embedded_engine_tells_what_it_did_not_compute(
@@ -53,15 +53,15 @@ def test_the_embedded_engine_tells_what_it_did_not_compute(
 
 @embedded_only
 def test_an_engine_without_a_prefix_cache_keeps_nothing(engine: Engine) -> None:
-    (one,) = engine.generate(prompts_of(next_turn(engine, random_prompt(70))), ANSWER)
-    assert one.cached_tokens == 0 and engine.client.loads()["prefix_cache_bytes"] == 0
+    (response,) = engine.generate(prompts_of(next_turn(engine, random_prompt(70))), ANSWER)
+    assert response.cached_tokens == 0 and engine.client.loads()["prefix_cache_bytes"] == 0
 
 
 @sglang_only
 def test_sglang_tells_what_its_cache_gave(engine: Engine) -> None:
     turn = next_turn(engine, random_prompt(70, seed=2))
-    (one,) = engine.generate(prompts_of(turn), ANSWER)
-    assert 70 <= one.cached_tokens < len(turn)
+    (response,) = engine.generate(prompts_of(turn), ANSWER)
+    assert 70 <= response.cached_tokens < len(turn)
 
 
 def assert_turns_of_their_weights(engine: Engine, folder: Path, *, reuse: bool) -> None:
@@ -76,17 +76,17 @@ def assert_turns_of_their_weights(engine: Engine, folder: Path, *, reuse: bool) 
         if turn == 2:
             engine.client.update_weights(publish(after, folder / "newer", version=engine.version + 1))
         version, model = engine.version, before if turn < 2 else after
-        answers = sorted(engine.generate(prompts_of(*prompts, seed=turn), ANSWER), key=lambda one: one.prompt)
-        for index, one in enumerate(answers):
-            assert one.versions.tolist() == [version] * len(one.output_ids)
-            logprobs = torch.tensor(one.logprobs)
-            gap = (transformers_logprobs(model, prompts[index], one, ANSWER) - logprobs).abs().max()
+        answers = sorted(engine.generate(prompts_of(*prompts, seed=turn), ANSWER), key=lambda response: response.prompt)
+        for index, answer in enumerate(answers):
+            assert answer.versions.tolist() == [version] * len(answer.output_ids)
+            logprobs = torch.tensor(answer.logprobs)
+            gap = (transformers_logprobs(model, prompts[index], answer, ANSWER) - logprobs).abs().max()
             assert float(gap) <= TOLERANCE, f"turn {turn}"
             if turn == 2:
-                assert one.cached_tokens == 0
-                far = float((transformers_logprobs(before, prompts[index], one, ANSWER) - logprobs).abs().max())
-            cached += one.cached_tokens
-            prompts[index] = [*prompts[index], *one.output_ids.tolist(), *random_prompt(6, seed=turn)]
+                assert answer.cached_tokens == 0
+                far = float((transformers_logprobs(before, prompts[index], answer, ANSWER) - logprobs).abs().max())
+            cached += answer.cached_tokens
+            prompts[index] = [*prompts[index], *answer.output_ids.tolist(), *random_prompt(6, seed=turn)]
     assert far > 100 * TOLERANCE, "the two versions are too similar for this test"
     assert (cached > 0) == reuse
 

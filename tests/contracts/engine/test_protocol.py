@@ -51,7 +51,7 @@ def test_many_prompts_and_samples_come_prompt_by_prompt(engine: Engine) -> None:
     replies = engine.post("/generate", body)
     assert [reply["meta_info"]["id"] for reply in replies] == ["a"] * 3 + ["b"] * 3
     expected = engine.generate(prompts_of(*prompts, seed=11), SamplingParams(n=3, max_new_tokens=6))
-    assert [reply["output_ids"] for reply in replies] == [one.output_ids.tolist() for one in expected]
+    assert [reply["output_ids"] for reply in replies] == [response.output_ids.tolist() for response in expected]
     assert "output_token_logprobs" not in replies[0]["meta_info"]
 
 
@@ -67,10 +67,10 @@ def test_stop_tokens_end_a_response_and_stay_in_it(engine: Engine) -> None:
 
 def test_eos_ends_a_response_unless_it_is_ignored(engine: Engine) -> None:
     responses = engine.generate(prompts_of([5], seed=3), SamplingParams(n=16, max_new_tokens=200))
-    stopped = [one for one in responses if one.finish_reason == "stop"]
+    stopped = [response for response in responses if response.finish_reason == "stop"]
     assert stopped
-    for one in stopped:
-        assert one.output_ids.tolist().index(EOS) == len(one.output_ids) - 1
+    for response in stopped:
+        assert response.output_ids.tolist().index(EOS) == len(response.output_ids) - 1
     sampling = {"max_new_tokens": 200, "n": 4, "temperature": 1.0}
     replies = engine.post("/generate", {"input_ids": [5], "sampling_params": sampling})
     for reply in replies:
@@ -97,7 +97,7 @@ def test_sglangs_events_are_incremental(engine: Engine) -> None:
     # SGLang joins unread events, so an event may have more than stream_interval tokens.
     assert received > len(tokens)
     expected = engine.generate(prompts, params)
-    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids.tolist() for one in expected]
+    assert [tokens[index] for index in sorted(tokens)] == [response.output_ids.tolist() for response in expected]
 
 
 @embedded_only
@@ -119,12 +119,15 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
             assert len(event["output_ids"]) == 4 or meta["finish_reason"] is not None
             raw += b"data: " + msgspec.json.encode(event) + b"\n\n"
     expected = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=10))
-    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids.tolist() for one in expected]
+    assert [tokens[index] for index in sorted(tokens)] == [response.output_ids.tolist() for response in expected]
     reader = EventReader(prompts, samples=[(0, 0), (0, 1), (1, 0), (1, 1)])
-    found = [one for cut in range(0, len(raw), 100) for one in reader.feed(raw[cut : cut + 100])]
-    generated = sorted((one for one in found if isinstance(one, Generated)), key=lambda one: (one.prompt, one.sample))
-    assert [(one.output_ids.tolist(), one.finish_reason) for one in generated] == [
-        (one.output_ids.tolist(), one.finish_reason) for one in expected
+    found = [event for cut in range(0, len(raw), 100) for event in reader.feed(raw[cut : cut + 100])]
+    generated = sorted(
+        (event for event in found if isinstance(event, Generated)),
+        key=lambda response: (response.prompt, response.sample),
+    )
+    assert [(response.output_ids.tolist(), response.finish_reason) for response in generated] == [
+        (response.output_ids.tolist(), response.finish_reason) for response in expected
     ]
 
 

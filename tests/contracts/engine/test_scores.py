@@ -40,16 +40,16 @@ def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int
     ]
     scores = engine.client.score(rows, top_k=top_k, temperature=temperature)
     assert len(scores) == len(rows)
-    for row, one in zip(rows, scores, strict=True):
+    for row, score in zip(rows, scores, strict=True):
         wanted = expected(model, row.input_ids, temperature=temperature)[row.first - 1 :]
         targets = torch.tensor(row.input_ids[row.first :])
         chosen = wanted.gather(-1, targets[:, None])[:, 0]
-        assert len(one.logprobs) == len(targets)
-        assert float((torch.tensor(one.logprobs) - chosen).abs().max()) <= TOLERANCE
+        assert len(score.logprobs) == len(targets)
+        assert float((torch.tensor(score.logprobs) - chosen).abs().max()) <= TOLERANCE
         if top_k:
             values = wanted.topk(top_k, -1).values
-            assert float((torch.tensor(one.top_logprobs) - values).abs().max()) <= TOLERANCE
-            by_id = wanted.gather(-1, torch.tensor(one.top_ids.tolist()))  # by id, because ties have no order
+            assert float((torch.tensor(score.top_logprobs) - values).abs().max()) <= TOLERANCE
+            by_id = wanted.gather(-1, torch.tensor(score.top_ids.tolist()))  # by id, because ties have no order
             assert float((by_id - values).abs().max()) <= TOLERANCE
 
 
@@ -58,11 +58,13 @@ def test_what_was_generated_is_scored_as_it_was_sampled(engine: Engine) -> None:
     temperature = 1.0 if engine.kind == "sglang" else 0.8
     responses = engine.generate(prompts_of(*prompts), SamplingParams(n=3, max_new_tokens=12, temperature=temperature))
     rows = [
-        TokensToScore(input_ids=prompts[one.prompt] + one.output_ids.tolist(), first=len(prompts[one.prompt]))
-        for one in responses
+        TokensToScore(
+            input_ids=prompts[response.prompt] + response.output_ids.tolist(), first=len(prompts[response.prompt])
+        )
+        for response in responses
     ]
-    for one, scored in zip(responses, engine.client.score(rows, top_k=0, temperature=temperature), strict=True):
-        assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
+    for response, scored in zip(responses, engine.client.score(rows, top_k=0, temperature=temperature), strict=True):
+        assert scored.logprobs == pytest.approx(response.logprobs, abs=TOLERANCE)
 
 
 @embedded_only
@@ -75,7 +77,10 @@ def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
     assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
     assert [len(top) for top in meta["input_top_logprobs"][1:]] == [2, 2]
     several = engine.post("/generate", {**SCORE, "input_ids": [[5, 6], [7]]})
-    assert [len(one["meta_info"]["input_token_logprobs"]) for one in several] == [1, 1]  # -1: from the last token on
+    assert [len(reply["meta_info"]["input_token_logprobs"]) for reply in several] == [
+        1,
+        1,
+    ]  # -1: from the last token on
     assert "input_top_logprobs" not in several[0]["meta_info"]
 
 

@@ -15,8 +15,10 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(engine: Engine) -> None:
     together = engine.generate(prompts, params)
     for index, prompt in enumerate(prompts):
         alone = engine.generate([prompt], params)
-        batch = [one for one in together if one.prompt == index]
-        assert [one.output_ids.tolist() for one in alone] == [one.output_ids.tolist() for one in batch]
+        batch = [response for response in together if response.prompt == index]
+        assert [response.output_ids.tolist() for response in alone] == [
+            response.output_ids.tolist() for response in batch
+        ]
         for left, right in zip(alone, batch, strict=True):
             assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
@@ -25,7 +27,7 @@ def test_samples_of_a_prompt_and_seeds_differ(engine: Engine) -> None:
     params = SamplingParams(n=8, max_new_tokens=16)
     prompt = random_prompt(6)
     first, second = (engine.generate(prompts_of(prompt, seed=seed), params) for seed in (1, 2))
-    assert len({tuple(one.output_ids.tolist()) for one in first + second}) == 16
+    assert len({tuple(response.output_ids.tolist()) for response in first + second}) == 16
 
 
 def test_the_same_request_twice_is_the_same_to_the_bit(engine: Engine) -> None:
@@ -33,7 +35,7 @@ def test_the_same_request_twice_is_the_same_to_the_bit(engine: Engine) -> None:
     prompts = prompts_of(*[random_prompt(16, seed=index) for index in range(4)])
     first, second = engine.generate(prompts, params), engine.generate(prompts, params)
     if engine.kind == "embedded":
-        assert [content(one) for one in first] == [content(one) for one in second]
+        assert [content(response) for response in first] == [content(response) for response in second]
     for left, right in zip(first, second, strict=True):  # SGLang's second prefill is in its cache: another batch
         assert left.output_ids.tolist() == right.output_ids.tolist()
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)

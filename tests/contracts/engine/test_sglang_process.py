@@ -62,7 +62,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def all_ended(processes: list[psutil.Process]) -> bool:
-    return all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
+    return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
 
 
 def test_nothing_is_served_before_the_first_attested_weights(blank: Engine, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_prompts_that_wait_for_different_versions_share_a_call(blank: Engine, tm
         both = pool.submit(blank.generate, prompts, SamplingParams(n=2, max_new_tokens=4))
         blank.client.update_weights(publish(make_model(None, seed=9), tmp_path / "w", version=version + 1))
         responses = both.result(30)
-    assert [(one.prompt, one.sample) for one in responses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert {one.versions[0] for one in responses if one.prompt == 1} == {version + 1}
+    assert [(response.prompt, response.sample) for response in responses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {response.versions[0] for response in responses if response.prompt == 1} == {version + 1}
 
 
 def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, 
                 break
         assert half
         blank.client.update_weights(manifest)
-        (one,) = cut.result(120)
+        (response,) = cut.result(120)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
-    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
-    assert set(one.versions.tolist()) == {version + 1}
+        logits = model(torch.tensor([prompt + response.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.output_ids.tolist())[:, None])[:, 0]
+    assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= 2e-5
+    assert set(response.versions.tolist()) == {version + 1}
 
 
 def half_prefilled(engine: Engine) -> bool:

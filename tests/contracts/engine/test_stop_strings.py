@@ -58,7 +58,9 @@ def lettered(request: pytest.FixtureRequest, launch: EngineLaunch, folder: Path)
 
 
 def first_end(ids: list[int]) -> int | None:
-    return next((count for count in range(1, len(ids) + 1) if any(one in text_of(ids[:count]) for one in STOP)), None)
+    return next(
+        (count for count in range(1, len(ids) + 1) if any(string in text_of(ids[:count]) for string in STOP)), None
+    )
 
 
 def as_expected(whole: Generated, stopped: Generated) -> bool:
@@ -81,34 +83,34 @@ def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     whole = lettered.generate(prompts, PARAMS)
     stopped = lettered.generate(prompts, STOPPING)
-    ended = [as_expected(one, other) for one, other in zip(whole, stopped, strict=True)]
+    ended = [as_expected(response, stopped_response) for response, stopped_response in zip(whole, stopped, strict=True)]
     assert sum(ended) >= 5 and not all(ended), ended  # the model samples stop strings at random
 
 
 def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:
     """An aborted sample is requested again after its own tokens."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
-    stopped = [one for one in lettered.generate(prompts, STOPPING) if one.finish_reason == "stop"]
+    stopped = [response for response in lettered.generate(prompts, STOPPING) if response.finish_reason == "stop"]
     across = [
-        one
-        for one in stopped
-        if len(one.output_ids) > 2
-        and not any(text_of(one.output_ids.tolist()[-1:]).endswith(string) for string in STOP)
+        response
+        for response in stopped
+        if len(response.output_ids) > 2
+        and not any(text_of(response.output_ids.tolist()[-1:]).endswith(string) for string in STOP)
     ]
     asked = [
         PromptRequest(
             rid=f"again-{index}",
-            input_ids=prompts[one.prompt].input_ids + one.output_ids[:-1].tolist(),
-            sampling_seed=prompts[one.prompt].sampling_seed,
-            samples=[one.sample],
-            generated=len(one.output_ids) - 1,
+            input_ids=prompts[response.prompt].input_ids + response.output_ids[:-1].tolist(),
+            sampling_seed=prompts[response.prompt].sampling_seed,
+            samples=[response.sample],
+            generated=len(response.output_ids) - 1,
         )
-        for index, one in enumerate(across)
+        for index, response in enumerate(across)
     ]
     assert asked
     again = lettered.generate(asked, STOPPING)
-    assert [(one.output_ids.tolist(), one.finish_reason) for one in again] == [
-        (one.output_ids[-1:].tolist(), "stop") for one in across
+    assert [(response.output_ids.tolist(), response.finish_reason) for response in again] == [
+        (response.output_ids[-1:].tolist(), "stop") for response in across
     ]
 
 
@@ -123,7 +125,8 @@ def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: 
         async def collect(params: SamplingParams, mark: str) -> list[Generated]:
             asked = [msgspec.structs.replace(prompt, rid=f"{prompt.rid}{mark}") for prompt in prompts]
             return sorted(
-                [one async for one in client.generate(asked, params)], key=lambda one: (one.prompt, one.sample)
+                [response async for response in client.generate(asked, params)],
+                key=lambda response: (response.prompt, response.sample),
             )
 
         try:
@@ -132,8 +135,10 @@ def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: 
             await client.aclose()
 
     plain, stopped = asyncio.run(together())
-    assert [one.output_ids.tolist() for one in plain] == [one.output_ids.tolist() for one in alone]
-    assert any(as_expected(one, other) for one, other in zip(plain, stopped, strict=True))
+    assert [response.output_ids.tolist() for response in plain] == [response.output_ids.tolist() for response in alone]
+    assert any(
+        as_expected(response, stopped_response) for response, stopped_response in zip(plain, stopped, strict=True)
+    )
 
 
 @pytest.mark.parametrize("stop", [["x" * 2000], [""], ["a"] * 17])

@@ -27,9 +27,9 @@ def test_tokens_are_told_one_by_one_before_the_response_ends(engine: Engine) -> 
         client = engine.new_client()
         found = []
         try:
-            async for one in client.generate(PROMPTS, PARAMS, on_tokens=tell):
+            async for response in client.generate(PROMPTS, PARAMS, on_tokens=tell):
                 early.append(sum(map(len, told.values())))
-                found.append(one)
+                found.append(response)
         finally:
             await client.aclose()
         return found
@@ -37,9 +37,13 @@ def test_tokens_are_told_one_by_one_before_the_response_ends(engine: Engine) -> 
     found = asyncio.run(collect())
     silent = engine.generate(PROMPTS, PARAMS)
     assert early[0] > 0 and max(pieces) <= 2
-    assert [one.output_ids.tolist() for one in sorted(found, key=lambda one: (one.prompt, one.sample))] == [
-        one.output_ids.tolist() for one in silent
-    ]
-    for one in found:
-        ids = one.output_ids.tolist()
-        assert told[one.prompt, one.sample] in (ids, ids[:-1])  # the last token may come only with the response
+    assert [
+        response.output_ids.tolist()
+        for response in sorted(found, key=lambda response: (response.prompt, response.sample))
+    ] == [response.output_ids.tolist() for response in silent]
+    for response in found:
+        ids = response.output_ids.tolist()
+        assert told[response.prompt, response.sample] in (
+            ids,
+            ids[:-1],
+        )  # the last token may come only with the response

@@ -22,10 +22,10 @@ def model() -> Any:
     return make_model(None, seed=0)
 
 
-def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params: SamplingParams) -> torch.Tensor:
+def transformers_logprobs(model: Any, prompt: list[int], generated: Generated, params: SamplingParams) -> torch.Tensor:
     """Returns the log-prob of each generated token from one uncached forward pass and transformers' warpers."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + generated.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
     logits[:, params.banned_token_ids] = float("-inf")
     warpers: list[Any] = []
     if params.temperature not in (0.0, 1.0):
@@ -36,7 +36,7 @@ def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params:
         warpers.append(TopPLogitsWarper(params.top_p))
     for warper in warpers:
         logits = warper(None, logits)
-    return logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(generated.output_ids.tolist())[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -60,36 +60,36 @@ def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, params: 
     responses = engine.generate(prompts_of(*PROMPTS), params)
     assert len(responses) == len(PROMPTS) * params.n
     gap = 0.0
-    for one in responses:
-        assert len(one.output_ids) == len(one.logprobs) <= params.max_new_tokens
-        assert all(0 <= token < VOCAB for token in one.output_ids)
-        assert not set(one.output_ids.tolist()) & set(params.banned_token_ids)
-        assert one.versions.tolist() == [version] * len(one.output_ids)
-        expected = transformers_logprobs(model, PROMPTS[one.prompt], one, params)
-        gap = max(gap, float((expected - torch.tensor(one.logprobs)).abs().max()))
+    for response in responses:
+        assert len(response.output_ids) == len(response.logprobs) <= params.max_new_tokens
+        assert all(0 <= token < VOCAB for token in response.output_ids)
+        assert not set(response.output_ids.tolist()) & set(params.banned_token_ids)
+        assert response.versions.tolist() == [version] * len(response.output_ids)
+        expected = transformers_logprobs(model, PROMPTS[response.prompt], response, params)
+        gap = max(gap, float((expected - torch.tensor(response.logprobs)).abs().max()))
     assert gap <= TOLERANCE
 
 
 def test_greedy_tokens_are_those_of_transformers_generate(engine: Engine, model: Any) -> None:
     responses = engine.generate(prompts_of(*PROMPTS), SamplingParams(max_new_tokens=24, temperature=0.0))
-    for prompt, one in zip(PROMPTS, responses, strict=True):
+    for prompt, response in zip(PROMPTS, responses, strict=True):
         with torch.no_grad():
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-        assert one.output_ids.tolist() == expected.tolist()
+        assert response.output_ids.tolist() == expected.tolist()
 
 
 def test_a_long_prompt_goes_through_prefill_in_chunks(engine: Engine, model: Any) -> None:
     prompts = [random_prompt(length, seed=length) for length in (1900, 1201, 700, 30)]
     params = SamplingParams(n=2, max_new_tokens=4)
-    for one in engine.generate(prompts_of(*prompts), params):
-        expected = transformers_logprobs(model, prompts[one.prompt], one, params)
-        assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= TOLERANCE
+    for response in engine.generate(prompts_of(*prompts), params):
+        expected = transformers_logprobs(model, prompts[response.prompt], response, params)
+        assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= TOLERANCE
 
 
 def test_untied_head_and_bfloat16(start_engine: Any, tmp_path: Path) -> None:
     model = make_model(tmp_path, seed=4, tied=False)
     prompts, params = [random_prompt(9), random_prompt(20)], SamplingParams(n=3, max_new_tokens=8)
     for dtype, tolerance in (("float32", TOLERANCE), ("bfloat16", 0.3)):
-        for one in start_engine(model_folder=tmp_path, dtype=dtype).generate(prompts_of(*prompts), params):
-            expected = transformers_logprobs(model, prompts[one.prompt], one, params)
-            assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= tolerance
+        for response in start_engine(model_folder=tmp_path, dtype=dtype).generate(prompts_of(*prompts), params):
+            expected = transformers_logprobs(model, prompts[response.prompt], response, params)
+            assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= tolerance

@@ -54,8 +54,8 @@ def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage
     transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
 
     def receivers() -> list[object]:
-        for one in damage:
-            one(max(folder.glob(f"*/{WEIGHTS}")))
+        for damage_file in damage:
+            damage_file(max(folder.glob(f"*/{WEIGHTS}")))
         return [engine.client]
 
     return WeightPublisher(folder, receivers, transport=transport, model_folder=model)  # type: ignore[arg-type]
@@ -74,13 +74,15 @@ def send(publisher: WeightPublisher, version: int) -> SyncReport:
 
 def serves(engine: Engine, version: int, model: Any = None) -> None:
     """Compares the engine with ``model``, by default that whose seed is ``version``."""
-    one = engine.generate(prompts_of(PROMPT, min_version=version), SamplingParams(max_new_tokens=6, temperature=0.0))[0]
-    ids = one.output_ids.tolist()
+    response = engine.generate(
+        prompts_of(PROMPT, min_version=version), SamplingParams(max_new_tokens=6, temperature=0.0)
+    )[0]
+    ids = response.output_ids.tolist()
     with torch.no_grad():
         logits = (model or make_model(None, seed=version))(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
-    assert set(one.versions.tolist()) == {version}
+    assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= 2e-5
+    assert set(response.versions.tolist()) == {version}
 
 
 @sglang_only
@@ -125,10 +127,10 @@ def test_frozen_tensors_are_read_once_and_by_an_engine_that_lacks_them(
 
     def model(seed: int) -> Any:
         """Returns the model of a seed with the frozen weights of seed 0."""
-        one, first = make_model(None, seed=seed), make_model(None, seed=0)
+        seeded, first = make_model(None, seed=seed), make_model(None, seed=0)
         frozen = {name: value for name, value in first.state_dict().items() if is_frozen(name)}
-        one.load_state_dict(frozen, strict=False)
-        return one
+        seeded.load_state_dict(frozen, strict=False)
+        return seeded
 
     publisher = WeightPublisher(
         tmp_path,
@@ -216,7 +218,9 @@ def test_senders_of_many_versions_take_turns_while_samples_run(engine_back: Engi
                 sender.result(120.0)
         finally:
             ended.set()
-        assert all((one.versions >= first - 1).all() for responses in sampled for one in responses.result(60.0))
+        assert all(
+            (response.versions >= first - 1).all() for responses in sampled for response in responses.result(60.0)
+        )
     serves(engine_back, manifests[-1].version)
 
 
@@ -267,13 +271,13 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
 ) -> None:
     """SGLang samples one more token of an aborted response, here after its weights count as unknown."""
     version, told = engine_back.version, threading.Event()
-    client, other = engine_back.new_client(), engine_back.new_client()
+    client, second_client = engine_back.new_client(), engine_back.new_client()
 
     async def sample() -> list[Generated]:
         params = SamplingParams(max_new_tokens=LONG, n=8, banned_token_ids=[EOS])  # only an abort ends a sample
         try:
             started = client.generate(prompts_of(*[PROMPT] * 4), params, on_tokens=lambda *words: told.set())
-            return [one async for one in started]
+            return [response async for response in started]
         finally:
             await client.aclose()
 
@@ -281,16 +285,16 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
         sampled = pool.submit(lambda: asyncio.run(sample()))
         assert told.wait(30.0)
         engine_back.post("/pause_generation", {"mode": "in_place"})  # as during an update
-        other.forget_weights()
+        second_client.forget_weights()
         responses = sampled.result(60.0)
-    assert any(one.finish_reason == "abort" and one.output_ids.size for one in responses)
-    assert all((one.versions == version).all() for one in responses)
-    assert engine_back.version == -1 and other.ready()
+    assert any(response.finish_reason == "abort" and response.output_ids.size for response in responses)
+    assert all((response.versions == version).all() for response in responses)
+    assert engine_back.version == -1 and second_client.ready()
     with ThreadPoolExecutor() as pool:
         held = pool.submit(engine_back.generate, prompts_of(PROMPT), SamplingParams(max_new_tokens=2))
         with pytest.raises(TimeoutError):
             held.result(0.5)
-        other.update_weights(publish(make_model(None, seed=3), tmp_path / "other", version=0))
+        second_client.update_weights(publish(make_model(None, seed=3), tmp_path / "other", version=0))
         assert set(held.result(60.0)[0].versions.tolist()) == {0}, "an older version of another run"
 
 
@@ -359,7 +363,10 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
 
     async def collect() -> list[Generated]:
         try:
-            return [one async for one in client.generate(prompts_of(PROMPT), SamplingParams(n=4, max_new_tokens=6))]
+            return [
+                response
+                async for response in client.generate(prompts_of(PROMPT), SamplingParams(n=4, max_new_tokens=6))
+            ]
         finally:
             await client.aclose()
 
@@ -370,9 +377,9 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
         engine.client.update_weights(manifest)
         responses = overtaken.result(60)
     model = make_model(None, seed=before + 1)
-    for one in responses:
+    for response in responses:
         with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + one.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
-        assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
-        assert set(one.versions.tolist()) == {before + 1}
+            logits = model(torch.tensor([PROMPT + response.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.output_ids.tolist())[:, None])[:, 0]
+        assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= 2e-5
+        assert set(response.versions.tolist()) == {before + 1}

@@ -38,12 +38,12 @@ def blank(launch: Any) -> Any:
 
 def serves(engine: Engine, model: Any, version: int) -> None:
     """Checks that the engine's log-probs are those of this model, under this version."""
-    one = engine.generate(prompts_of(PROMPT), GREEDY)[0]
+    response = engine.generate(prompts_of(PROMPT), GREEDY)[0]
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + one.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
-    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
-    assert set(one.versions.tolist()) == {version}
+        logits = model(torch.tensor([PROMPT + response.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.output_ids.tolist())[:, None])[:, 0]
+    assert float((expected - torch.tensor(response.logprobs)).abs().max()) <= 2e-5
+    assert set(response.versions.tolist()) == {version}
 
 
 def test_nothing_is_served_before_the_first_attested_weights(blank: Engine, tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ class Seeing:
 
     def prompts(self, *parts: Sequence[Sequence[int] | MediaItem]) -> list[PromptRequest]:
         found = []
-        for index, one in enumerate(parts):
-            ids, media = self.seen.prompt(*one)
+        for index, prompt_parts in enumerate(parts):
+            ids, media = self.seen.prompt(*prompt_parts)
             found.append(PromptRequest(rid=f"prompt-{index}", input_ids=ids, sampling_seed=3 + index, media=media))
         return found
 
@@ -75,23 +75,26 @@ class Seeing:
         special = [tower.image_token_id, tower.video_token_id, tower.vision_start_token_id, tower.vision_end_token_id]
         return msgspec.structs.replace(PARAMS, banned_token_ids=[*special, 3])
 
-    def expected(self, prompt: PromptRequest, one: Generated, params: SamplingParams) -> torch.Tensor:
+    def expected(self, prompt: PromptRequest, generated: Generated, params: SamplingParams) -> torch.Tensor:
         """Returns transformers' log-probs of the generated tokens."""
-        output = self.seen.logits(self.model, prompt.input_ids + one.output_ids.tolist(), prompt.media)
+        output = self.seen.logits(self.model, prompt.input_ids + generated.output_ids.tolist(), prompt.media)
         logits = output.logits[0, len(prompt.input_ids) - 1 : -1]
         logits[:, params.banned_token_ids] = float("-inf")
         table = (logits / params.temperature).log_softmax(-1)
-        return table.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
+        return table.gather(-1, torch.tensor(generated.output_ids.tolist())[:, None])[:, 0]
 
     def gap(self, prompts: Sequence[PromptRequest], found: Sequence[Generated], params: SamplingParams) -> float:
         """Returns the largest difference from transformers' log-probs."""
-        gaps = [self.expected(prompts[one.prompt], one, params) - torch.tensor(one.logprobs) for one in found]
+        gaps = [
+            self.expected(prompts[generated.prompt], generated, params) - torch.tensor(generated.logprobs)
+            for generated in found
+        ]
         return float(torch.cat(gaps).abs().max())
 
     def scores(self, prompts: Sequence[PromptRequest]) -> list[list[float]]:
         """Returns the log-probs of each prompt's tokens but the first."""
-        items = [TokensToScore(input_ids=one.input_ids, first=1, media=one.media) for one in prompts]
-        return [one.logprobs.tolist() for one in self.engine.client.score(items, top_k=0, temperature=1.0)]
+        items = [TokensToScore(input_ids=prompt.input_ids, first=1, media=prompt.media) for prompt in prompts]
+        return [scores.logprobs.tolist() for scores in self.engine.client.score(items, top_k=0, temperature=1.0)]
 
     def publish(self, path: Path, model: Any) -> None:
         """Serves the weights of ``model`` as the next version."""
@@ -137,7 +140,7 @@ def long_body(prompt: PromptRequest, params: SamplingParams, rid: str, *, new: i
     return {
         "rid": rid,
         "input_ids": prompt.input_ids,
-        "media": [[(one.item.digest, one.start) for one in prompt.media]],
+        "media": [[(medium.item.digest, medium.start) for medium in prompt.media]],
         "sampling_params": sampling,
         "banned_token_ids": params.banned_token_ids,
         "return_logprob": True,

@@ -135,12 +135,12 @@ def test_a_session_is_private_and_leaves_nothing(
         assert reported["namespace"] == reported["paths_namespace"]
         assert len(reported["nodes"]) == 1
         assert reported["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
-        others = [line for line in reported["others"] if "fork_server" not in line]
+        other_lines = [line for line in reported["others"] if "fork_server" not in line]
         forks = end != "ordinary" and bool(preloaded)
-        assert len(reported["others"]) - len(others) == forks and reported["forked"] == forks
+        assert len(reported["others"]) - len(other_lines) == forks and reported["forked"] == forks
         if end != "ordinary":
-            assert len(others) == 2, "Ray starts nothing that a run does not need"
-            assert all("agent_on_demand.py" in line for line in others)
+            assert len(other_lines) == 2, "Ray starts nothing that a run does not need"
+            assert all("agent_on_demand.py" in line for line in other_lines)
         assert reported["another"] == "raylet", "a worker starts without the fork server, too, if it was killed"
         assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
         assert reported["sees"] == ["", "0"], "a worker sees only the GPUs that it requested"

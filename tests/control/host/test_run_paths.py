@@ -168,17 +168,17 @@ def test_run_paths_leave_nothing_behind(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_not_surely_a_dead_runs_is_left(folder: Path) -> None:
-    being_made, linked, other = (folder / "t" / f"rlx-{name}" for name in ("new", "link", "other"))
+    being_made, linked, other_folder = (folder / "t" / f"rlx-{name}" for name in ("new", "link", "other"))
     being_made.mkdir()
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / OWNER_FILE).touch()
     linked.symlink_to(folder / "elsewhere")
-    other.mkdir()
-    (other / OWNER_FILE).touch()
+    other_folder.mkdir()
+    (other_folder / OWNER_FILE).touch()
     if os.getuid() == 0:
-        os.chown(other, 12345, 12345)
+        os.chown(other_folder, 12345, 12345)
     else:
-        other.rename(folder / "not-looked-at")
+        other_folder.rename(folder / "not-looked-at")
     assert removed(folder) == []
     assert being_made.exists() and (folder / "elsewhere").exists()
 

@@ -137,8 +137,8 @@ def test_a_sound_is_the_same_from_another_format_and_another_place() -> None:
     second, again = item_of(stored(samples, "FLAC", subtype="PCM_16"))
     assert first == second and first.digest == second.digest
     assert tensors["features"].tobytes() == again["features"].tobytes()
-    other = dataclasses.replace(TRIAL_AUDIO, chunk_frames=50)
-    assert clip_item(other, tensors["features"], 0.7)[0].digest != first.digest
+    other_settings = dataclasses.replace(TRIAL_AUDIO, chunk_frames=50)
+    assert clip_item(other_settings, tensors["features"], 0.7)[0].digest != first.digest
 
 
 def test_a_clip_of_each_length_of_the_limits_has_its_rows(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ PNGS: dict[str, tuple[bytes, list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", PNGS)
 def test_a_png_of_each_kind(name: str) -> None:
     data, wanted = PNGS[name]
-    assert pixels(data)[0].tolist() == [list(one) for one in wanted]
+    assert pixels(data)[0].tolist() == [list(row) for row in wanted]
 
 
 def test_alpha_lies_on_white() -> None:

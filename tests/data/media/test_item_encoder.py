@@ -94,8 +94,8 @@ def test_a_video_has_its_time_stamps_and_frames_as_rows(encode: Encode, settings
 def test_an_odd_number_of_frames_and_a_single_one(encode: Encode, frames_of) -> None:  # type: ignore[no-untyped-def]
     five = encode(MediaSource(kind="video", data=video(grey_frames([0, 50, 100, 150, 200]), rate=2)))
     assert (five.frames, five.grid[0], len(frames_of(five))) == (5, 3, 5)
-    one = encode(MediaSource(kind="video", data=video(grey_frames([90]))))
-    assert (one.frames, one.grid[0]) == (2, 1) and _levels(frames_of(one)) == pytest.approx([90, 90], abs=2)
+    item = encode(MediaSource(kind="video", data=video(grey_frames([90]))))
+    assert (item.frames, item.grid[0]) == (2, 1) and _levels(frames_of(item)) == pytest.approx([90, 90], abs=2)
 
 
 # Numpy rotation of the frame → the matrix of a track header: a, b, c, d of x' = a x + c y, y' = b x + d y; y points
@@ -107,7 +107,7 @@ TURNS = {0: (1, 0, 0, 1), -1: (0, 1, -1, 0), 2: (-1, 0, 0, -1), 1: (0, -1, 1, 0)
 def test_the_rotation_of_a_phone_is_applied(encode: Encode, frames_of, turns: int) -> None:  # type: ignore[no-untyped-def]
     corners = np.array([[0, 80], [160, 240]], np.uint8).repeat(32, axis=0).repeat(64, axis=1)
     frame = np.stack([corners] * 3, axis=-1)
-    a, b, c, d = (one << 16 for one in TURNS[turns])
+    a, b, c, d = (number << 16 for number in TURNS[turns])
     matrix = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     data = patched(video([frame] * 4), b"tkhd", 40, matrix)
     item = encode(MediaSource(kind="video", data=data))

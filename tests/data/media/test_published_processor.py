@@ -29,8 +29,8 @@ def _settings() -> PatchSettings:
         patch_size=image["patch_size"],
         temporal_patch_size=image["temporal_patch_size"],
         merge_size=image["merge_size"],
-        mean=tuple(255 * one for one in image["image_mean"]),
-        std=tuple(255 * one for one in image["image_std"]),
+        mean=tuple(255 * mean for mean in image["image_mean"]),
+        std=tuple(255 * deviation for deviation in image["image_std"]),
         **{name: config[name] for name in names},
     )
 

@@ -52,21 +52,21 @@ def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
         await until("it still owes samples", lambda: pool.open_samples(1) == 0)
         await pool.change_engines([0], leaving=[], moved=[])
         found = await collecting
-        assert {one.engine for one in (await later)[0]} == {"engine-0"}
+        assert {response.engine for response in (await later)[0]} == {"engine-0"}
         await held
         second.client.resume()
         await pool.change_engines([0, 2], leaving=[], moved=[])
         again = await collect_groups(pool.generate(prompts_of([5], [6]), SHORT, places=[0, 1]))
-        assert {one.engine for responses in again.values() for one in responses} == {"engine-0", "engine-2"}
+        assert {response.engine for responses in again.values() for response in responses} == {"engine-0", "engine-2"}
         await directory.close()
         return found
 
     found = asyncio.run(scene())
     assert sorted(found) == [0, 1, 2, 3]
     for index, responses in found.items():
-        for one, quiet in zip(responses, calm[index], strict=True):
-            assert one.output_ids.tolist() == quiet.output_ids.tolist()
-            assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
+        for response, quiet in zip(responses, calm[index], strict=True):
+            assert response.output_ids.tolist() == quiet.output_ids.tolist()
+            assert response.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
     went_on = [request for engine, request in directory.requests if engine == 0 and request.generated]
     assert len(went_on) >= 6, "samples continue from their prefixes"
 
@@ -89,8 +89,8 @@ def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Calla
         return found
 
     found = asyncio.run(scene())
-    assert {one.engine for responses in found.values() for one in responses} == {"engine-0"}
-    assert Counter(one.rid for _, one in directory.came) == {one.rid: 3 for one in given}
+    assert {response.engine for responses in found.values() for response in responses} == {"engine-0"}
+    assert Counter(response.rid for _, response in directory.came) == {response.rid: 3 for response in given}
 
 
 def test_a_router_counts_places_among_the_engines_that_are_there() -> None:

@@ -42,8 +42,8 @@ def test_prompts_go_to_their_engines_and_come_back_whole(start_engine: Callable[
     found = generate(directory, prompts, SHORT, ends=ends)
     assert sorted(index for index, _ in found) == [0, 1, 2, 3, 4]
     for index, responses in found:
-        assert sorted(one.sample for one in responses) == [0, 1, 2]
-        assert {one.rid for one in responses} == {f"prompt-{index}"}
+        assert sorted(response.sample for response in responses) == [0, 1, 2]
+        assert {response.rid for response in responses} == {f"prompt-{index}"}
     assert sorted(directory.calls) == [0, 1]  # one request an engine
     assert len(ends) == 2  # each engine reports its own times
     alone = generate(Directory(first), prompts, SHORT)
@@ -67,7 +67,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     directory = Directory(first, second)
 
     def finished() -> Counter[str]:
-        return Counter(one.rid for engine, one in directory.came if engine == 1)
+        return Counter(response.rid for engine, response in directory.came if engine == 1)
 
     def all_came() -> bool:
         loads = second.client.loads()
@@ -89,7 +89,9 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     found = asyncio.run(scene())
     assert Counter(index for index, _ in found) == dict.fromkeys(range(8), 1)
     assert tokens(found) == expected  # seeds belong to samples: a sample that is drawn again gets the same tokens
-    assert Counter(one.rid for _, one in directory.came) == {prompt.rid: 4 for prompt in prompts}, "none came twice"
+    assert Counter(response.rid for _, response in directory.came) == {prompt.rid: 4 for prompt in prompts}, (
+        "none came twice"
+    )
     parts = {prompt.rid: prompt.samples for _, prompt in directory.requests if prompt.samples is not None}
     assert parts, "no group was partly generated"
     assert all(0 < len(samples) < 4 for samples in parts.values() if samples)
@@ -109,7 +111,7 @@ def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[
     directory = Directory(first, replace=replace)
     found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda index: index or kill(first))
     assert [index for index, _ in found] == [0, 1]
-    assert {version for one in found[1][1] for version in one.versions.tolist()} == {1}
+    assert {version for response in found[1][1] for version in response.versions.tolist()} == {1}
     assert directory.asked == [(0, False), (0, True), (0, False)]
 
 
@@ -163,7 +165,7 @@ def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
 
     found = asyncio.run(scene())
     assert sorted(found) == [0, 1, 2, 3]
-    assert {one.engine for responses in found.values() for one in responses} == {"engine-0"}
+    assert {response.engine for responses in found.values() for response in responses} == {"engine-0"}
     assert {engine for engine, _ in directory.requests} == {0, 1}
     assert "engine 1 serves weights 0, another engine 2. It has been more than 1 versions behind" in caplog.text
 
@@ -232,7 +234,7 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
 
     found = asyncio.run(scene())
     assert tokens(found) == expected
-    assert {one.engine for _, responses in found for one in responses} == {"engine-0"}
+    assert {response.engine for _, responses in found for response in responses} == {"engine-0"}
     assert directory.calls.count(1) == 2, "it got one call before the stop and one after"
     assert "engine-1 does not answer; its open samples are asked for again" in caplog.text
     assert "/ready: no answer within 0.5 s" in caplog.text, "its stream ended by itself"

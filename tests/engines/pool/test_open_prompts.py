@@ -19,10 +19,10 @@ def generated(sample: int, ids: list[int], *, reason: FinishReason, versions: in
     return response(
         ids,
         versions=versions,
-        logprobs=[-0.5 * one for one in ids],
+        logprobs=[-0.5 * token_id for token_id in ids],
         sample=sample,
         finish_reason=reason,
-        kept=KeptTokens.of_lists([[one, 99] for one in ids], vocab_size=10_000) if ids else None,
+        kept=KeptTokens.of_lists([[token_id, 99] for token_id in ids], vocab_size=10_000) if ids else None,
     )
 
 
@@ -62,7 +62,7 @@ def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
     prompt.take(generated(3, [3], reason="stop"))
     assert prompt.missing == 0
     whole = prompt.responses()
-    assert [one.sample for one in whole] == [0, 1, 2, 3]
+    assert [request.sample for request in whole] == [0, 1, 2, 3]
     check_arrays(whole[0], ids=[5, 6, 7], versions=[0, 0, 1])
     assert whole[0].logprobs.tolist() == [-2.5, -3.0, -3.5]
     assert whole[0].finish_reason == "length"
@@ -111,13 +111,15 @@ def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list
     expected: list[int] = []
     for piece in pieces:
         versions = [version for count, version in piece for _ in range(count)]
-        one = generated(0, [len(expected) + i for i in range(len(versions))], reason="abort", versions=versions)
+        part = generated(0, [len(expected) + i for i in range(len(versions))], reason="abort", versions=versions)
         expected += versions
-        whole = one if whole is None else joined(whole, one)
+        whole = part if whole is None else joined(whole, part)
     assert whole is not None
     check_arrays(whole, ids=range(len(expected)), versions=expected)
-    assert whole.logprobs.tolist() == [-0.5 * one for one in range(len(expected))]
-    assert ([] if whole.kept is None else whole.kept.lists()) == [sorted({one, 99}) for one in range(len(expected))]
+    assert whole.logprobs.tolist() == [-0.5 * position for position in range(len(expected))]
+    assert ([] if whole.kept is None else whole.kept.lists()) == [
+        sorted({token_id, 99}) for token_id in range(len(expected))
+    ]
 
 
 def test_a_response_that_is_cut_keeps_what_belongs_to_its_first_tokens() -> None:
@@ -131,7 +133,7 @@ def test_a_prompt_with_a_picture_costs_the_towers_work_too_and_keeps_it_when_it_
     item = image_item(2, 3)
     ids = [5, *item.ids.tolist(), 6]
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=1, media=[Media(item, 1, 7)])
-    assert prompt_cost(request, lambda one: one.patches / 2) == 8 + 12
+    assert prompt_cost(request, lambda media_item: media_item.patches / 2) == 8 + 12
     prompt = OpenPrompt(index=0, tie=0, request=request, n=1, cost=100.0)
     prompt.ask(0)
     prompt.take(generated(0, [7, 8], reason="abort"))

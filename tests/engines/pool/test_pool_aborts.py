@@ -63,13 +63,13 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
         return found
 
     found = asyncio.run(scene())
-    stop = lambda index: [one.output_ids.tolist() for one in calm[index]]  # noqa: E731
+    stop = lambda index: [generated.output_ids.tolist() for generated in calm[index]]  # noqa: E731
     for index in (0, 1, 2):
-        assert [one.output_ids.tolist() for one in found[index]] == stop(index)
-        for one, quiet in zip(found[index], calm[index], strict=True):
-            assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
-            assert one.versions.tolist() == [0] * len(one.output_ids)
-            assert one.finish_reason == quiet.finish_reason
+        assert [generated.output_ids.tolist() for generated in found[index]] == stop(index)
+        for generated, quiet in zip(found[index], calm[index], strict=True):
+            assert generated.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
+            assert generated.versions.tolist() == [0] * len(generated.output_ids)
+            assert generated.finish_reason == quiet.finish_reason
     assert {prompt.rid for _, prompt in directory.requests if prompt.generated} == {"prompt-0", "prompt-2"}
 
 
@@ -97,13 +97,13 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
         await directory.close()
         return found[0]
 
-    for one in asyncio.run(scene()):
-        change = int(np.argmax(one.versions))
-        assert one.versions.tolist() == [0] * change + [1] * (TOKENS - change) and 0 < change < TOKENS
-        assert len(one.output_ids) == len(one.logprobs) == TOKENS
-        assert one.kept is not None and one.kept.fault(one.output_ids) is None
-        expected = logprobs_of(new, request.input_ids, one.output_ids.tolist(), one.kept)[change:]
-        assert one.logprobs[change:] == pytest.approx(expected, abs=2e-5)
+    for generated in asyncio.run(scene()):
+        change = int(np.argmax(generated.versions))
+        assert generated.versions.tolist() == [0] * change + [1] * (TOKENS - change) and 0 < change < TOKENS
+        assert len(generated.output_ids) == len(generated.logprobs) == TOKENS
+        assert generated.kept is not None and generated.kept.fault(generated.output_ids) is None
+        expected = logprobs_of(new, request.input_ids, generated.output_ids.tolist(), generated.kept)[change:]
+        assert generated.logprobs[change:] == pytest.approx(expected, abs=2e-5)
 
 
 @torch.no_grad()

@@ -32,8 +32,8 @@ def test_no_engine_is_ahead_of_the_lightest_by_more_than_a_prompt(costs: list[fl
     prompts = [prompt(index, cost=cost) for index, cost in enumerate(costs)]
     chosen = Router(count, by_load=False).choose(prompts, usable=range(count))
     loads = Counter(dict.fromkeys(range(count), 0.0))
-    for engine, one in zip(chosen, prompts, strict=True):
-        loads[engine] += one.cost
+    for engine, routed in zip(chosen, prompts, strict=True):
+        loads[engine] += routed.cost
     assert max(loads.values()) - min(loads.values()) <= max(costs, default=0.0) + 1e-6
 
 
@@ -61,8 +61,8 @@ def test_without_load_what_engines_saw_under_older_weights_does_not_count() -> N
 
     def batch(version: int) -> list[OpenPrompt]:
         made = [prompt(i, tokens=2 * LONG_PREFIX, first=2 * LONG_PREFIX - 1) for i in range(6)]
-        for one in made:
-            one.request = msgspec.structs.replace(one.request, min_version=version)
+        for open_prompt in made:
+            open_prompt.request = msgspec.structs.replace(open_prompt.request, min_version=version)
         return made
 
     resumed = Router(2, by_load=False).choose(batch(2), usable=[0, 1])
@@ -92,17 +92,17 @@ def test_a_short_prefix_says_nothing() -> None:
     assert chosen == [0, 1, 0, 1]
 
 
-def finish(router: Router, engine: int, one: OpenPrompt, answer: list[int]) -> None:
+def finish(router: Router, engine: int, open_prompt: OpenPrompt, answer: list[int]) -> None:
     """Finishes a prompt's one response at an engine."""
-    one.asked.add(0)
+    open_prompt.asked.add(0)
     arrays = [np.array(values) for values in (answer, [0.0] * len(answer), [0] * len(answer))]
     ids, logprobs, versions = arrays
-    one.take(
+    open_prompt.take(
         Generated(
             rid="g", prompt=0, sample=0, output_ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop"
         )
     )
-    router.answered(engine, one)
+    router.answered(engine, open_prompt)
 
 
 def test_an_episodes_next_turn_goes_where_its_turns_before_were_answered() -> None:

@@ -61,12 +61,12 @@ def test_frames_come_back_whatever_the_cuts(sizes: list[int], cut: int) -> None:
 def test_a_frame_becomes_arrays() -> None:
     (frame,) = FrameReader().feed(encode_frames([finished(4)]))
     assert isinstance(frame, Finished)
-    one = frame.response(prompt_experts=EXPERTS)
-    check_arrays(one, ids=[0, 1, 2, 3], versions=[7, 7, 7, 8])
-    assert (one.rid, one.prompt, one.sample, one.finish_reason) == ("a", 1, 4, "stop")
-    assert one.logprobs.tolist() == [np.float32(-0.1)] * 4
-    assert one.prompt_experts is EXPERTS and one.response_experts is not None
-    assert one.response_experts.dtype == np.uint16 and np.array_equal(one.response_experts, EXPERTS)
+    response = frame.response(prompt_experts=EXPERTS)
+    check_arrays(response, ids=[0, 1, 2, 3], versions=[7, 7, 7, 8])
+    assert (response.rid, response.prompt, response.sample, response.finish_reason) == ("a", 1, 4, "stop")
+    assert response.logprobs.tolist() == [np.float32(-0.1)] * 4
+    assert response.prompt_experts is EXPERTS and response.response_experts is not None
+    assert response.response_experts.dtype == np.uint16 and np.array_equal(response.response_experts, EXPERTS)
     check_arrays(finished(0).response(), ids=[], versions=[])
 
 
@@ -97,23 +97,25 @@ def test_events_of_both_kinds_are_gathered(cumulative: bool, cut: int) -> None:
             raw += event(index, sent if cumulative else part, len(sent), finish=finish)
     raw += b"data: [DONE]\n\n"
     reader = reader_of(n=2)
-    found = [one for start in range(0, len(raw), cut) for one in reader.feed(raw[start : start + cut])]
-    assert [(one.rid, one.prompt, one.sample) for one in found if isinstance(one, Generated)] == [
+    found = [response for start in range(0, len(raw), cut) for response in reader.feed(raw[start : start + cut])]
+    assert [
+        (response.rid, response.prompt, response.sample) for response in found if isinstance(response, Generated)
+    ] == [
         ("b", 1, 1),
         ("a", 0, 0),
     ]
-    for one in found:
-        assert isinstance(one, Generated)
-        check_arrays(one, ids=sent, versions=[4] * 6)
-        assert one.logprobs.tolist() == pytest.approx([-0.1 * token for token in sent])
+    for response in found:
+        assert isinstance(response, Generated)
+        check_arrays(response, ids=sent, versions=[4] * 6)
+        assert response.logprobs.tolist() == pytest.approx([-0.1 * token for token in sent])
 
 
 def test_an_error_event_is_told_and_an_unnumbered_version_is_unknown() -> None:
     reader = reader_of(n=1)
     assert list(reader.feed(b'data: {"error": {"message": "out of memory"}}\n\n')) == ["out of memory"]
-    (one,) = reader.feed(event(0, [1, 2], 2, finish="length", spans=False))
-    assert isinstance(one, Generated)
-    check_arrays(one, ids=[1, 2], versions=[UNKNOWN_VERSION] * 2)
+    (response,) = reader.feed(event(0, [1, 2], 2, finish="length", spans=False))
+    assert isinstance(response, Generated)
+    check_arrays(response, ids=[1, 2], versions=[UNKNOWN_VERSION] * 2)
 
 
 def replaced(event: bytes, old: bytes, new: bytes) -> bytes:
@@ -129,9 +131,9 @@ def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_comp
         b'{"version": "9", "start": 2, "end": 3}'
     )
     reader = reader_of(n=1)
-    (one,) = reader.feed(replaced(whole, b'{"version": "4", "start": 0, "end": 3}', spans))
-    assert isinstance(one, Generated)
-    check_arrays(one, ids=[5, 6, 7], versions=[4, 4, 9])
+    (response,) = reader.feed(replaced(whole, b'{"version": "4", "start": 0, "end": 3}', spans))
+    assert isinstance(response, Generated)
+    check_arrays(response, ids=[5, 6, 7], versions=[4, 4, 9])
     assert reader.prefills == {(0, 0): (0, VersionSpan(0, 0, 3))}
 
 
@@ -141,9 +143,9 @@ def test_an_abort_with_a_status_is_a_failure_and_one_without_is_a_partial_respon
     failed = plain.replace(b'"matched": 3', b'"status_code": 500, "message": "Out of memory even after retracting"')
     assert failed != plain
     assert list(reader.feed(failed)) == ["500: Out of memory even after retracting"]
-    (one,) = reader_of(n=1).feed(plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"'))
-    assert isinstance(one, Generated) and one.finish_reason == "abort"
-    check_arrays(one, ids=[1, 2], versions=[4, 4])
+    (response,) = reader_of(n=1).feed(plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"'))
+    assert isinstance(response, Generated) and response.finish_reason == "abort"
+    check_arrays(response, ids=[1, 2], versions=[4, 4])
 
 
 def test_the_number_of_prompt_tokens_is_compared_with_the_request() -> None:
@@ -152,11 +154,13 @@ def test_the_number_of_prompt_tokens_is_compared_with_the_request() -> None:
 
     def found(tokens: int) -> Generated | Told | str:
         meta = {"completion_tokens": 0, "finish_reason": {"type": "abort"}, "prompt_tokens": tokens}
-        (one,) = EventReader([again], samples=[(0, 0)]).feed(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
-        return one
+        (response,) = EventReader([again], samples=[(0, 0)]).feed(
+            f"data: {json.dumps({'meta_info': meta})}\n\n".encode()
+        )
+        return response
 
     for tokens, count in ((3, 2), (0, 0)):
-        one = found(tokens)
-        assert isinstance(one, Generated) and one.prompt_tokens == count
+        response = found(tokens)
+        assert isinstance(response, Generated) and response.prompt_tokens == count
     with pytest.raises(ValueError, match="saw 9 prompt tokens and the request has 3"):
         found(9)

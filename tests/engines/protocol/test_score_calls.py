@@ -21,11 +21,15 @@ def reply(given: list[Any], tops: list[Any] | None = None) -> bytes:
 
 def test_scores_are_arrays_with_pads_where_fewer_tokens_were_left() -> None:
     tops = [None, [[-0.5, 7, None], [-1.5, 9, None]], [[-0.25, 8, None]]]
-    (one,) = read_scores(reply(GIVEN, tops), [ROW], top_k=2, fewer=True)
-    assert (one.logprobs.dtype, one.top_ids.dtype, one.top_logprobs.dtype) == (np.float32, np.int32, np.float32)
-    assert one.logprobs.tolist() == [-0.5, -0.25]
-    assert one.top_ids.tolist() == [[7, 9], [8, -1]]
-    assert one.top_logprobs.tolist() == [[-0.5, -1.5], [-0.25, float(np.float32(OUTSIDE))]]
+    (scores,) = read_scores(reply(GIVEN, tops), [ROW], top_k=2, fewer=True)
+    assert (scores.logprobs.dtype, scores.top_ids.dtype, scores.top_logprobs.dtype) == (
+        np.float32,
+        np.int32,
+        np.float32,
+    )
+    assert scores.logprobs.tolist() == [-0.5, -0.25]
+    assert scores.top_ids.tolist() == [[7, 9], [8, -1]]
+    assert scores.top_logprobs.tolist() == [[-0.5, -1.5], [-0.25, float(np.float32(OUTSIDE))]]
     (bare,) = read_scores(reply(GIVEN), [ROW], top_k=0)
     assert bare.logprobs.tolist() == [-0.5, -0.25] and bare.top_ids.shape == bare.top_logprobs.shape == (2, 0)
 

@@ -16,8 +16,8 @@ def byte_level() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     merges = [("<", "/"), ("a", "b"), ("Ġ", "a"), ("</", "a")]
-    for one, other in merges:
-        vocabulary.setdefault(one + other, len(vocabulary))
+    for left, right in merges:
+        vocabulary.setdefault(left + right, len(vocabulary))
     core = Tokenizer(models.BPE(vocabulary, merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def test_the_token_that_completes_a_string_ends_the_response(kind: str, data: st
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.sampled_from(likely(tokenizer)), max_size=24))
     texts = [tokenizer.decode(ids[:count], skip_special_tokens=False) for count in range(len(ids) + 1)]
-    expected = next((count for count, text in enumerate(texts) if any(one in text for one in stop)), None)
+    expected = next((count for count, text in enumerate(texts) if any(string in text for string in stop)), None)
     finder = StopStrings(tokenizer, stop)
     assert finder.end(ids) == expected
     if expected is not None:

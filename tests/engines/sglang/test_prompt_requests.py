@@ -17,19 +17,19 @@ def body_of(params: SamplingParams, *, seeds: bool = True) -> dict:
 
 def test_each_sample_is_a_request_with_a_name_of_its_own() -> None:
     first, second = sample_requests(PROMPTS, n=3), sample_requests(PROMPTS, n=3)
-    assert [(one.prompt, one.sample) for one in first] == [(0, 0), (0, 1), (0, 2), (1, 2)]
-    assert len({one.rid for one in first + second}) == 8
-    assert [one.rid.rsplit("/", 2)[0] for one in first] == ["a", "a", "a", "b"]
+    assert [(request.prompt, request.sample) for request in first] == [(0, 0), (0, 1), (0, 2), (1, 2)]
+    assert len({request.rid for request in first + second}) == 8
+    assert [request.rid.rsplit("/", 2)[0] for request in first] == ["a", "a", "a", "b"]
 
 
 def test_a_response_that_goes_on_has_its_own_seed_and_what_is_left_of_its_length() -> None:
     body = body_of(SamplingParams(n=3, max_new_tokens=8))
     assert body["input_ids"] == [[5, 6]] * 3 + [[7, 8, 9]]
-    assert [one["max_new_tokens"] for one in body["sampling_params"]] == [8, 8, 8, 7]
-    seeds = [one["sampling_seed"] for one in body["sampling_params"]]
+    assert [params["max_new_tokens"] for params in body["sampling_params"]] == [8, 8, 8, 7]
+    seeds = [params["sampling_seed"] for params in body["sampling_params"]]
     assert seeds == [sample_seed(1, 0), sample_seed(1, 1), sample_seed(1, 2), sample_seed(2, 2)]
     assert len(set(seeds)) == 4 and all(0 <= seed < 2**63 for seed in seeds)
-    assert all("sampling_seed" not in one for one in body_of(SamplingParams(), seeds=False)["sampling_params"])
+    assert all("sampling_seed" not in params for params in body_of(SamplingParams(), seeds=False)["sampling_params"])
 
 
 def test_a_prefix_is_shared_under_one_version_only() -> None:
@@ -47,7 +47,7 @@ def test_truncated_sampling_asks_for_the_log_probs_of_what_was_left() -> None:
 def test_a_ban_is_a_probability_of_zero() -> None:
     import torch
 
-    (bias, *_) = [one["logit_bias"] for one in body_of(SamplingParams(banned_token_ids=[3]))["sampling_params"]]
+    (bias, *_) = [params["logit_bias"] for params in body_of(SamplingParams(banned_token_ids=[3]))["sampling_params"]]
     logits = torch.tensor([0.5, 1e4, -2.0, 3e4])
     logits[3] += bias["3"]
     for temperature in (0.01, 1.0, 100.0):

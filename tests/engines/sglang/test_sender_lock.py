@@ -54,9 +54,9 @@ def test_a_holder_that_is_stopped_is_waited_for_until_the_deadline_and_one_that_
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
             with pytest.raises(EngineUnreachable, match=r"another sender has been sending weights for 0 s"):
                 SenderLock(URL, timeout_s=0.2).take(tmp_path)
-            other = SenderLock("http://127.0.0.1:30001", timeout_s=0.0)
-            other.take(tmp_path)
-            other.give_back()
+            other_lock = SenderLock("http://127.0.0.1:30001", timeout_s=0.0)
+            other_lock.take(tmp_path)
+            other_lock.give_back()
         finally:
             holder.kill()
     mine = SenderLock(URL, timeout_s=0.2)

@@ -79,9 +79,9 @@ def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytes
 def test_images_are_dealt_to_the_ranks_of_an_engine_as_in_the_trainer(tmp_path: Path, model: str, dealt: bool) -> None:
     """SGLang 0.5.23 splits the tower of Qwen3-Omni over the ranks regardless of the flag."""
     write_settings(tmp_path, tiny_config(model), tiny_omni_files() if model == "tiny_qwen3_omni" else None)
-    one = launch(tmp_path)
-    assert ("--mm-enable-dp-encoder" in replace(one, shard_media=True).command()) == dealt
-    assert "--mm-enable-dp-encoder" not in one.command()
+    server = launch(tmp_path)
+    assert ("--mm-enable-dp-encoder" in replace(server, shard_media=True).command()) == dealt
+    assert "--mm-enable-dp-encoder" not in server.command()
 
 
 @pytest.mark.parametrize("version", [TESTED, "0.5.23.post1", "0.5.30", "0.5.24+cu130"])

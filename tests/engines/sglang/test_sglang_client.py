@@ -74,7 +74,7 @@ def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, in
     async def collect(url: str) -> list[Generated]:
         client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True, attached=True)
         try:
-            return [one async for one in client.generate(prompts, SamplingParams())]
+            return [generated async for generated in client.generate(prompts, SamplingParams())]
         finally:
             await client.aclose()
 
@@ -100,31 +100,32 @@ def response_by(*events: bytes, params: SamplingParams) -> Generated:
         client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True, attached=True)
         try:
             return [
-                one async for one in client.generate([PromptRequest(rid="a", input_ids=[1], sampling_seed=1)], params)
+                generated
+                async for generated in client.generate([PromptRequest(rid="a", input_ids=[1], sampling_seed=1)], params)
             ]
         finally:
             await client.aclose()
 
     with serving(b'{"weight_version": "3"}', *events) as url:
-        (one,) = asyncio.run(asyncio.wait_for(collect(url), 20.0))
-    return one
+        (generated,) = asyncio.run(asyncio.wait_for(collect(url), 20.0))
+    return generated
 
 
 @pytest.mark.parametrize("reason", ["abort", "length"])
 def test_tokens_that_no_attested_weights_have_sampled_are_cut_off(reason: str) -> None:
     """The server restarts, or an update fails, while it samples; the rest is requested again, as after an abort."""
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "default", "start": 1, "end": 2}]
-    one = response_by(finished(weight_versions=spans, finish_reason={"type": reason}), params=SamplingParams())
-    assert (one.output_ids.tolist(), one.versions.tolist(), one.finish_reason) == ([5], [3], "abort")
+    generated = response_by(finished(weight_versions=spans, finish_reason={"type": reason}), params=SamplingParams())
+    assert (generated.output_ids.tolist(), generated.versions.tolist(), generated.finish_reason) == ([5], [3], "abort")
     none = response_by(finished(weight_version="-1", finish_reason={"type": reason}), params=SamplingParams())
     assert (none.output_ids.size, none.finish_reason) == (0, "abort")
 
 
 def test_kept_sets_come_with_the_log_probs_over_them() -> None:
     masks = {"output_token_sampling_mask": [[5, 9], [7, 6, 8]], "output_token_sampling_logprobs": [-0.5, -0.25]}
-    one = kept_by(finished(**masks))
-    assert one.kept == KeptTokens.of_lists([[5, 9], [6, 7, 8]], vocab_size=50)
-    assert one.logprobs.tolist() == [-0.5, -0.25]
+    generated = kept_by(finished(**masks))
+    assert generated.kept == KeptTokens.of_lists([[5, 9], [6, 7, 8]], vocab_size=50)
+    assert generated.logprobs.tolist() == [-0.5, -0.25]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,9 @@ def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, obj
 )
 def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
     """Otherwise the response would continue after its stop token, or be requested again without tokens left."""
-    one = response(ids, versions=1, finish_reason="abort")
+    sampled = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
-    assert finish_reason(one, params, generated=generated, limit=params.max_new_tokens) == found
+    assert finish_reason(sampled, params, generated=generated, limit=params.max_new_tokens) == found
 
 
 @pytest.mark.parametrize(
@@ -175,5 +176,5 @@ def test_a_sample_whose_prompt_older_weights_have_prefilled_is_asked_for_again()
         return finished(weight_versions=spans_sent, cached_tokens=cached)
 
     mixed = made(("3", 0, 0), ("4", 0, 2), cached=0), made(("5", 0, 2), cached=3)
-    one = response_by(*mixed, made(("5", 0, 1), ("6", 1, 2), cached=0), params=SamplingParams())
-    check_arrays(one, ids=[5, 6], versions=[5, 6])
+    generated = response_by(*mixed, made(("5", 0, 1), ("6", 1, 2), cached=0), params=SamplingParams())
+    check_arrays(generated, ids=[5, 6], versions=[5, 6])

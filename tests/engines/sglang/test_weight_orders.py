@@ -123,8 +123,8 @@ def test_what_comes_in_otherwise_is_attested_at_its_end(tmp_path: Path) -> None:
     for sent, expected in ((names, None), (names[:1], "published as")):
         model = Model()
         follow_order(Watch(), model)
-        for one in sent:
-            model.load_weights([one])
+        for weight in sent:
+            model.load_weights([weight])
         follow_order(Attest(digest, str(tmp_path / "o")), model)
         found = outcome(tmp_path / "o")
         assert found is None if expected is None else expected in (found or "")

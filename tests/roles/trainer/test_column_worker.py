@@ -156,7 +156,7 @@ def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
     old, on_policy, *later = core.admit(4)
     core.put([make_row(old), make_row(on_policy)])
     whole_step(core)
-    core.put([make_row(one) for one in later])
+    core.put([make_row(admission) for admission in later])
     whole_step(core)
     lease = core.lease(for_actor(0))
     assert lease is not None
@@ -212,8 +212,8 @@ class Annotator(ColumnWorker):
 
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns column "b" of each group."""
-        media = {one.group_uid: msgspec.msgpack.decode(one.columns[MEDIA], type=list[Media]) for one in leased}
-        items = [one.item for placed in media.values() for one in placed]
+        media = {group.group_uid: msgspec.msgpack.decode(group.columns[MEDIA], type=list[Media]) for group in leased}
+        items = [medium.item for placed in media.values() for medium in placed]
         if any(item.digest == self.first.name for item in items):
             self.wait_gone()
         for item in items:

@@ -73,17 +73,17 @@ def shares_of(trees: Sequence[TokenTree], *, budget_rows: int) -> list[list[list
     return [split_over_ranks(batch, 2) for batch in batches]
 
 
-def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
-    assert (one.group_uid, list(one.episodes), one.counts_group) == (
-        other.group_uid,
-        list(other.episodes),
-        other.counts_group,
+def assert_same_tree(tree: TokenTree, expected: TokenTree) -> None:
+    assert (tree.group_uid, list(tree.episodes), tree.counts_group) == (
+        expected.group_uid,
+        list(expected.episodes),
+        expected.counts_group,
     )
     for name in ("token_ids", "end", "loss_mask", "logprobs", "versions"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
-    assert one.extras.keys() == other.extras.keys()
-    for name, array in one.extras.items():
-        np.testing.assert_array_equal(array, other.extras[name], err_msg=name)
+        np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name), err_msg=name)
+    assert tree.extras.keys() == expected.extras.keys()
+    for name, array in tree.extras.items():
+        np.testing.assert_array_equal(array, expected.extras[name], err_msg=name)
 
 
 @pytest.mark.parametrize("budget_rows", [40, 100, 100_000])
@@ -110,8 +110,8 @@ def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> Non
         for rank, share, wanted in zip(ranks, told, expected, strict=True):
             found = rank.trees(STEP, parts_of(share, lease_ids))
             cut |= any(tree.extras.get(REPEATED, np.zeros(0)).any() for tree in found)
-            for one, other in zip(found, wanted, strict=True):
-                assert_same_tree(one, other)
+            for tree, expected in zip(found, wanted, strict=True):
+                assert_same_tree(tree, expected)
     assert cut, "no group was divided into parts with shared rows"
     assert any((tree.versions[~tree.loss_mask] == 0).any() for tree in whole), "no token was too old"
 

@@ -94,9 +94,9 @@ class Bus:
 
 @pytest.fixture
 def lead() -> Iterator[Lead]:
-    one = Lead()
-    yield one
-    one.may_write.set()
+    fresh_lead = Lead()
+    yield fresh_lead
+    fresh_lead.may_write.set()
 
 
 def nobody(words: str) -> None:
@@ -131,52 +131,52 @@ def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
 
 
 def test_steps_go_on_while_the_cut_of_an_earlier_one_is_written(lead: Lead, tmp_path: Path) -> None:
-    one = checkpoints(lead, tmp_path)
+    writer = checkpoints(lead, tmp_path)
     lead.may_write.clear()
     lead.state = 5
-    one.save(5)
+    writer.save(5)
     lead.state = 6
-    one.raise_failure()
+    writer.raise_failure()
     assert saved(tmp_path) == {}  # it is valid once it is complete
     lead.may_write.set()
-    one.save(6)
-    one.finish()
+    writer.save(6)
+    writer.finish()
     assert saved(tmp_path) == {"step_00000005": (b"5", "5"), "step_00000006": (b"6", "6")}
     newest = CheckpointStore(tmp_path / "checkpoints", keep_last=9).newest_whole()
     assert newest is not None and newest.folder == tmp_path / "checkpoints" / "step_00000006"
 
 
 def test_what_is_saved_already_is_not_saved_again(lead: Lead, tmp_path: Path) -> None:
-    one = checkpoints(lead, tmp_path)
-    one.save(0)
-    one.finish()
+    writer = checkpoints(lead, tmp_path)
+    writer.save(0)
+    writer.finish()
     assert saved(tmp_path) == {}
-    one.save(3)
+    writer.save(3)
     lead.state = 9
-    one.save(3)
-    one.finish()
+    writer.save(3)
+    writer.finish()
     assert saved(tmp_path) == {"step_00000003": (b"0", "0")}
 
 
 @pytest.mark.parametrize("then", ["raise_failure", "save", "finish"])
 def test_a_failed_write_is_raised_with_its_cause(lead: Lead, tmp_path: Path, then: str) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
-    one = checkpoints(lead, tmp_path)
-    one.save(1)
+    writer = checkpoints(lead, tmp_path)
+    writer.save(1)
     with pytest.raises(OSError, match=r"step_00000001 was not written: .*bytes are free"):
-        next_call(one, then)
+        next_call(writer, then)
 
 
-def next_call(one: RunCheckpoints, name: str) -> None:
+def next_call(writer: RunCheckpoints, name: str) -> None:
     if name == "raise_failure":
         deadline = time.monotonic() + 120.0
         while time.monotonic() < deadline:  # steps; the first one after the failure raises it
-            one.raise_failure()
+            writer.raise_failure()
             time.sleep(0.01)
     elif name == "save":
-        one.save(2)
+        writer.save(2)
     else:
-        one.finish()
+        writer.finish()
 
 
 STALL_S = 0.2
@@ -184,12 +184,12 @@ SHORT = (f"run.stall_timeout_s={STALL_S}",)
 
 
 def test_a_disk_that_stands_still_is_told(lead: Lead, tmp_path: Path) -> None:
-    one = checkpoints(lead, tmp_path, *SHORT)
+    writer = checkpoints(lead, tmp_path, *SHORT)
     lead.may_write.clear()
-    one.save(1)
+    writer.save(1)
     words = r"checkpoint of step 1 is not written: nothing was written to the disk for 0.2 s.*run\.stall_timeout_s"
     with pytest.raises(RuntimeError, match=words):
-        one.finish()
+        writer.finish()
 
 
 def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: Path) -> None:
@@ -204,11 +204,11 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
         if len(told) == 8:  # one call per STALL_S
             lead.may_write.set()
 
-    one = checkpoints(lead, tmp_path, *SHORT, report_progress=a_byte_more)
+    writer = checkpoints(lead, tmp_path, *SHORT, report_progress=a_byte_more)
     lead.may_write.clear()
-    one.save(1)
+    writer.save(1)
     began = time.monotonic()
-    one.finish()
+    writer.finish()
     assert time.monotonic() - began > 3 * STALL_S
     assert set(told) == {"writes checkpoint of step 1"}
     assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
@@ -228,14 +228,14 @@ def test_a_full_disk_is_waited_out_with_the_same_snapshot(
         if len(told) == 3:
             space.close()
 
-    one = checkpoints(lead, disk / "run", report_wait=free_after_two)
+    writer = checkpoints(lead, disk / "run", report_wait=free_after_two)
     with space:
         space.enter_context(filled(disk))
         lead.state = 5
-        one.save(5)
+        writer.save(5)
         lead.state = 6  # training continues
-        one.raise_failure()
-        one.finish()
+        writer.raise_failure()
+        writer.finish()
     assert saved(disk / "run") == {"step_00000005": (b"5", "5")}
     assert told[0] == "takes the snapshot of step 5: waits for the ledger"
     assert len(told) >= 3 and all(text.startswith(WAITS) for text in told[1:])
@@ -245,13 +245,13 @@ def test_a_full_disk_is_waited_out_with_the_same_snapshot(
 
 def test_a_disk_that_stays_full_ends_the_wait_with_its_cause(lead: Lead, small_disk: Callable[[str], Path]) -> None:
     disk = small_disk("1m")
-    one = checkpoints(lead, disk / "run", *SHORT)
-    one.save(1)
-    one.finish()
+    writer = checkpoints(lead, disk / "run", *SHORT)
+    writer.save(1)
+    writer.finish()
     with filled(disk):
-        one.save(2)
+        writer.save(2)
         with pytest.raises(OSError, match=r"step_00000002 was not written: No space left on device.*bytes are free"):
-            one.finish()
+            writer.finish()
     assert list(saved(disk / "run")) == ["step_00000001"]
 
 
@@ -264,19 +264,19 @@ def exact(value: float) -> dict[str, float]:
 
 
 def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tmp_path: Path) -> None:
-    one = checkpoints(lead, tmp_path, *BEST, "run.steps=10", data_digest="d1")
-    assert [version for version in range(11) if one.due(version)] == [2, 4, 6, 8, 10]
-    assert not one.record_evaluation(0, exact(0.1))
-    one.save(2)
-    one.finish()
-    one.save(4)  # the evaluation of version 2 is still to come
-    one.finish()
+    writer = checkpoints(lead, tmp_path, *BEST, "run.steps=10", data_digest="d1")
+    assert [version for version in range(11) if writer.due(version)] == [2, 4, 6, 8, 10]
+    assert not writer.record_evaluation(0, exact(0.1))
+    writer.save(2)
+    writer.finish()
+    writer.save(4)  # the evaluation of version 2 is still to come
+    writer.finish()
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000004"]
-    assert not one.record_evaluation(2, exact(0.9))
+    assert not writer.record_evaluation(2, exact(0.9))
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000002"
-    assert not one.record_evaluation(4, exact(0.5))
-    one.save(6)
-    one.finish()
+    assert not writer.record_evaluation(4, exact(0.5))
+    writer.save(6)
+    writer.finish()
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000006"]
     run = CheckpointStore.read_meta(tmp_path / "checkpoints" / "step_00000006").run
     assert run == {"version": 6, "datum": "token tree", "data": "d1", "evaluations": {"0": 0.1, "2": 0.9, "4": 0.5}}
@@ -292,6 +292,6 @@ def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tm
 
 
 def test_without_a_figure_nothing_is_due_and_nothing_ends(lead: Lead, tmp_path: Path) -> None:
-    one = checkpoints(lead, tmp_path)
-    assert not any(one.due(version) for version in range(100))
-    assert not any(one.record_evaluation(version, exact(0.0)) for version in range(100))
+    writer = checkpoints(lead, tmp_path)
+    assert not any(writer.due(version) for version in range(100))
+    assert not any(writer.record_evaluation(version, exact(0.0)) for version in range(100))

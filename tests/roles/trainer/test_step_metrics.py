@@ -80,7 +80,7 @@ class Answer:
 
 
 def row(*samples: Answer) -> Group:
-    lengths = [one.tokens for one in samples]
+    lengths = [sample.tokens for sample in samples]
 
     def by_token(values: Sequence[float]) -> np.ndarray:
         return np.repeat(np.array(values), lengths)
@@ -90,18 +90,18 @@ def row(*samples: Answer) -> Group:
         [1],
         lengths,
         np.ones(sum(lengths)),
-        logprobs=by_token([one.logprob for one in samples]),
-        loss_mask=[token >= one.untrained for one in samples for token in range(one.tokens)],
-        versions=by_token([one.version for one in samples]),
-        rewards=[one.reward for one in samples],
+        logprobs=by_token([sample.logprob for sample in samples]),
+        loss_mask=[token >= sample.untrained for sample in samples for token in range(sample.tokens)],
+        versions=by_token([sample.version for sample in samples]),
+        rewards=[sample.reward for sample in samples],
         advantages=np.zeros(sum(lengths), dtype=np.float32),
     )
     episodes = [
-        msgspec.structs.replace(episode, parts=one.parts, ended=one.finish)
-        for episode, one in zip(tree.episodes, samples, strict=True)
+        msgspec.structs.replace(episode, parts=sample.parts, ended=sample.finish)
+        for episode, sample in zip(tree.episodes, samples, strict=True)
     ]
     columns = c.encode_tree(dataclasses.replace(tree, episodes=episodes))
-    uids, versions = [one.uid for one in tree.episodes], [one.version for one in samples]
+    uids, versions = [episode.uid for episode in tree.episodes], [sample.version for sample in samples]
     return Group(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
 
 
@@ -166,18 +166,20 @@ def test_lengths_are_told_as_a_histogram() -> None:
     assert (histogram.least, histogram.largest, histogram.total, histogram.total_of_squares) == (1, 8, 18, 94)
     random = np.random.default_rng(0)
     for lengths in ([7], [3, 3, 3], random.integers(1, 5000, 300), random.integers(5, 25, 40), [1, 100_000]):
-        one = step_rows([row(*(Answer(0.0, int(length), 9, parts={}) for length in lengths))]).histograms(step=9)[0]
-        edges = [-math.inf, *one.limits]
-        expected = [sum(low < n <= high for n in lengths) for low, high in zip(edges, one.limits, strict=False)]
-        assert one.counts == expected and sum(one.counts) == len(lengths)
-        assert len(one.limits) <= 20 and one.limits[-1] >= max(lengths)
-        assert len(set(np.diff(one.limits))) <= 1
+        of_lengths = step_rows([row(*(Answer(0.0, int(length), 9, parts={}) for length in lengths))]).histograms(
+            step=9
+        )[0]
+        edges = [-math.inf, *of_lengths.limits]
+        expected = [sum(low < n <= high for n in lengths) for low, high in zip(edges, of_lengths.limits, strict=False)]
+        assert of_lengths.counts == expected and sum(of_lengths.counts) == len(lengths)
+        assert len(of_lengths.limits) <= 20 and of_lengths.limits[-1] >= max(lengths)
+        assert len(set(np.diff(of_lengths.limits))) <= 1
 
 
 def test_staleness_rewards_and_advantages_are_told_as_histograms() -> None:
-    found = {one.name: one for one in ROWS.histograms(step=10)}
+    found = {histogram.name: histogram for histogram in ROWS.histograms(step=10)}
     assert dict(zip(found["staleness"].limits, found["staleness"].counts, strict=True)) == {0: 1, 1: 2, 2: 1, 3: 1}
-    rewards = np.concatenate([[one.reward for one in group.episodes] for group in ROWS.groups])
+    rewards = np.concatenate([[episode.reward for episode in group.episodes] for group in ROWS.groups])
     assert sum(found["reward"].counts) == len(rewards)
     assert (found["reward"].least, found["reward"].largest) == (rewards.min(), rewards.max())
     assert found["reward"].limits[-1] == rewards.max() and len(found["reward"].limits) == 20

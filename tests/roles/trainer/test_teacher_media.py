@@ -67,19 +67,22 @@ def test_an_engine_scores_each_path_with_its_own_pictures(
     prompt, media = seen.prompt(text(4), seen.image(2, 3, seed=1), text(5))
     turn, later = seen.prompt(text(3), seen.image(3, 2, seed=2), text(4))
     answers = [text(5, seed=1), turn + text(6, seed=2), text(2, seed=3)]
-    versions = [np.zeros(len(one), dtype=np.int32) for one in answers]
+    versions = [np.zeros(len(answer), dtype=np.int32) for answer in answers]
     versions[1][3 : len(turn)] = NOT_SAMPLED
     tree = answers_tree(
-        "g", prompt, [len(one) for one in answers], np.concatenate(answers), versions=np.concatenate(versions)
+        "g", prompt, [len(answer) for answer in answers], np.concatenate(answers), versions=np.concatenate(versions)
     )
     moved = len(prompt) + len(answers[0])
-    tree = replace(tree, media=[*media, *(Media(one.item, one.start + moved, one.end + moved) for one in later)])
+    tree = replace(
+        tree, media=[*media, *(Media(medium.item, medium.start + moved, medium.end + moved) for medium in later)]
+    )
     directory = OneEngine(request.getfixturevalue("client"), [])
     (found,) = EngineTeacher(context, directory, 0, top_k=0).score([tree])  # type: ignore[arg-type]
     behind = len(prompt)
     for index, answer in enumerate(answers):
         items = media + (
-            [Media(one.item, one.start + len(prompt), one.end + len(prompt)) for one in later] * (index == 1)
+            [Media(medium.item, medium.start + len(prompt), medium.end + len(prompt)) for medium in later]
+            * (index == 1)
         )
         logits = seen.logits(model, prompt + answer, items).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
         table = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0].numpy()

@@ -113,19 +113,19 @@ def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
 
 
 def assert_right(scores: list[TeacherScores], folder: Path, *, top_k: int) -> None:
-    for group, one in zip(GROUPS, scores, strict=True):
+    for group, score in zip(GROUPS, scores, strict=True):
         wanted = torch.cat(expected(folder, group))
         chosen = wanted.gather(-1, torch.tensor(answer_ids(group), dtype=torch.int64)[:, None])[:, 0]
-        assert one.logprobs.dtype == np.float32 and not one.logprobs[group.versions < 0].any()
-        assert float(np.abs(of_tokens(group, one.logprobs) - chosen.numpy()).max()) <= TOLERANCE
+        assert score.logprobs.dtype == np.float32 and not score.logprobs[group.versions < 0].any()
+        assert float(np.abs(of_tokens(group, score.logprobs) - chosen.numpy()).max()) <= TOLERANCE
         if not top_k:
-            assert one.top_ids is None and one.top_logprobs is None
+            assert score.top_ids is None and score.top_logprobs is None
             continue
-        assert one.top_ids is not None and one.top_logprobs is not None
-        assert (one.top_ids.dtype, one.top_logprobs.dtype) == (np.int32, np.float32)
+        assert score.top_ids is not None and score.top_logprobs is not None
+        assert (score.top_ids.dtype, score.top_logprobs.dtype) == (np.int32, np.float32)
         top = wanted.topk(top_k, -1)
-        assert float(np.abs(of_tokens(group, one.top_logprobs) - top.values.numpy()).max()) <= TOLERANCE
-        by_id = wanted.gather(-1, torch.tensor(of_tokens(group, one.top_ids), dtype=torch.int64))
+        assert float(np.abs(of_tokens(group, score.top_logprobs) - top.values.numpy()).max()) <= TOLERANCE
+        by_id = wanted.gather(-1, torch.tensor(of_tokens(group, score.top_ids), dtype=torch.int64))
         assert float((by_id - top.values).abs().max()) <= TOLERANCE
 
 
@@ -148,12 +148,12 @@ def test_both_score_the_turns_of_trees_of_any_depth(
     trees = [random_tree(random, uid=f"g{place}", roots=2, vocabulary=VOCABULARY) for place in range(2)]
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k).score(trees)  # type: ignore[arg-type]
     by_forward = ForwardTeacher(context, folder, top_k=top_k).score(trees)
-    for tree, one, other in zip(trees, by_engine, by_forward, strict=True):
-        assert one.logprobs[tree.sampled].all() and not one.logprobs[tree.versions < 0].any()
-        assert float(np.abs(one.logprobs - other.logprobs).max()) <= TOLERANCE
+    for tree, engine_scores, forward_scores in zip(trees, by_engine, by_forward, strict=True):
+        assert engine_scores.logprobs[tree.sampled].all() and not engine_scores.logprobs[tree.versions < 0].any()
+        assert float(np.abs(engine_scores.logprobs - forward_scores.logprobs).max()) <= TOLERANCE
         if top_k:
-            assert one.top_logprobs is not None and other.top_logprobs is not None
-            assert float(np.abs(one.top_logprobs - other.top_logprobs).max()) <= TOLERANCE
+            assert engine_scores.top_logprobs is not None and forward_scores.top_logprobs is not None
+            assert float(np.abs(engine_scores.top_logprobs - forward_scores.top_logprobs).max()) <= TOLERANCE
 
 
 def test_an_engine_that_died_is_waited_for_but_not_for_ever(context: RunContext, client: EngineClient) -> None:
@@ -185,7 +185,7 @@ class Fixed:
 
 
 def leased(group: TokenTree, teacher: str) -> Group:
-    uids = [one.uid for one in group.episodes]
+    uids = [episode.uid for episode in group.episodes]
     columns = {**c.encode_tree(replace(group, extras={})), c.TEACHER: msgspec.msgpack.encode(teacher)}
     return Group(group_uid=group.group_uid, index=0, uids=uids, versions=[0] * len(uids), columns=columns)
 

@@ -102,7 +102,7 @@ def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 async def responses_to(client: EngineClient, params: SamplingParams) -> list[Generated]:
     try:
-        return [one async for one in client.generate(prompts_of(*PROMPTS), params)]
+        return [response async for response in client.generate(prompts_of(*PROMPTS), params)]
     finally:
         await client.aclose()
 
@@ -118,7 +118,7 @@ def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> 
             row = complete_group(
                 index=index,
                 episodes=scored_episodes(
-                    [one for one in responses if one.prompt == index],
+                    [response for response in responses if response.prompt == index],
                     [1.0, 0.0, 0.25, 0.5],
                     index=index,
                     prompt_ids=prompt,
@@ -157,8 +157,8 @@ def annotated(row: Group, backend: Any) -> Group:
     return msgspec.structs.replace(row, columns={**row.columns, **more})
 
 
-def gap_of(mine: torch.Tensor, other: torch.Tensor) -> float:
-    return float((mine.detach() - other).abs().max())
+def gap_of(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((mine.detach() - theirs).abs().max())
 
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd"])
@@ -226,8 +226,10 @@ def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal
         spec.config(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
     )
     for of_name in scored.values():
-        for one, other in zip(train_groups(of_name, spec, with_kl), train_groups(of_name, spec, without), strict=True):
-            gap = np.abs(one.extras["advantages"] - other.extras["advantages"]).max()
+        for charged, free in zip(
+            train_groups(of_name, spec, with_kl), train_groups(of_name, spec, without), strict=True
+        ):
+            gap = np.abs(charged.extras["advantages"] - free.extras["advantages"]).max()
             assert gap <= 24 * TOLERANCE  # a sample has at most 24 tokens
 
 

@@ -73,7 +73,7 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     worker_group.add_lease(lease)
     worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
     times = worker_group.finish_step().ranks
-    assert [one.wall_ms for one in times] == [{"forward": 10.0 * rank} for rank in range(4)], "each reports its times"
+    assert [time.wall_ms for time in times] == [{"forward": 10.0 * rank} for rank in range(4)], "each reports its times"
     trained = [lead.seen, *ray.get([other_rank.seen.remote() for other_rank in other_ranks])]
     for replica in replicas:
         assert all(trained[rank] == trained[replica[0]] for rank in replica)
@@ -81,9 +81,9 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     assert first[:-1] == [seen(tree) for tree in groups[:-1]]  # with tokens, although the lead has none
     assert first[-1:] == [seen(groups[-1].take([0]))] and second == [seen(groups[-1].take([1, 2, 3]))]
     answers = WorkerGroup(ranks, timeout_s=120.0, waiting=waiting).logprobs(groups)
-    for one, answer in zip(groups, answers, strict=True):
-        of_second = 2000.0 * (one is groups[-1]) * np.isin(np.arange(one.rows), range(3, 18), invert=True)
-        assert answer.tolist() == (one.token_ids + of_second).tolist()  # the shared prompt is from the second rank
+    for group, answer in zip(groups, answers, strict=True):
+        of_second = 2000.0 * (group is groups[-1]) * np.isin(np.arange(group.rows), range(3, 18), invert=True)
+        assert answer.tolist() == (group.token_ids + of_second).tolist()  # the shared prompt is from the second rank
 
 
 def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
@@ -134,11 +134,11 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
     """The group has 102,400 tokens; one rank is in the lead's replica, one in another, and there is a critic."""
     tree = answers_tree("g00000000", np.arange(1024), np.full(16, 6400), np.zeros(102_400))
     tree = with_tokens(tree, advantages=np.ones(102_400, dtype=np.float32))
-    lead, same, other, critic = Backend(0), Recorder(), Recorder(), Recorder()
+    lead, same, second_replica, critic = Backend(0), Recorder(), Recorder(), Recorder()
     ranks = Ranks(
         name="actor-0",
         lead=lead,  # type: ignore[arg-type]
-        other_ranks=[("actor-1", same), ("actor-2", other)],
+        other_ranks=[("actor-1", same), ("actor-2", second_replica)],
         replicas=[[0, 1], [2]],
     )
     worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, critic=critic)
@@ -147,25 +147,25 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
     worker_group.add_lease(Lease(lease_id=7, task="actor", rows=[row]))
     worker_group.accumulate([tree])
     uids: dict[str, list[str]] = {}
-    for who, handle in (("same", same), ("other", other), ("critic", critic)):
+    for who, handle in (("same", same), ("other", second_replica), ("critic", critic)):
         _, (method, arguments) = handle.called  # after `begin_step`
         (step, (part,)) = arguments
         assert (method, step, part.lease_id, part.group_uid) == ("accumulate", STEP, 7, tree.group_uid)
         uids[who] = part.uids
         assert len(pickle.dumps(arguments)) < 2000
     assert lead.seen[0][0] == uids["same"] and len(uids["same"]) == 8
-    assert uids["same"] + uids["other"] == uids["critic"] == [one.uid for one in tree.episodes]
+    assert uids["same"] + uids["other"] == uids["critic"] == [episode.uid for episode in tree.episodes]
 
 
 def test_groups_without_advantage_are_counted_by_the_lead_alone(ray_session: str) -> None:
-    lead, other = Backend(0), Recorder()
-    ranks = Ranks(name="actor-0", lead=lead, other_ranks=[("actor-1", other)], replicas=[[0], [1]])  # type: ignore[arg-type]
+    lead, other_rank = Backend(0), Recorder()
+    ranks = Ranks(name="actor-0", lead=lead, other_ranks=[("actor-1", other_rank)], replicas=[[0], [1]])  # type: ignore[arg-type]
     worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting)
     worker_group.begin_step(STEP)
     tree = answers_tree("g00000000", np.arange(4), [2, 2], np.zeros(4))
     worker_group.count([])
     worker_group.count([tree])
-    assert lead.counted == [tree.group_uid] and [method for method, _ in other.called] == ["follow"]
+    assert lead.counted == [tree.group_uid] and [method for method, _ in other_rank.called] == ["follow"]
 
 
 # -- The loss of a rank, and a rank's own failure, as the lead, the rank and the controller report them ---------------

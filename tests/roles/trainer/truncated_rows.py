@@ -36,7 +36,7 @@ def train_groups(rows: Sequence[Group], spec: AlgorithmSpec, config: Any) -> lis
     for row, made in zip(rows, advantages, strict=True):
         columns = {name: payload for name, payload in row.columns.items() if not skipped.get(name)}
         whole = msgspec.structs.replace(
-            row, columns=columns | {name: c.encode_column(name, one) for name, one in made.items()}
+            row, columns=columns | {name: c.encode_column(name, array) for name, array in made.items()}
         )
         groups.append(decode_train_tree(whole, step=0, oldest_version=0)[0])
     return groups
@@ -73,8 +73,8 @@ def figures_of_the_head(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[
         trees = [c.decode_tree(row) for row in of_name]
         alone, top = backend.logprobs(trees), backend.top_logprobs(trees, top_k=TOP_K)
         taught = []
-        for row, one in zip(of_name, top, strict=True):
-            scores = TeacherScores(one.logprobs, one.top_ids.astype(np.int32), one.top_logprobs)
+        for row, top_scores in zip(of_name, top, strict=True):
+            scores = TeacherScores(top_scores.logprobs, top_scores.top_ids.astype(np.int32), top_scores.top_logprobs)
             taught.append(msgspec.structs.replace(row, columns={**row.columns, **teacher_columns(scores)}))
         recorded.seen.clear()
         backend.begin_step(0)
@@ -90,8 +90,8 @@ def figures_of_the_head(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[
             "forward": of_groups(alone),
             "trainer": inputs.logprobs.detach().numpy(),
             "entropy": inputs.entropy.detach().numpy(),
-            "top_ids": of_groups([one.top_ids for one in top]),
-            "top_logprobs": of_groups([one.top_logprobs for one in top]),
+            "top_ids": of_groups([top_scores.top_ids for top_scores in top]),
+            "top_logprobs": of_groups([top_scores.top_logprobs for top_scores in top]),
             "gathered": inputs.top_logprobs.detach().numpy(),
         }
     return found

@@ -106,7 +106,7 @@ class RestartedRank(OtherRank):
 
 
 def seen(tree: TokenTree) -> Seen:
-    return [one.uid for one in tree.episodes], tree.token_ids.tolist(), tree.extras["advantages"].tolist()
+    return [episode.uid for episode in tree.episodes], tree.token_ids.tolist(), tree.extras["advantages"].tolist()
 
 
 def start(

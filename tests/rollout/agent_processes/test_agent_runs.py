@@ -168,7 +168,7 @@ def test_a_guard_that_is_killed_takes_its_agent_with_it(tmp_path: Path, mark: st
     async def beside(playing: asyncio.Task[AgentResult]) -> None:
         while not (tmp_path / "ready").exists():
             await asyncio.sleep(0.01)
-        (guard,) = [one for one in psutil.Process().children() if "agent_guard.py" in " ".join(one.cmdline())]
+        (guard,) = [child for child in psutil.Process().children() if "agent_guard.py" in " ".join(child.cmdline())]
         guard.kill()
 
     script = f"import os, time; os.fork(); open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(300)"

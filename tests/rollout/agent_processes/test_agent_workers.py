@@ -111,7 +111,7 @@ def test_a_process_that_ends_its_task_in_the_grace_goes_on(tmp_path: Path, monke
 def test_the_time_of_a_task_begins_when_a_process_has_it(tmp_path: Path) -> None:
     async def play(workers: AgentWorkers) -> None:
         running, waiting = task("late"), task("a", "g0.1")
-        playing = [asyncio.create_task(workers.play(one)) for one in (running, waiting)]
+        playing = [asyncio.create_task(workers.play(queued_task)) for queued_task in (running, waiting)]
         await running.began.wait()
         assert not waiting.began.is_set()
         await asyncio.gather(*playing)

@@ -44,7 +44,7 @@ class ScriptedPool:
 
     def __init__(self, tokenizer: PromptTokenizer, *says: Say | str) -> None:
         self._tokenizer = tokenizer
-        self._says = deque(Say(text=one) if isinstance(one, str) else one for one in says)
+        self._says = deque(Say(text=say) if isinstance(say, str) else say for say in says)
         self.requests: list[PromptRequest] = []
         self.given: list[list[int]] = []
         self.stops: list[list[str]] = []

@@ -94,7 +94,7 @@ class Recorder:
 
     def write(self, conversation: Conversation, *, version: str) -> None:
         """Writes the recorded requests; long system messages are cut in the same way in all requests."""
-        requests = [{"path": one["path"], "body": _short_system(one["body"])} for one in self.requests]
+        requests = [{"path": request["path"], "body": _short_system(request["body"])} for request in self.requests]
         told = {"client": version, "says": conversation.says, "segments": conversation.segments, "requests": requests}
         FOLDER.mkdir(exist_ok=True)
         text = json.dumps(told, indent=1, ensure_ascii=False)
@@ -103,8 +103,8 @@ class Recorder:
 
 def _short_system(body: dict[str, Any]) -> dict[str, Any]:
     messages = [
-        {**one, "content": _shortened(one["content"])} if one.get("role") == "system" else one
-        for one in body.get("messages", [])
+        {**message, "content": _shortened(message["content"])} if message.get("role") == "system" else message
+        for message in body.get("messages", [])
     ]
     return {**body, "messages": messages} if messages else body
 

@@ -34,9 +34,9 @@ def runs(tmp_path: Path, body: str) -> Any:
 def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
     """Returns the accounts of all tokens from the engines; each episode with turns must have a reward."""
     own = records or tuple(found.records)
-    for one in own:
-        one.output = RewardOutput(reward=None if one.failed else 1.0)
-    kept = [one for one in own if one.reward is not None]
+    for account in own:
+        account.output = RewardOutput(reward=None if account.failed else 1.0)
+    kept = [account for account in own if account.reward is not None]
     counts = token_accounts(own, build_tree("g", kept) if kept else None)
     assert counts["sampled"] == found.pool.sampled
     return counts
@@ -59,7 +59,7 @@ result(reward=0.25, metrics={"asked": 2}, said=ask("2+2 ?", first, "sure ?"))
     assert len(record.turns) == 2 and record.counts["requests"] == 2 and record.counts["segments"] == 1
     assert accounts(found)["trained"] == found.pool.sampled
     assert not (tmp_path / "agents").exists()
-    assert len({one.rid for one in found.pool.requests}) == 2
+    assert len({request.rid for request in found.pool.requests}) == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ for path in {[path.removeprefix("/v1") for path in SHAPES]!r}:
     found = played(tokenizer, runs(tmp_path, body), max_retries=1)
     record = found.one
     assert (record.ended, record.restarts, record.failed) == ("env_done", 1, ""), record.failed
-    assert [one.rid for one in found.pool.requests] == ["r.0.0", "r.0.0.1"]
+    assert [request.rid for request in found.pool.requests] == ["r.0.0", "r.0.0.1"]
     counts = accounts(found)
     assert counts["trained"] == counts["not_chosen"] == found.pool.sampled // 2
 
@@ -150,7 +150,7 @@ def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: Prom
 
     runner = runs(tmp_path, "ask('a'); ask('HANG')")
     found = played(tokenizer, runner, lambda text: "HANG" if "HANG" in text else "yes", episodes=2, beside=beside)
-    assert not found.records and {one.ended for one in found.cancelled} == {"cancelled"}
+    assert not found.records and {record.ended for record in found.cancelled} == {"cancelled"}
     assert sorted(found.pool.cancelled) == ["r.0.1", "r.1.1"]
     assert accounts(found, *found.cancelled)["dropped"] == found.pool.sampled > 0
     assert not (tmp_path / "agents").exists()
@@ -228,7 +228,7 @@ while not os.path.exists(straggles):
     time.sleep(0.01)
 """
     found = played(tokenizer, runs(tmp_path, body), episodes=2, ends=EarlyEnds(quorum=0.5))
-    assert [one.ended for one in found.records] == ["env_done", "straggler"]
+    assert [record.ended for record in found.records] == ["env_done", "straggler"]
     assert accounts(found)["sampled"] == found.pool.sampled
 
 
@@ -251,7 +251,7 @@ os.remove(running)
 sys.exit(1)
 """
     found = played(tokenizer, runs(tmp_path, body), episodes=4, at_once=1)
-    assert {one.ended for one in found.records} == {"env_failed"}
-    assert all("exit code 1" in one.failed and len(one.failed) < 2500 for one in found.records), found.records
-    told = [one.getMessage() for one in caplog.records if "All that its agent wrote" in one.getMessage()]
-    assert len(told) == 3 and all("x" * 3000 in one for one in told)
+    assert {record.ended for record in found.records} == {"env_failed"}
+    assert all("exit code 1" in record.failed and len(record.failed) < 2500 for record in found.records), found.records
+    told = [text.getMessage() for text in caplog.records if "All that its agent wrote" in text.getMessage()]
+    assert len(told) == 3 and all("x" * 3000 in text for text in told)

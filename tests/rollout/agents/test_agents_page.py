@@ -85,12 +85,12 @@ def test_the_lines_that_agents_get_and_give() -> None:
     """The page's task has the keys of a real task, and its answers are valid results."""
     given = [json.loads(line) for line in LINES if line.startswith("{")]
     task = AgentTask(uid="g00000007.3", attempt=0, row={}, key="k", base_url="http://127.0.0.1:4711", evaluation=False)
-    (shown,) = [one for one in given if "base_url" in one]
+    (shown,) = [line for line in given if "base_url" in line]
     assert shown.keys() == task.told().keys() and shown["base_url"] == task.told()["base_url"]
-    results = [result_of(one, what="the page") for one in given if "base_url" not in one]
-    assert [one.reward for one in results] == [1.0, 1.0] and results[0].metrics == {"calls": 2.0}
+    results = [result_of(line, what="the page") for line in given if "base_url" not in line]
+    assert [result.reward for result in results] == [1.0, 1.0] and results[0].metrics == {"calls": 2.0}
     variables = {*task.urls(), "RELAX_TASK", "RELAX_RESULT", "RELAX_UID", "RELAX_ATTEMPT", "RELAX_EVALUATION"}
     table = PAGE[PAGE.index("| Variable |") : PAGE.index("The environment has nothing else")]
     assert set(re.findall(r"`([A-Z_]+)`", table)) == variables
     routes = [line.rpartition("/v1/")[2] for line in LINES if line.startswith("curl ")]
-    assert [f"/v1/{one}" for one in routes] == [SESSIONS, f"{SESSIONS}/SESSION/reward", f"{SESSIONS}/SESSION/end"]
+    assert [f"/v1/{route}" for route in routes] == [SESSIONS, f"{SESSIONS}/SESSION/reward", f"{SESSIONS}/SESSION/end"]

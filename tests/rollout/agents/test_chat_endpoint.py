@@ -47,10 +47,10 @@ def result(call: Any, text: str = "84") -> dict[str, Any]:
 def test_a_tool_conversation_is_one_segment_of_the_sampled_tokens(tokenizer: PromptTokenizer, rewrites: str) -> None:
     pool = ScriptedPool(tokenizer, THOUGHT, THOUGHT, "It is 84.")
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         messages: list[Any] = [ASK]
         for number in range(3):
-            status, reply = await one.post({"messages": messages, "tools": [TOOL], "return_token_ids": True})
+            status, reply = await served.post({"messages": messages, "tools": [TOOL], "return_token_ids": True})
             choice = reply["choices"][0]
             message = choice["message"]
             assert status == 200 and choice["token_ids"] == pool.given[number]
@@ -66,9 +66,9 @@ def test_a_tool_conversation_is_one_segment_of_the_sampled_tokens(tokenizer: Pro
             (call,) = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == {"e": "12*7"} and message["content"] == "Let me see."
             messages += [rewritten(message, rewrites), result(rewritten(message, rewrites)["tool_calls"][0])]
-        tree = one.tree()
-        assert len(tree.episodes[0].leaves) == 1 and one.session.counts["segments"] == 1
-        assert one.session.counts["foreign"] == 0 and one.record.orphan == 0
+        tree = served.tree()
+        assert len(tree.episodes[0].leaves) == 1 and served.session.counts["segments"] == 1
+        assert served.session.counts["foreign"] == 0 and served.record.orphan == 0
         for before, after, sampled in zip(pool.requests, pool.requests[1:], pool.given, strict=False):
             assert after.input_ids[: len(before.input_ids) + len(sampled)] == [*before.input_ids, *sampled]
 
@@ -88,14 +88,14 @@ def rewritten(message: dict[str, Any], how: str) -> dict[str, Any]:
 def test_history_can_be_what_a_deployed_server_would_render(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, "<think>hm</think>one", "two")
 
-    async def scene(one: Served) -> None:
-        first = await one.said([ASK])
+    async def scene(served: Served) -> None:
+        first = await served.said([ASK])
         messages = [ASK, first, {"role": "user", "content": "more"}]
-        await one.said(messages)
+        await served.said(messages)
         plain = [ASK, {"role": "assistant", "content": "one"}, messages[2]]
         assert pool.requests[1].input_ids == tokenizer.encode(plain)  # the template removes thinking
-        tree = one.tree()
-        assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 2
+        tree = served.tree()
+        assert len(tree.episodes[0].leaves) == served.session.counts["segments"] == 2
 
     serve(tokenizer, scene, pool, history="template")
 
@@ -106,16 +106,16 @@ def test_a_history_that_the_client_wrote_anew_is_a_segment_a_turn(
     caplog.set_level(logging.INFO)
     pool = ScriptedPool(tokenizer, CALL, "It is 84.", "yes")
 
-    async def scene(one: Served) -> None:
-        first = await one.said([ASK], tools=[TOOL])
+    async def scene(served: Served) -> None:
+        first = await served.said([ASK], tools=[TOOL])
         text = f"{first['content']}\nCalling tools:\n[{{'id': 'x'}}]"
         anew = [ASK, {"role": "assistant", "content": text}, {"role": "user", "content": "Observation: 84"}]
-        second = await one.said(anew, tools=[TOOL])
-        await one.said([*anew, second, {"role": "user", "content": "sure?"}], tools=[TOOL])
-        tree = one.tree()
-        assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 2
-        assert one.session.counts["foreign"] == 1
-        assert [one.after for one in one.record.turns] == [None, None, 1]
+        second = await served.said(anew, tools=[TOOL])
+        await served.said([*anew, second, {"role": "user", "content": "sure?"}], tools=[TOOL])
+        tree = served.tree()
+        assert len(tree.episodes[0].leaves) == served.session.counts["segments"] == 2
+        assert served.session.counts["foreign"] == 1
+        assert [turn.after for turn in served.record.turns] == [None, None, 1]
 
     serve(tokenizer, scene, pool)
     assert 'was not sampled here: a segment begins: "Let me see.\\nCalling tools:' in caplog.text
@@ -124,15 +124,21 @@ def test_a_history_that_the_client_wrote_anew_is_a_segment_a_turn(
 def test_edits_branches_and_sub_agents_are_trained_once_each(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, *(f"answer {number}" for number in range(5)))
 
-    async def scene(one: Served) -> None:
-        first = await one.said([ASK])
+    async def scene(served: Served) -> None:
+        first = await served.said([ASK])
         for text in ("a", "b"):  # two conversations continue one answer
-            await one.said([ASK, first, {"role": "user", "content": text}])
-        await one.said([{"role": "system", "content": "You are a helper."}, ASK])  # a sub-agent
-        await one.said([{"role": "user", "content": "Summary: 84. Go on."}])  # a summarised history
-        tree = one.tree()
-        assert len(tree.episodes[0].leaves) == 4 and [one.after for one in one.record.turns] == [None, 0, 0, None, None]
-        assert [turn.response.output_ids.tolist() for turn in one.record.turns] == pool.given
+            await served.said([ASK, first, {"role": "user", "content": text}])
+        await served.said([{"role": "system", "content": "You are a helper."}, ASK])  # a sub-agent
+        await served.said([{"role": "user", "content": "Summary: 84. Go on."}])  # a summarised history
+        tree = served.tree()
+        assert len(tree.episodes[0].leaves) == 4 and [turn.after for turn in served.record.turns] == [
+            None,
+            0,
+            0,
+            None,
+            None,
+        ]
+        assert [turn.response.output_ids.tolist() for turn in served.record.turns] == pool.given
 
     serve(tokenizer, scene, pool)
 
@@ -140,15 +146,15 @@ def test_edits_branches_and_sub_agents_are_trained_once_each(tokenizer: PromptTo
 def test_an_answer_with_the_stop_string_put_back_and_a_note_goes_on(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, "print(1)\nSTOP", "done")
 
-    async def scene(one: Served) -> None:
-        first = await one.said([ASK], stop=["STOP", "Observation:"])
+    async def scene(served: Served) -> None:
+        first = await served.said([ASK], stop=["STOP", "Observation:"])
         assert first["content"] == "print(1)\n" and pool.stops[0] == ["STOP", "Observation:"]
         noted = {"role": "assistant", "content": first["content"] + "STOP\nCalling tools: x"}
-        await one.said([ASK, noted, {"role": "user", "content": "1"}])
+        await served.said([ASK, noted, {"role": "user", "content": "1"}])
         sampled = [*pool.requests[0].input_ids, *pool.given[0]]
         assert pool.requests[1].input_ids[: len(sampled)] == sampled
         assert tokenizer.decode(pool.requests[1].input_ids[len(sampled) :]).startswith("\nCalling tools: x<|im_end|>")
-        assert len(one.tree().episodes[0].leaves) == 1 and one.session.counts["foreign"] == 0
+        assert len(served.tree().episodes[0].leaves) == 1 and served.session.counts["foreign"] == 0
 
     serve(tokenizer, scene, pool)
 
@@ -167,8 +173,8 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
     pool = ScriptedPool(tokenizer, THOUGHT, Say(text="It is 84, ünd more of it.", hold=hold))
     body = {"messages": [ASK], "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
 
-    async def scene(one: Served) -> None:
-        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
+    async def scene(served: Served) -> None:
+        async with served.http.post(f"{served.url}/v1/chat/completions", json=body, headers=served.headers()) as reply:
             events = await events_of(reply)
         *chunks, usage = events
         assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == len(pool.given[0])
@@ -179,36 +185,36 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
         (call,) = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
         message = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
         more = {"messages": [ASK, message, result(call)], "tools": [TOOL], "stream": True}
-        async with one.http.post(f"{one.url}/v1/chat/completions", json=more, headers=one.headers()) as reply:
+        async with served.http.post(f"{served.url}/v1/chat/completions", json=more, headers=served.headers()) as reply:
             early = b""
             while early.count(b"data: ") < 8:  # the engine has not finished, and each token has an event
                 early += await reply.content.readany()
-            assert one.session.under_way
+            assert served.session.under_way
             hold.set()
             early += await reply.read()
         parts = [json.loads(line[6:]) for line in early.decode().split("\n\n") if line.startswith("data: {")]
         assert (
             "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == "It is 84, ünd more of it."
         )
-        assert len(one.tree().episodes[0].leaves) == 1
+        assert len(served.tree().episodes[0].leaves) == 1
 
     serve(tokenizer, scene, pool)
 
 
 # -- repeated requests and clients that hang up -----------------------------------------------------------------------
-def connected(one: Served) -> socket.socket:
+def connected(served: Served) -> socket.socket:
     """Returns a client socket that the test drives byte by byte; its receive buffer holds a few kilobytes."""
     client = socket.socket()
     client.settimeout(LONG_S)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's minimum
-    host, port = one.url.removeprefix("http://").split(":")
+    host, port = served.url.removeprefix("http://").split(":")
     client.connect((host, int(port)))
     return client
 
 
-def request_bytes(one: Served, body: Any) -> bytes:
+def request_bytes(served: Served, body: Any) -> bytes:
     data = json.dumps(body)
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {one.key}"]
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {served.key}"]
     return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", data]).encode()
 
 
@@ -231,12 +237,12 @@ def around_sending(
     return around
 
 
-async def hang_up(one: Served, body: Any) -> None:
+async def hang_up(served: Served, body: Any) -> None:
     """Sends a request, and disconnects when the engine has begun to answer it."""
-    asking = asyncio.create_task(one.post(body))
-    await until(lambda: one.pool.requests)
+    asking = asyncio.create_task(served.post(body))
+    await until(lambda: served.pool.requests)
     asking.cancel()
-    await until(lambda: one.session.under_way[0].asked.abandoned)
+    await until(lambda: served.session.under_way[0].asked.abandoned)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -247,16 +253,16 @@ def test_a_repeated_request_gets_the_answer_that_is_under_way(
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, Say(text="It is 84.", hold=hold), "never")
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         body = {"messages": [ASK], "stream": stream}
-        await hang_up(one, body)
+        await hang_up(served, body)
         more = {"x-stainless-retry-count": "1"} if counted else {}
-        again = asyncio.create_task(one.post({"messages": [ASK]}, **more))
-        await until(lambda: one.session.counts["repeated"])
+        again = asyncio.create_task(served.post({"messages": [ASK]}, **more))
+        await until(lambda: served.session.counts["repeated"])
         hold.set()
         status, reply = await again
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "It is 84.")
-        assert len(pool.requests) == 1 and len(one.tree().episodes[0].leaves) == 1 and one.record.orphan == 0
+        assert len(pool.requests) == 1 and len(served.tree().episodes[0].leaves) == 1 and served.record.orphan == 0
 
     serve(tokenizer, scene, pool)
 
@@ -266,12 +272,12 @@ def test_two_equal_requests_at_one_time_are_two_answers_and_a_counted_repetition
 ) -> None:
     pool = ScriptedPool(tokenizer, "one", "two")
 
-    async def scene(one: Served) -> None:
-        replies = await asyncio.gather(*(one.said([ASK]) for _ in range(2)))
+    async def scene(served: Served) -> None:
+        replies = await asyncio.gather(*(served.said([ASK]) for _ in range(2)))
         assert {reply["content"] for reply in replies} == {"one", "two"}
-        status, reply = await one.post({"messages": [ASK]}, **{"x-stainless-retry-count": "2"})
+        status, reply = await served.post({"messages": [ASK]}, **{"x-stainless-retry-count": "2"})
         assert status == 200 and reply["choices"][0]["message"]["content"] in ("one", "two")
-        assert len(pool.requests) == 2 and len(one.tree().episodes[0].leaves) == 2
+        assert len(pool.requests) == 2 and len(served.tree().episodes[0].leaves) == 2
 
     serve(tokenizer, scene, pool)
 
@@ -280,16 +286,16 @@ def test_an_answer_that_nobody_got_is_counted_and_not_trained(tokenizer: PromptT
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, Say(text="lost", hold=hold), "kept", "on")
 
-    async def scene(one: Served) -> None:
-        await hang_up(one, {"messages": [ASK]})
+    async def scene(served: Served) -> None:
+        await hang_up(served, {"messages": [ASK]})
         hold.set()
-        await until(lambda: not one.session.under_way)
-        other = [{"role": "user", "content": "another question"}]
-        kept = await one.said(other)
-        await one.said([*other, kept, ASK])
-        tree = one.tree()
-        assert one.record.orphan == len(pool.given[0]) and len(one.record.turns) == 2
-        assert [turn.after for turn in one.record.turns] == [None, 0] and len(tree.episodes[0].leaves) == 1
+        await until(lambda: not served.session.under_way)
+        other_question = [{"role": "user", "content": "another question"}]
+        kept = await served.said(other_question)
+        await served.said([*other_question, kept, ASK])
+        tree = served.tree()
+        assert served.record.orphan == len(pool.given[0]) and len(served.record.turns) == 2
+        assert [turn.after for turn in served.record.turns] == [None, 0] and len(tree.episodes[0].leaves) == 1
 
     serve(tokenizer, scene, pool)
 
@@ -300,15 +306,15 @@ def test_an_answer_that_ends_while_its_client_hangs_up_is_not_given(tokenizer: P
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, Say(text="lost", hold=hold), "kept")
 
-    async def scene(one: Served) -> None:
-        with connected(one) as client:
-            client.sendall(request_bytes(one, {"messages": [ASK], "stream": stream}))
+    async def scene(served: Served) -> None:
+        with connected(served) as client:
+            client.sendall(request_bytes(served, {"messages": [ASK], "stream": stream}))
             await until(lambda: pool.given)  # the answer waits for `hold`, and the client for the answer
         hold.set()
-        await until(lambda: not one.session.under_way)
-        await one.said([{"role": "user", "content": "another question"}])
-        one.tree()
-        assert one.record.orphan == len(pool.given[0]) and len(one.record.turns) == 1
+        await until(lambda: not served.session.under_way)
+        await served.said([{"role": "user", "content": "another question"}])
+        served.tree()
+        assert served.record.orphan == len(pool.given[0]) and len(served.record.turns) == 1
 
     serve(tokenizer, scene, pool)
 
@@ -334,15 +340,15 @@ def test_a_client_that_hangs_up_while_its_answer_is_written_has_it_only_if_it_re
                 received += client.recv(1 << 16)
             client.close()
 
-    async def scene(one: Served) -> None:
-        with connected(one) as client:
+    async def scene(served: Served) -> None:
+        with connected(served) as client:
             clients.append(client)
-            client.sendall(request_bytes(one, {"messages": [ASK], "stream": stream}))
+            client.sendall(request_bytes(served, {"messages": [ASK], "stream": stream}))
             await until(lambda: client.fileno() < 0)
-        await one.said([{"role": "user", "content": "another question"}])
-        one.tree()
-        assert one.record.orphan == (0 if reads else len(pool.given[0]))
-        assert len(one.record.turns) == 1 + reads
+        await served.said([{"role": "user", "content": "another question"}])
+        served.tree()
+        assert served.record.orphan == (0 if reads else len(pool.given[0]))
+        assert len(served.record.turns) == 1 + reads
 
     serve(tokenizer, scene, pool, around=around_sending(before=before, behind=behind))
 
@@ -362,13 +368,13 @@ def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has
             server = connections[0].transport.get_extra_info("socket")
             server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's minimum
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         body = {"messages": [ASK], "stream": stream, "return_token_ids": True}
-        with connected(one) as client:
-            client.sendall(request_bytes(one, body))
-            await until(lambda: pool.given and not one.session.under_way)
+        with connected(served) as client:
+            client.sendall(request_bytes(served, body))
+            await until(lambda: pool.given and not served.session.under_way)
             await until(lambda: connections and connections[0].transport.get_write_buffer_size())
-            (turn,) = one.session._turns.values()
+            (turn,) = served.session._turns.values()
             client.setblocking(False)
             while reads and not turn.asked.given:
                 try:
@@ -376,10 +382,10 @@ def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has
                 except BlockingIOError:
                     await asyncio.sleep(0.001)  # the server writes the next part
             assert turn.asked.given == reads
-        await one.said([{"role": "user", "content": "another question"}])
-        one.tree()
-        assert one.record.orphan == (0 if reads else len(pool.given[0]))
-        assert len(one.record.turns) == 1 + reads
+        await served.said([{"role": "user", "content": "another question"}])
+        served.tree()
+        assert served.record.orphan == (0 if reads else len(pool.given[0]))
+        assert len(served.record.turns) == 1 + reads
 
     serve(tokenizer, scene, pool, around=around_sending(before=before))
 
@@ -391,21 +397,21 @@ def test_a_client_that_hangs_up_and_asks_again_at_once_gets_the_answer_that_is_u
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, "earlier", Say(text="It is 84.", hold=hold), "never")
 
-    async def scene(one: Served) -> None:
-        asks = request_bytes(one, {"messages": [ASK]})
-        with connected(one) as first, connected(one) as second:
-            second.sendall(request_bytes(one, {"messages": [{"role": "user", "content": "earlier"}]}))
-            await until(lambda: one.session._ended and one.session._ended[0].asked.given)
+    async def scene(served: Served) -> None:
+        asks = request_bytes(served, {"messages": [ASK]})
+        with connected(served) as first, connected(served) as second:
+            second.sendall(request_bytes(served, {"messages": [{"role": "user", "content": "earlier"}]}))
+            await until(lambda: served.session._ended and served.session._ended[0].asked.given)
             first.sendall(asks)
             await until(lambda: len(pool.given) == 2)
             first.close()
             second.sendall(asks)
-            await until(lambda: one.session.counts["requests"] == 3)
-            assert one.session.counts["repeated"] == 1
+            await until(lambda: served.session.counts["requests"] == 3)
+            assert served.session.counts["repeated"] == 1
             hold.set()
-            await until(lambda: not one.session.under_way and one.session._ended[-1].asked.given)
-        one.tree()
-        assert len(pool.requests) == 2 and len(one.record.turns) == 2 and one.record.orphan == 0
+            await until(lambda: not served.session.under_way and served.session._ended[-1].asked.given)
+        served.tree()
+        assert len(pool.requests) == 2 and len(served.record.turns) == 2 and served.record.orphan == 0
 
     serve(tokenizer, scene, pool)
 
@@ -418,37 +424,37 @@ def test_keys_open_their_session_alone_and_end_with_it(
     pool = ScriptedPool(tokenizer, "one", "two", "three")
     keys = []
 
-    async def scene(one: Served) -> None:
-        keys.append(one.key)
+    async def scene(served: Served) -> None:
+        keys.append(served.key)
         body = {"messages": [ASK]}
         path = "/v1/chat/completions"
         for headers, route in (
-            ({"Authorization": f"bearer {one.key}"}, path),
-            ({"x-api-key": one.key}, path),
-            ({"Authorization": "Bearer sk-dummy"}, f"/s/{one.key}{path}"),
+            ({"Authorization": f"bearer {served.key}"}, path),
+            ({"x-api-key": served.key}, path),
+            ({"Authorization": "Bearer sk-dummy"}, f"/s/{served.key}{path}"),
         ):
-            async with one.http.post(f"{one.url}{route}", json=body, headers=headers) as reply:
+            async with served.http.post(f"{served.url}{route}", json=body, headers=headers) as reply:
                 assert reply.status == 200, await reply.text()
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xff"}, {"x-api-key": ""}):
-            async with one.http.post(f"{one.url}{path}", json=body, headers=headers) as reply:
+            async with served.http.post(f"{served.url}{path}", json=body, headers=headers) as reply:
                 assert reply.status == 401 and (await reply.json())["error"]["code"] == "invalid_api_key"
-        async with one.http.get(f"{one.url}/v1/models", headers=one.headers()) as reply:
+        async with served.http.get(f"{served.url}/v1/models", headers=served.headers()) as reply:
             assert [model["id"] for model in (await reply.json())["data"]] == ["policy"]
-        async with one.http.get(f"{one.url}/v1/models/policy", headers=one.headers()) as reply:
+        async with served.http.get(f"{served.url}/v1/models/policy", headers=served.headers()) as reply:
             assert (await reply.json())["id"] == "policy"
-        one.session.end()
-        assert (await one.post(body))[0] == 410
-        one.table.close(one.key)
-        assert (await one.post(body))[0] == 410
+        served.session.end()
+        assert (await served.post(body))[0] == 410
+        served.table.close(served.key)
+        assert (await served.post(body))[0] == 410
 
     serve(tokenizer, scene, pool)
     assert not [record for record in caplog.records if keys[0] in record.getMessage()]
 
 
 def test_a_full_table_says_when_to_come_again(tokenizer: PromptTokenizer) -> None:
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         with pytest.raises(RequestRefused, match="sessions are open") as error:
-            one.table.open(one.session)
+            served.table.open(served.session)
         assert (error.value.status, error.value.retry_after_s) == (429, 5)
 
     serve(tokenizer, scene, ScriptedPool(tokenizer), most_sessions=1)
@@ -465,13 +471,13 @@ def test_a_full_table_says_when_to_come_again(tokenizer: PromptTokenizer) -> Non
 def test_an_episode_that_has_had_its_share_ends(tokenizer: PromptTokenizer, limits: EpisodeLimits, reason: str) -> None:
     pool = ScriptedPool(tokenizer, "one", "two!")
 
-    async def scene(one: Served) -> None:
-        await one.said([ASK])
-        status, reply = await one.post({"messages": [{"role": "user", "content": "b"}]})
+    async def scene(served: Served) -> None:
+        await served.said([ASK])
+        status, reply = await served.post({"messages": [{"role": "user", "content": "b"}]})
         assert reply["choices"][0]["finish_reason"] == ("stop" if reason == "max_turns" else "length")
-        status, reply = await one.post({"messages": [{"role": "user", "content": "c"}]})
-        assert (status, reply["error"]["code"]) == (410, reason) and one.ended == ["end"]
-        assert one.record.ended == reason and len(one.record.turns) == 2
+        status, reply = await served.post({"messages": [{"role": "user", "content": "c"}]})
+        assert (status, reply["error"]["code"]) == (410, reason) and served.ended == ["end"]
+        assert served.record.ended == reason and len(served.record.turns) == 2
 
     serve(tokenizer, scene, pool, limits=limits)
 
@@ -479,13 +485,13 @@ def test_an_episode_that_has_had_its_share_ends(tokenizer: PromptTokenizer, limi
 def test_an_answer_keeps_to_its_limits_and_a_long_history_is_told(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, "abcdefgh", "abcdefgh")
 
-    async def scene(one: Served) -> None:
-        status, reply = await one.post({"messages": [ASK], "max_tokens": 5, "max_completion_tokens": 3})
+    async def scene(served: Served) -> None:
+        status, reply = await served.post({"messages": [ASK], "max_tokens": 5, "max_completion_tokens": 3})
         assert (reply["choices"][0]["message"]["content"], reply["choices"][0]["finish_reason"]) == ("abc", "length")
-        await one.said([{"role": "user", "content": "b"}])
+        await served.said([{"role": "user", "content": "b"}])
         assert pool.requests[1].max_new_tokens == 6
-        status, reply = await one.post({"messages": [{"role": "user", "content": "x" * CONTEXT}]})
-        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded") and not one.session.over
+        status, reply = await served.post({"messages": [{"role": "user", "content": "x" * CONTEXT}]})
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded") and not served.session.over
 
     serve(tokenizer, scene, pool, max_turn_tokens=6)
 
@@ -494,11 +500,11 @@ def test_a_busy_session_says_when_to_come_again(tokenizer: PromptTokenizer) -> N
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, Say(text="one", hold=hold))
 
-    async def scene(one: Served) -> None:
-        first = asyncio.create_task(one.said([ASK]))
-        await until(lambda: one.session.under_way)
+    async def scene(served: Served) -> None:
+        first = asyncio.create_task(served.said([ASK]))
+        await until(lambda: served.session.under_way)
         body = {"messages": [{"role": "user", "content": "b"}]}
-        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
+        async with served.http.post(f"{served.url}/v1/chat/completions", json=body, headers=served.headers()) as reply:
             assert reply.status == 429 and reply.headers["Retry-After"] == "1"
         hold.set()
         await first
@@ -509,12 +515,12 @@ def test_a_busy_session_says_when_to_come_again(tokenizer: PromptTokenizer) -> N
 def test_the_end_of_an_episode_gives_up_what_is_under_way(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, Say(text="one", hold=asyncio.Event()))
 
-    async def scene(one: Served) -> None:
-        asked = asyncio.create_task(one.post({"messages": [ASK]}))
+    async def scene(served: Served) -> None:
+        asked = asyncio.create_task(served.post({"messages": [ASK]}))
         await until(lambda: pool.requests)
-        assert one.session.end("straggler") == ["r.0"]
+        assert served.session.end("straggler") == ["r.0"]
         status, reply = await asked
-        assert status == 410 and "given up" in reply["error"]["message"] and not one.record.turns
+        assert status == 410 and "given up" in reply["error"]["message"] and not served.record.turns
         pool.requests.clear()
         for task in asyncio.all_tasks():
             if "SharedRequests._send" in repr(task):
@@ -527,13 +533,13 @@ def test_the_end_of_an_episode_gives_up_what_is_under_way(tokenizer: PromptToken
 def test_a_request_that_the_engines_gave_up_can_be_asked_again(tokenizer: PromptTokenizer, stream: bool) -> None:
     pool = ScriptedPool(tokenizer, Say(text="", finish="given up"), "one")
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         body = {"messages": [ASK], "stream": stream}
-        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
+        async with served.http.post(f"{served.url}/v1/chat/completions", json=body, headers=served.headers()) as reply:
             text = await reply.text()
             assert "given up" in text and (reply.status == 503 or stream) and "server_error" in text
-        assert (await one.said([ASK]))["content"] == "one" and one.session.counts["repeated"] == 0
-        assert len(one.tree().episodes[0].turns) == 1
+        assert (await served.said([ASK]))["content"] == "one" and served.session.counts["repeated"] == 0
+        assert len(served.tree().episodes[0].turns) == 1
 
     serve(tokenizer, scene, pool)
 
@@ -543,16 +549,16 @@ def test_wishes_are_served_counted_and_told_once(tokenizer: PromptTokenizer, cap
     caplog.set_level(logging.INFO)
     pool = ScriptedPool(tokenizer, "one", "two", "three")
 
-    async def scene(one: Served) -> None:
-        await one.said(
+    async def scene(served: Served) -> None:
+        await served.said(
             [ASK], temperature=1.0, frequency_penalty=0, tool_choice="auto", response_format={"type": "text"}
         )
-        assert one.session.counts["wishes"] == 0
+        assert served.session.counts["wishes"] == 0
         for text in ("b", "c"):
-            await one.said(
+            await served.said(
                 [{"role": "user", "content": text}], temperature=0.3, tools=[TOOL], tool_choice="required", seed=5
             )
-        assert one.session.counts["wishes"] == 6
+        assert served.session.counts["wishes"] == 6
 
     serve(tokenizer, scene, pool)
     told = [record.getMessage() for record in caplog.records if "the run decides" in record.getMessage()]
@@ -585,9 +591,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_cannot_be_trained_or_read_is_refused_in_words(tokenizer: PromptTokenizer) -> None:
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         for body, words in REFUSED:
-            status, reply = await one.post({"messages": [ASK], **body})
+            status, reply = await served.post({"messages": [ASK], **body})
             assert status == 400 and words in reply["error"]["message"], reply
             assert reply["error"]["type"] == "invalid_request_error"
 
@@ -595,13 +601,13 @@ def test_what_cannot_be_trained_or_read_is_refused_in_words(tokenizer: PromptTok
 
 
 def test_other_routes_large_bodies_and_broken_json_are_refused_in_words(tokenizer: PromptTokenizer) -> None:
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         for path, wanted, words in (("/v2/chat", 404, "no route"), ("/v1/models", 405, "takes GET")):
-            status, reply = await one.post({}, path)
+            status, reply = await served.post({}, path)
             assert status == wanted and words in reply["error"]["message"]
         for data, wanted in ((b"x" * 5000, 413), (b"{", 400), (b"\xff", 400), (b"[" * 4000, 400)):
-            url = f"{one.url}/v1/chat/completions"
-            async with one.http.post(url, data=data, headers=one.headers()) as reply:
+            url = f"{served.url}/v1/chat/completions"
+            async with served.http.post(url, data=data, headers=served.headers()) as reply:
                 assert reply.status == wanted and (await reply.json())["error"]["message"]
 
     serve(tokenizer, scene, ScriptedPool(tokenizer), most_body_bytes=4096)
@@ -611,9 +617,9 @@ def test_a_template_that_leaves_tools_out_is_told(tmp_path: Path) -> None:
     tokenizer = PromptTokenizer(write_folder(tmp_path / "model", FAMILIES["ignores_tools"]))
     pool = ScriptedPool(tokenizer, "one")
 
-    async def scene(one: Served) -> None:
-        status, reply = await one.post({"messages": [ASK], "tools": [TOOL]})
+    async def scene(served: Served) -> None:
+        status, reply = await served.post({"messages": [ASK], "tools": [TOOL]})
         assert status == 400 and "leaves out the tools" in reply["error"]["message"]
-        await one.said([ASK])
+        await served.said([ASK])
 
     serve(tokenizer, scene, pool)

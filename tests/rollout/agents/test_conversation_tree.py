@@ -75,7 +75,7 @@ def test_a_message_is_what_was_sampled_or_begins_with_it_or_is_foreign(
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"),
+    ("first", "second", "equal"),
     [
         ('{"a": 1, "b": [1.0, 2]}', '{"b":[1,2.0],"a":1}', True),
         ('{"a": 1}', '{"a": true}', False),
@@ -85,8 +85,8 @@ def test_a_message_is_what_was_sampled_or_begins_with_it_or_is_foreign(
         ('{"a": 1e400}', '{"a": 1e400}', True),
     ],
 )
-def test_arguments_are_compared_by_value(one: str, other: str, equal: bool) -> None:
-    assert (same_json(one) == same_json(other)) is equal
+def test_arguments_are_compared_by_value(first: str, second: str, equal: bool) -> None:
+    assert (same_json(first) == same_json(second)) is equal
 
 
 # -- walks ------------------------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ def test_a_rewritten_answer_starts_a_segment_and_is_told_once() -> None:
     answered(forest, [ASK], THOUGHT)
     rewritten = [ASK, said("I called a tool."), user("Observation: 84")]
     walk = forest.walk(rewritten, tools="")
-    assert walk.known is None and [one.content for one in walk.foreign] == ["I called a tool."]
+    assert walk.known is None and [message.content for message in walk.foreign] == ["I called a tool."]
     assert list(walk.tail) == rewritten
     second = answered(forest, rewritten, reply("It is 84."))
     assert second.parent is None and second.opening == 1
     after = forest.walk([*rewritten, said("It is 84."), user("sure?")], tools="")
-    assert after.known is second and not after.foreign and [one.content for one in after.tail] == ["sure?"]
+    assert after.known is second and not after.foreign and [message.content for message in after.tail] == ["sure?"]
 
 
 def test_an_answer_before_a_rewritten_one_is_the_nearest_but_is_not_gone_on_from() -> None:
@@ -155,7 +155,7 @@ def test_text_behind_an_answer_belongs_to_the_way() -> None:
     first = answered(forest, [ASK], STOPPED)
     noted = [ASK, said(STOPPED.full + " noted"), user("Observation: 1")]
     walk = forest.walk(noted, tools="")
-    assert (walk.known, walk.rest, [one.content for one in walk.tail]) == (first, " noted", ["Observation: 1"])
+    assert (walk.known, walk.rest, [message.content for message in walk.tail]) == (first, " noted", ["Observation: 1"])
     second = answered(forest, noted, reply("done"))
     plain = forest.walk([ASK, said(STOPPED.full), user("Observation: 1")], tools="")
     assert plain.place is not forest.walk(noted, tools="").place and second.parent is first
@@ -226,11 +226,11 @@ def replies(draw: st.DrawFn) -> tuple[Reply, ChatMessage]:
         calls.append(ChatCall(name=name, arguments=draw(call_texts(value)), id=f"c{number}"))
         again.append(ChatCall(name=name, arguments=draw(call_texts(value)), id=draw(st.text(max_size=3))))
     content, reasoning = draw(st.text(max_size=6)), draw(st.text(max_size=4))
-    one = Reply(content=content, full=content + draw(st.sampled_from(["", "STOP"])), reasoning=reasoning,
+    made_reply = Reply(content=content, full=content + draw(st.sampled_from(["", "STOP"])), reasoning=reasoning,
                 calls=tuple(calls))  # fmt: skip
-    text = draw(st.sampled_from([content, content.strip(), f" {content}\n", one.full]))
+    text = draw(st.sampled_from([content, content.strip(), f" {content}\n", made_reply.full]))
     thought = draw(st.sampled_from([reasoning, "", f"{reasoning}\n"]))
-    return one, ChatMessage(role="assistant", content=text, reasoning=thought, calls=tuple(again))
+    return made_reply, ChatMessage(role="assistant", content=text, reasoning=thought, calls=tuple(again))
 
 
 @settings(max_examples=200, deadline=None)
@@ -241,17 +241,17 @@ def test_whatever_a_client_makes_of_its_history_each_turn_goes_on_from_the_one_b
     forest = ConversationTree()
     history: list[ChatMessage] = [ASK]
     before: TreeAnswer | None = None
-    for (one, again), observed in turns:
+    for (made_reply, again), observed in turns:
         walk = forest.walk(history, tools="")
         assert walk.known is before and not walk.foreign
         answer = forest.ask(walk, kind=(), prompt_ids=[], whole=before is None)
-        answer.reply, answer.given = one, True
+        answer.reply, answer.given = made_reply, True
         if before is not None:
             assert answer.parent is before and [m.content for m in walk.tail] == [history[-1].content]
         history += [again, user(observed)]
         before = answer
     assert len(forest.answers) == len(turns) and forest.orphans() == []
-    assert {one.opening for one in forest.answers} == {0}
+    assert {known_answer.opening for known_answer in forest.answers} == {0}
     # Puts a foreign answer at any place: messages after it are unknown, and the nearest known answer is the one before
     # it.
     place = data.draw(st.integers(0, len(turns) - 1))

@@ -138,7 +138,9 @@ def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer)
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda one: st.lists(one), max_leaves=4
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda strategy: st.lists(strategy),
+    max_leaves=4,
 )
 BODIES = st.binary() | st.dictionaries(
     st.sampled_from(["reward", "metrics", "error", "uid"]) | st.text(),
@@ -188,6 +190,6 @@ def test_the_address_and_the_token_are_for_this_user_alone(tmp_path: Path) -> No
     for rank, name in ((0, "endpoint"), (2, "endpoint-2"), (0, "endpoint")):
         file = write_address(tmp_path, rank=rank, base_url="http://127.0.0.1:8", token=TOKEN)
         assert file == tmp_path / name and file.read_text() == "http://127.0.0.1:8\n"
-        assert {one.stat().st_mode & 0o777 for one in tmp_path.iterdir()} == {0o600}
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     assert (tmp_path / "token").read_text() == f"{TOKEN}\n" and len(TOKEN) == 64
     assert sessions_token("the run's token") == TOKEN != sessions_token("another")

@@ -32,9 +32,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
     return PromptTokenizer(write_folder(tmp_path_factory.mktemp("m") / "model", FAMILIES["strips_thinking"]))
 
 
-async def streamed(one: Served, body: dict[str, Any]) -> dict[str, Any]:
+async def streamed(served: Served, body: dict[str, Any]) -> dict[str, Any]:
     """Returns the message of a stream's events, assembled as Anthropic's client does."""
-    async with one.http.post(f"{one.url}{PATH}", json={**body, "stream": True}, headers=one.headers()) as reply:
+    async with served.http.post(
+        f"{served.url}{PATH}", json={**body, "stream": True}, headers=served.headers()
+    ) as reply:
         assert reply.status == 200
         text = (await reply.read()).decode()
     message: dict[str, Any] = {}
@@ -71,14 +73,14 @@ async def streamed(one: Served, body: dict[str, Any]) -> dict[str, Any]:
 def test_a_tool_conversation_is_one_segment(tokenizer: PromptTokenizer, stream: bool) -> None:
     pool = ScriptedPool(tokenizer, THOUGHT, THOUGHT, "It is 84.")
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         messages: list[Any] = [ASK]
         body = {"model": "m", "max_tokens": 400, "system": [{"type": "text", "text": "be brief"}], "tools": [TOOL]}
         for number in range(3):
             if stream:
-                reply = await streamed(one, {**body, "messages": messages})
+                reply = await streamed(served, {**body, "messages": messages})
             else:
-                status, reply = await one.post({**body, "messages": messages}, PATH)
+                status, reply = await served.post({**body, "messages": messages}, PATH)
                 assert status == 200, reply
             assert reply["usage"]["output_tokens"] == len(pool.given[number])
             assert reply["usage"]["cache_read_input_tokens"] == 7
@@ -91,7 +93,7 @@ def test_a_tool_conversation_is_one_segment(tokenizer: PromptTokenizer, stream: 
             assert call["input"] == {"e": "12*7", "x": 1.0, "n": None} and reply["stop_reason"] == "tool_use"
             results = [{"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "84"}]}]
             messages += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": results}]
-        assert len(one.tree().episodes[0].leaves) == 1 and one.session.counts["foreign"] == 0
+        assert len(served.tree().episodes[0].leaves) == 1 and served.session.counts["foreign"] == 0
 
     serve(tokenizer, scene, pool)
 
@@ -99,18 +101,18 @@ def test_a_tool_conversation_is_one_segment(tokenizer: PromptTokenizer, stream: 
 def test_stops_and_limits_have_their_reasons(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, "one STOP", "abcdefgh")
 
-    async def scene(one: Served) -> None:
-        _, reply = await one.post({"messages": [ASK], "max_tokens": 99, "stop_sequences": ["STOP"]}, PATH)
+    async def scene(served: Served) -> None:
+        _, reply = await served.post({"messages": [ASK], "max_tokens": 99, "stop_sequences": ["STOP"]}, PATH)
         assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "STOP")
         assert reply["content"] == [{"type": "text", "text": "one "}]
-        _, reply = await one.post({"messages": [{"role": "user", "content": "b"}], "max_tokens": 3}, PATH)
+        _, reply = await served.post({"messages": [{"role": "user", "content": "b"}], "max_tokens": 3}, PATH)
         assert (reply["stop_reason"], reply["content"][0]["text"]) == ("max_tokens", "abc")
 
     serve(tokenizer, scene, pool)
 
 
 def test_refusals_have_anthropic_s_shape(tokenizer: PromptTokenizer) -> None:
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         image = {"type": "image", "source": {"type": "base64", "data": ""}}
         search = {"name": "s", "type": "web_search_20250305"}
         result = {"type": "tool_result", "tool_use_id": "z", "content": 5}
@@ -121,10 +123,10 @@ def test_refusals_have_anthropic_s_shape(tokenizer: PromptTokenizer) -> None:
             ({"messages": [ASK], "max_tokens": 5, "mcp_servers": [{}]}, "mcp_servers: tools run in the agent"),
             ({"messages": [{"role": "user", "content": [result]}], "max_tokens": 5}, "the result of a tool"),
         ):
-            status, reply = await one.post(body, PATH)
+            status, reply = await served.post(body, PATH)
             assert status == 400 and reply["type"] == "error", reply
             assert reply["error"]["type"] == "invalid_request_error" and words in reply["error"]["message"], reply
-        async with one.http.post(f"{one.url}{PATH}", json={}, headers={"x-api-key": "wrong"}) as reply:
+        async with served.http.post(f"{served.url}{PATH}", json={}, headers={"x-api-key": "wrong"}) as reply:
             assert reply.status == 401 and (await reply.json())["error"]["type"] == "authentication_error"
 
     serve(tokenizer, scene, ScriptedPool(tokenizer))
@@ -163,18 +165,18 @@ def fuzz(tokenizer: PromptTokenizer, examples: int) -> str:
     collect()
     keys: list[str] = []
 
-    async def scene(one: Served) -> None:
-        keys.append(one.key)
+    async def scene(served: Served) -> None:
+        keys.append(served.key)
         statuses: dict[int, int] = defaultdict(int)
         for body in sent:
             for path in SHAPES:
-                async with one.http.post(f"{one.url}{path}", data=body, headers=one.headers()) as reply:
+                async with served.http.post(f"{served.url}{path}", data=body, headers=served.headers()) as reply:
                     statuses[reply.status] += 1
                     assert reply.status in (200, 400), (body, await reply.text())
                     if reply.status == 400:
                         assert (await reply.json())["error"]["message"], body
         assert statuses[400] > len(sent)
-        await one.said([ASK])
+        await served.said([ASK])
 
     limits = EpisodeLimits(turns=10**6, sampled_tokens=10**9, context_tokens=CONTEXT)
     serve(
@@ -199,14 +201,14 @@ def test_ten_thousand_bodies_are_answered(tokenizer: PromptTokenizer) -> None:
 def test_a_half_sent_body_disturbs_nobody(tokenizer: PromptTokenizer) -> None:
     pool = ScriptedPool(tokenizer, "one")
 
-    async def scene(one: Served) -> None:
-        host, port = one.url.removeprefix("http://").split(":")
+    async def scene(served: Served) -> None:
+        host, port = served.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nx-api-key: {one.key}\r\nContent-Length: 100\r\n\r\n{{"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nx-api-key: {served.key}\r\nContent-Length: 100\r\n\r\n{{"
         writer.write(head.encode())
         await writer.drain()
-        await one.said([ASK])
+        await served.said([ASK])
         writer.close()
-        assert one.session.counts["requests"] == 1
+        assert served.session.counts["requests"] == 1
 
     serve(tokenizer, scene, pool)

@@ -24,9 +24,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
     return PromptTokenizer(write_folder(tmp_path_factory.mktemp("m") / "model", FAMILIES["strips_thinking"]))
 
 
-async def streamed(one: Served, body: dict[str, Any]) -> dict[str, Any]:
+async def streamed(served: Served, body: dict[str, Any]) -> dict[str, Any]:
     """Returns the response of a stream and checks the events against it."""
-    async with one.http.post(f"{one.url}{PATH}", json={**body, "stream": True}, headers=one.headers()) as reply:
+    async with served.http.post(
+        f"{served.url}{PATH}", json={**body, "stream": True}, headers=served.headers()
+    ) as reply:
         assert reply.status == 200
         text = (await reply.read()).decode()
     events = []
@@ -55,15 +57,15 @@ def said(item: dict[str, Any]) -> str:
 def test_a_tool_conversation_is_one_segment(tokenizer: PromptTokenizer, stream: bool, named: bool) -> None:
     pool = ScriptedPool(tokenizer, THOUGHT, CALL, "It is 84.")
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         given: list[Any] = [ASK]
         previous: dict[str, str] = {}
         for number in range(3):
             body = {**BODY, "input": given, **previous}
             if stream:
-                reply = await streamed(one, body)
+                reply = await streamed(served, body)
             else:
-                status, reply = await one.post(body, PATH)
+                status, reply = await served.post(body, PATH)
                 assert status == 200, reply
             assert reply["usage"]["output_tokens"] == len(pool.given[number]) and reply["status"] == "completed"
             output = reply["output"]
@@ -78,7 +80,7 @@ def test_a_tool_conversation_is_one_segment(tokenizer: PromptTokenizer, stream: 
                 given, previous = [result], {"previous_response_id": reply["id"]}
             else:
                 given = [*given, *output, result]
-        assert len(one.tree().episodes[0].leaves) == 1 and one.session.counts["foreign"] == 0
+        assert len(served.tree().episodes[0].leaves) == 1 and served.session.counts["foreign"] == 0
         opening = tokenizer.decode(pool.requests[2].input_ids)
         assert opening.count("be brief") == 1 and opening.count("12*7 ?") == 1
 
@@ -86,8 +88,8 @@ def test_a_tool_conversation_is_one_segment(tokenizer: PromptTokenizer, stream: 
 
 
 def test_an_answer_that_was_cut_is_incomplete(tokenizer: PromptTokenizer) -> None:
-    async def scene(one: Served) -> None:
-        _, reply = await one.post({"input": "hi", "max_output_tokens": 3}, PATH)
+    async def scene(served: Served) -> None:
+        _, reply = await served.post({"input": "hi", "max_output_tokens": 3}, PATH)
         assert reply["status"] == "incomplete" and said(reply["output"][0]) == "abc"
         assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
 
@@ -98,7 +100,7 @@ def test_what_cannot_be_read_is_refused_in_words(tokenizer: PromptTokenizer) -> 
     output = {"type": "function_call_output", "call_id": "z", "output": "1"}
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 
-    async def scene(one: Served) -> None:
+    async def scene(served: Served) -> None:
         for body, words in (
             ({"input": [output]}, "the id 'z', which no call"),
             ({"input": "a", "previous_response_id": "resp_x_0"}, "no answer of this session"),
@@ -110,7 +112,7 @@ def test_what_cannot_be_read_is_refused_in_words(tokenizer: PromptTokenizer) -> 
             ({"input": "a", "background": True}, "background: an answer is given"),
             ({}, "missing required field `input`"),
         ):
-            status, reply = await one.post(body, PATH)
+            status, reply = await served.post(body, PATH)
             assert status == 400 and words in reply["error"]["message"], reply
 
     serve(tokenizer, scene, ScriptedPool(tokenizer))

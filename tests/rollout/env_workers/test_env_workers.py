@@ -158,17 +158,19 @@ def test_an_episode_is_a_function_of_its_seeds_whatever_else_runs_in_the_worker(
         async with workers_of(odd) as begin:
             first, opening = await begin(group=7, episode=70)
             alone = [await seen(first, "draw") for _ in range(4)]
-            others = [await begin(group=8, episode=80), await begin(group=7, episode=71)]
+            other_episodes = [await begin(group=8, episode=80), await begin(group=7, episode=71)]
             again, same = await begin(group=7, episode=70)
             mixed = []
             for _ in range(4):
-                for other, _opening in others:
-                    await seen(other, "draw")
+                for other_env, _opening in other_episodes:
+                    await seen(other_env, "draw")
                 mixed.append(await seen(again, "draw"))
             assert same == opening and mixed == alone
-            assert others[0][1] != opening, "another group has another opening"
-            assert others[1][1] == opening, "all episodes of a group have the same opening"
-            assert len({*alone, await seen(others[1][0], "draw")}) == 5, "episodes of a group differ after the opening"
+            assert other_episodes[0][1] != opening, "another group has another opening"
+            assert other_episodes[1][1] == opening, "all episodes of a group have the same opening"
+            assert len({*alone, await seen(other_episodes[1][0], "draw")}) == 5, (
+                "episodes of a group differ after the opening"
+            )
 
     asyncio.run(scene())
 
@@ -229,8 +231,8 @@ def test_a_flood_blocks_nothing_and_fills_no_disk(odd: Path) -> None:
             env, _ = await begin()
             assert await seen(env, "flood")
             await env.close()
-            other, _ = await begin()
-            assert await seen(other, "draw")
+            second_env, _ = await begin()
+            assert await seen(second_env, "draw")
 
     asyncio.run(scene())
     size = odd.with_suffix(".log").stat().st_size

@@ -111,7 +111,7 @@ def test_episodes_whose_worker_was_killed_start_again(engine: Engine, folder: Pa
     assert bus.rows and not bus.core.progress().ledger.dropped
     assert b"attempt 1" in file.with_suffix(".log").read_bytes()
     for tree in map(tree_of, bus.rows.values()):
-        assert all(one.reward in (0.5, 1.0) for one in tree.episodes)
+        assert all(episode.reward in (0.5, 1.0) for episode in tree.episodes)
 
 
 def test_an_env_that_ends_its_process_each_time_gives_no_reward(engine: Engine, folder: Path, tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_a_megabyte_of_markup_is_cut_and_ends_no_message(engine: Engine, folder:
     (end,) = PromptTokenizer(folder).stop_token_ids
     observed = 0
     for tree in map(tree_of, bus.rows.values()):
-        for one in tree.episodes:
-            for before, after in zip(one.turns, one.turns[1:], strict=False):
+        for episode in tree.episodes:
+            for before, after in zip(episode.turns, episode.turns[1:], strict=False):
                 observed += 1
                 between = tree.token_ids[before.end : after.start].tolist()
                 assert between.count(end) == 1, "the template ends the env's message exactly once"

@@ -40,11 +40,11 @@ class CountedClient(EngineClient):
     whole: set[str]  # requests with a complete response
 
     async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
-        async for one in super().generate(prompts, *given, **more):
-            self.tokens[one.rid] += len(one.output_ids)
-            if one.finish_reason in ("stop", "length"):
-                self.whole.add(one.rid)
-            yield one
+        async for response in super().generate(prompts, *given, **more):
+            self.tokens[response.rid] += len(response.output_ids)
+            if response.finish_reason in ("stop", "length"):
+                self.whole.add(response.rid)
+            yield response
 
 
 class CancellingPool(EnginePool):
@@ -231,19 +231,19 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
         played.append(await run_all(engine, folder, bus))
 
     asyncio.run(asyncio.wait_for(scene(), 3 * LONG_S))
-    (one,) = played
-    ended = {tree.group_uid for tree in one.trees} | bus.lost.keys()
+    (play,) = played
+    ended = {tree.group_uid for tree in play.trees} | bus.lost.keys()
     assert len(ended) * EPISODES >= steps * GROUPS * EPISODES
     # A running response of a cancelled episode is not read.
     read = {
-        tuple(rid.split(".")): one.client.tokens[rid]
-        for rid in one.client.whole - one.pool.given_up
+        tuple(rid.split(".")): play.client.tokens[rid]
+        for rid in play.client.whole - play.pool.given_up
         if rid.partition("-")[0] in ended
     }
-    counts = one.accounts
+    counts = play.accounts
     assert counts["sampled"] == sum(read.values()) == sum(n for name, n in counts.items() if name != "sampled")
-    trained = sum(int(tree.loss_mask.sum()) for tree in one.trees)
-    sampled_rows = sum(int((tree.versions >= 0).sum()) for tree in one.trees)
+    trained = sum(int(tree.loss_mask.sum()) for tree in play.trees)
+    sampled_rows = sum(int((tree.versions >= 0).sum()) for tree in play.trees)
     assert counts["trained"] == trained and counts["masked"] == sampled_rows - trained
     # After a restart, a request's id ends with the attempt's number; tokens of earlier attempts are not trained.
     anew = {parts[:2] for parts in read if len(parts) == 4}
@@ -251,7 +251,7 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
     assert counts["not_chosen"] >= before
     assert all(counts[name] for name in SEEN) and (counts["masked"] or steps < 50), counts
     wanted = {"env_done", "token_budget", "env_failed", "step_timeout", "episode_timeout", "straggler", "stale"}
-    assert wanted <= one.ends
+    assert wanted <= play.ends
     assert "reward_failed" in bus.lost.values(), "groups with too few rewards are dropped"
-    assert any(len(episode.leaves) > 1 for tree in one.trees for episode in tree.episodes), "histories are rewritten"
-    assert len(one.client.tokens) > len(one.client.whole) and bus.core.progress().ledger.lost == 0
+    assert any(len(episode.leaves) > 1 for tree in play.trees for episode in tree.episodes), "histories are rewritten"
+    assert len(play.client.tokens) > len(play.client.whole) and bus.core.progress().ledger.lost == 0

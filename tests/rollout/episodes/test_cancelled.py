@@ -61,9 +61,9 @@ class TracedClient(EngineClient):
     asked: list[str]
 
     async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
-        self.asked += [one.rid for one in prompts]
-        async for one in super().generate(prompts, *given, **more):
-            yield one
+        self.asked += [prompt.rid for prompt in prompts]
+        async for response in super().generate(prompts, *given, **more):
+            yield response
 
 
 def new_client(engine: Engine) -> TracedClient:
@@ -145,7 +145,7 @@ def test_each_end_of_the_closed_list(engine: Engine, tiny_folder: Path) -> None:
                 await client.aclose()
             ended = {record.ended for record in records}
             assert wanted in ended if wanted == "turn_cut" else ended == {wanted}, f"{wanted}: {ended}"
-            assert all(bool(one.failed) == (one.ended not in REWARDED_ENDS) for one in records)
+            assert all(bool(record.failed) == (record.ended not in REWARDED_ENDS) for record in records)
 
     asyncio.run(within(scene()))
     assert set(get_args(Ended)) == ENDS.keys() | ELSEWHERE | ONE_TURN
@@ -163,7 +163,7 @@ def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
         def __init__(self, start: EpisodeStart, config: Any) -> None:
             super().__init__(start, config)
             self.spare = start.row["prompt"] == "rev 103"
-            self.waits = self.spare and not any(one.spare for one in opened)
+            self.waits = self.spare and not any(env.spare for env in opened)
             opened.append(self)
 
         async def step(self, action: Action) -> StepResult:  # type: ignore[override]
@@ -182,12 +182,12 @@ def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
     index = SampleIndex(tmp_path, None)
     index.refresh()
     lost = index.find({"state": "made"})[1]
-    assert "g00000003" in {one["group_uid"] for one in lost}
-    assert not {one["group_uid"] for one in lost} & bus.rows.keys()
-    assert {one["group_uid"] for one in index.find({"state": "put"})[1]} == bus.rows.keys()
+    assert "g00000003" in {row["group_uid"] for row in lost}
+    assert not {row["group_uid"] for row in lost} & bus.rows.keys()
+    assert {row["group_uid"] for row in index.find({"state": "put"})[1]} == bus.rows.keys()
     assert "g00000003" not in bus.rows
     assert bus.core.progress().ledger.dropped["over_sampled"] >= GROUP_SIZE
-    assert calls and all(one.closed for one in opened), "every env is closed"
+    assert calls and all(env.closed for env in opened), "every env is closed"
     episodes = sum(values["samples"] * values.get("ended/cancelled", 0.0) for _, _, values in records)
     assert episodes >= GROUP_SIZE, "the episodes of the spare group are counted"
     assert records[-1][2]["tokens/dropped"] > 0, "the tokens of the spare group are counted"
@@ -243,7 +243,7 @@ def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
             given: dict[str, Any] = {"env_config": config, "context": CONTEXT, "max_new_tokens": 64, "max_aborts": 0}
             env = workers.spec(episodes_per_group=GROUP_SIZE)
             await sample(engine, tiny_folder, bus, reward=find_reward("env"), env=env, **given)
-            assert workers._free == 2 * GROUP_SIZE and not any(one.open_episodes for one in workers.workers)
+            assert workers._free == 2 * GROUP_SIZE and not any(worker.open_episodes for worker in workers.workers)
             deadline = time.monotonic() + DEADLINE_S
             while (told := log.read_text()).count("opened") != told.count("closed"):  # two threads may share a line
                 assert time.monotonic() < deadline, told
@@ -298,8 +298,8 @@ def test_a_stop_cancels_episodes_in_all_their_places(engine: Engine, tiny_folder
 
     asyncio.run(within(scene()))
     (records,) = found
-    assert [one.ended for one in records] == ["cancelled"] * EPISODES
-    assert len(opened) == EPISODES and all(one.closed for one in opened)
+    assert [record.ended for record in records] == ["cancelled"] * EPISODES
+    assert len(opened) == EPISODES and all(env.closed for env in opened)
 
 
 def test_an_env_that_opens_after_its_call_was_given_up_is_closed() -> None:
@@ -319,7 +319,7 @@ def test_an_env_that_opens_after_its_call_was_given_up_is_closed() -> None:
         given_up.cancel()
         await asyncio.wait([given_up])
         may_open.set()
-        while not (len(opened) == 2 and all(one.closed for one in opened)):
+        while not (len(opened) == 2 and all(env.closed for env in opened)):
             await asyncio.sleep(0.005)
 
     asyncio.run(within(scene()))
@@ -396,8 +396,8 @@ def test_an_abort_touches_turns_under_way_and_no_env(engine: Engine, tiny_folder
         records.extend(await scene())
 
     asyncio.run(within(whole()))
-    assert [one.resets for one in opened] == [1] * EPISODES, "no env is reset"
-    assert [one.played for one in opened] == [3] * EPISODES, "each response is stepped once"
+    assert [env.resets for env in opened] == [1] * EPISODES, "no env is reset"
+    assert [env.played for env in opened] == [3] * EPISODES, "each response is stepped once"
     again = [rid for rid, times in Counter(client.asked).items() if times > 1]
     assert len(again) == 1 and again[0].endswith(".1"), "only the running turn is requested again"
     for record in records:

@@ -126,7 +126,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path) -> None:
     accounts: dict[str, int] = {}
     done = complete_group(index=3, episodes=records, account=accounts.update)
     tree = tree_of(done)  # type: ignore[arg-type]
-    assert [one.uid for one in tree.episodes] == [record.uid for record in records if record not in late]
+    assert [episode.uid for episode in tree.episodes] == [record.uid for record in records if record not in late]
     assert done.dropped == {late[0].uid: "straggler"}  # type: ignore[union-attr]
     assert accounts["no_reward"] == late[0].sampled_tokens > 0
 
@@ -207,7 +207,7 @@ def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
     assert max(played) == turns
     if wanted == "env_done":  # a stale episode may see the new version in another episode's second response
         assert played == [turns] * EPISODES
-    told = [one for one in caplog.messages if "too old to be trained" in one]
+    told = [message for message in caplog.messages if "too old to be trained" in message]
     assert len(told) == (wanted == "stale"), "the log says once what to change"
     if wanted == "stale":
         accounts: dict[str, int] = {}

@@ -111,20 +111,20 @@ def test_a_rewritten_history_forks_the_tree_and_each_token_is_trained_once(engin
     rewritten = PromptTokenizer(folder).encode(summary)
     for tree in map(tree_of, bus.rows.values()):
         check_tree(tree)
-        for place, one in enumerate(tree.episodes):
+        for place, episode in enumerate(tree.episodes):
             of_episode, rows = tree.tokens
             own = rows[of_episode == place].tolist()
-            sampled = [row for turn in one.turns for row in range(turn.start, turn.end)]
+            sampled = [row for turn in episode.turns for row in range(turn.start, turn.end)]
             assert sorted(own) == sorted(sampled) and len(set(own)) == len(own)
             assert tree.loss_mask[own].all()
-            if len(one.turns) == 3:
+            if len(episode.turns) == 3:
                 forked += 1
-                assert len(one.leaves) == 2
-                last = path_of(tree, one.leaves[-1])
-                before = [row for row in last if row < one.turns[2].start]
+                assert len(episode.leaves) == 2
+                last = path_of(tree, episode.leaves[-1])
+                before = [row for row in last if row < episode.turns[2].start]
                 assert tree.token_ids[before].tolist() == rewritten
                 # The other segment ends with the last token of the second turn.
-                assert one.leaves[0] == one.turns[1].end - 1
+                assert episode.leaves[0] == episode.turns[1].end - 1
     assert forked, "no episode had a third turn, so nothing was tested"
 
 
@@ -143,12 +143,12 @@ def test_budgets_of_tokens(engine: Engine, folder: Path, on_turn_cut: str) -> No
     config = InteractionConfig(name="mine", max_turn_tokens=1, on_turn_cut=on_turn_cut)
     bus = CoreBus(steps=1)
     play(engine, folder, bus, env_of(Listens), env_config=config, max_new_tokens=3)
-    episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
-    assert all(turn.end - turn.start == 1 for one in episodes for turn in one.turns)
+    episodes = [episode for row in bus.rows.values() for episode in tree_of(row).episodes]
+    assert all(turn.end - turn.start == 1 for episode in episodes for turn in episode.turns)
     if on_turn_cut == "end":
-        assert not any(cut) and "turn_cut" in {one.ended for one in episodes}
+        assert not any(cut) and "turn_cut" in {episode.ended for episode in episodes}
     else:
-        assert any(cut) and {(one.ended, len(one.turns)) for one in episodes} == {("token_budget", 3)}
+        assert any(cut) and {(episode.ended, len(episode.turns)) for episode in episodes} == {("token_budget", 3)}
 
 
 def test_a_long_observation_is_cut(engine: Engine, folder: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_long_observation_is_cut(engine: Engine, folder: Path) -> None:
     records = play(engine, folder, bus, env_of(Wordy), env_config=config)
     nine = PromptTokenizer(folder).encode_plain("9")
     for tree in map(tree_of, bus.rows.values()):
-        for one in tree.episodes:
-            for before, after in zip(one.turns, one.turns[1:], strict=False):
+        for episode in tree.episodes:
+            for before, after in zip(episode.turns, episode.turns[1:], strict=False):
                 shown.append(tree.token_ids[before.end : after.start].tolist().count(nine[0]))
     assert shown and set(shown) == {20}
     assert records[-1][2]["cut_observations"] > 0
@@ -182,7 +182,7 @@ def test_numbers_of_the_env_are_metrics(engine: Engine, folder: Path) -> None:
     assert record[2]["env/asked"] == 2.0 and "env/word" not in record[2]
     ends = {name: share for name, share in record[2].items() if name.startswith("ended/")}
     assert sum(ends.values()) == pytest.approx(1.0) and "ended/env_done" in ends
-    turns = [turn for row in bus.rows.values() for one in tree_of(row).episodes for turn in one.turns]
+    turns = [turn for row in bus.rows.values() for episode in tree_of(row).episodes for turn in episode.turns]
     assert {turn.state_key for turn in turns} == {"s", None}
     assert all(turn.state_key == "s" or turn.finish == "length" for turn in turns), "the env sees no cut response"
 

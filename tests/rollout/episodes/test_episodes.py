@@ -104,8 +104,8 @@ class CountingClient(EngineClient):
 
     async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
         self.sizes.append(len(prompts))
-        async for one in super().generate(prompts, *given, **more):
-            yield one
+        async for response in super().generate(prompts, *given, **more):
+            yield response
 
 
 def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -> None:
@@ -121,21 +121,23 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
         check_tree(tree)
         assert len(tree.episodes) == GROUP_SIZE
         opening = tokenizer.encode([{"role": "user", "content": "guess a number from 1 to 7"}])
-        for place, one in enumerate(tree.episodes):
+        for place, episode in enumerate(tree.episodes):
             ids = path_ids(tree, place)
-            assert ids[: len(opening)] == opening and len(one.leaves) == 1
-            several += len(one.turns) > 1
-            assert len(one.turns) <= config.max_turns and one.reward == sum(turn.reward or 0.0 for turn in one.turns)
-            for before, after in zip(one.turns, one.turns[1:], strict=False):
+            assert ids[: len(opening)] == opening and len(episode.leaves) == 1
+            several += len(episode.turns) > 1
+            assert len(episode.turns) <= config.max_turns and episode.reward == sum(
+                turn.reward or 0.0 for turn in episode.turns
+            )
+            for before, after in zip(episode.turns, episode.turns[1:], strict=False):
                 between = tokenizer.decode(tree.token_ids[before.end : after.start].tolist())
                 assert between.startswith("\n<|im_start|>user\n")
                 assert between.endswith("<|im_end|>\n<|im_start|>assistant\n")
                 assert not tree.loss_mask[before.end : after.start].any()
-            assert all(turn.began_s and turn.engine == "engine-0" for turn in one.turns)
-            assert all(tree.loss_mask[turn.start : turn.end].all() for turn in one.turns)
-            assert one.ended in ("token_budget", "env_done")
-            assert one.turns[-1].finish == "stop" or one.ended == "token_budget"
-            stepped = one.turns if one.ended == "env_done" else one.turns[:-1]
+            assert all(turn.began_s and turn.engine == "engine-0" for turn in episode.turns)
+            assert all(tree.loss_mask[turn.start : turn.end].all() for turn in episode.turns)
+            assert episode.ended in ("token_budget", "env_done")
+            assert episode.turns[-1].finish == "stop" or episode.ended == "token_budget"
+            stepped = episode.turns if episode.ended == "env_done" else episode.turns[:-1]
             assert all(turn.env_ms > 0.0 and turn.tools == [] for turn in stepped)
         # The trunk exists once.
         assert (tree.end[: len(opening)] == tree.rows).all()
@@ -144,10 +146,12 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
     assert sum(values["samples"] for _, _, values in records) == 2 * STEP_GROUPS * GROUP_SIZE
     assert sum(values["tokens"] for _, _, values in records) == sum(int(tree.lengths.sum()) for tree in trees)
     # The prompt of a turn is the path before its first token.
-    asked = sum(len(path_of(tree, turn.start)) - 1 for tree in trees for one in tree.episodes for turn in one.turns)
+    asked = sum(
+        len(path_of(tree, turn.start)) - 1 for tree in trees for episode in tree.episodes for turn in episode.turns
+    )
     assert sum(values["prompt_tokens"] for _, _, values in records) == asked
     cached = sum(values["cached_share"] * values["prompt_tokens"] for _, _, values in records)
-    later = [turn for tree in trees for one in tree.episodes for turn in one.turns[1:]]
+    later = [turn for tree in trees for episode in tree.episodes for turn in episode.turns[1:]]
     assert cached == pytest.approx(round(cached)) and cached >= MIN_CACHED * len(later)
     assert all(0.0 < values["queue_s"] <= values["engine_s"] for _, _, values in records)
 
@@ -175,18 +179,20 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
     compared = 0
     for uid, tree in played[0].items():
         assert tree.token_ids.tobytes() == played[1][uid].token_ids.tobytes()
-        for place, one in enumerate(tree.episodes):
-            given = seen[one.uid]
-            assert len(given.turns) == len(given.turn_rewards) == len(one.turns) and given.response == given.turns[-1]
-            assert given.ended == one.ended and given.messages[0]["content"] == given.row["prompt"]
+        for place, episode in enumerate(tree.episodes):
+            given = seen[episode.uid]
+            assert (
+                len(given.turns) == len(given.turn_rewards) == len(episode.turns) and given.response == given.turns[-1]
+            )
+            assert given.ended == episode.ended and given.messages[0]["content"] == given.row["prompt"]
             assert [m["content"] for m in given.messages if m["role"] == "assistant"] == list(given.turns)
-            sampled = [tree.token_ids[turn.start : turn.end - 1].tolist() for turn in one.turns]
-            if one.ended == "env_done" and sampled == [tokenizer.encode_plain(text) for text in given.turns]:
+            sampled = [tree.token_ids[turn.start : turn.end - 1].tolist() for turn in episode.turns]
+            if episode.ended == "env_done" and sampled == [tokenizer.encode_plain(text) for text in given.turns]:
                 whole = tokenizer.encode(given.messages)  # the template's text of the whole conversation
                 ids = path_ids(tree, place)
                 assert whole[: len(ids)] == ids
                 compared += 1
-    ended = {one.ended for tree in played[0].values() for one in tree.episodes}
+    ended = {episode.ended for tree in played[0].values() for episode in tree.episodes}
     assert "env_done" in ended and compared, ended
     assert all(env.closed for env in opened) and len(opened) == 2 * STEP_GROUPS * GROUP_SIZE
     seeds = {(env.start.group_seed, env.start.episode_seed) for env in opened}
@@ -205,10 +211,12 @@ def test_an_episode_that_is_cut_is_scored_as_it_stands(
 
     bus = CoreBus(steps=1)
     play(engine, folder, bus, env_of(Wordy), **given)
-    episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
-    assert ended in {one.ended for one in episodes}
-    assert {one.reward for one in episodes if one.ended == "token_budget" and len(one.turns) == 1} <= {0.0}
-    assert {one.reward for one in episodes if one.ended == "context_full"} <= {0.25}
+    episodes = [episode for row in bus.rows.values() for episode in tree_of(row).episodes]
+    assert ended in {episode.ended for episode in episodes}
+    assert {episode.reward for episode in episodes if episode.ended == "token_budget" and len(episode.turns) == 1} <= {
+        0.0
+    }
+    assert {episode.reward for episode in episodes if episode.ended == "context_full"} <= {0.25}
 
 
 def test_the_most_turns_are_played(engine: Engine, folder: Path) -> None:
@@ -220,8 +228,10 @@ def test_the_most_turns_are_played(engine: Engine, folder: Path) -> None:
 
     bus = CoreBus(steps=1)
     play(engine, folder, bus, env_of(Endless), env_config=InteractionConfig(name="mine", max_turns=2))
-    episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
-    assert {(one.ended, len(one.turns)) for one in episodes if one.ended != "token_budget"} == {("max_turns", 2)}
+    episodes = [episode for row in bus.rows.values() for episode in tree_of(row).episodes]
+    assert {(episode.ended, len(episode.turns)) for episode in episodes if episode.ended != "token_budget"} == {
+        ("max_turns", 2)
+    }
 
 
 @pytest.mark.parametrize("where", ["open", "reset", "step"])
@@ -269,7 +279,7 @@ def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_t
     dropped = bus.core.progress().ledger.dropped
     assert dropped == {"bad_media:truncated": 2 * GROUP_SIZE}, "one sample of two gives no advantage"
     assert bad_rows.media_reasons == {"truncated": 2}
-    assert sorted(one["row"] for one in told[-1]) == ["0", "2"]
+    assert sorted(bad_row["row"] for bad_row in told[-1]) == ["0", "2"]
     assert told[-1][0]["text"].endswith("env mine: turn 1: a.png: it is cut.")
     assert max(values["reward_failed"] for _, _, values in records) == 0.0
 

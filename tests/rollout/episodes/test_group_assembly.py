@@ -53,7 +53,7 @@ def completed(*pairs: tuple[Generated, float | None]) -> object:
     outputs = [
         RewardOutput(reward=reward, exact=reward == 1.0, parts={"format": 0.5}, why=f"{reward}") for _, reward in pairs
     ]
-    return complete_group(index=12, episodes=scored([one for one, _ in pairs], outputs, index=12))
+    return complete_group(index=12, episodes=scored([record for record, _ in pairs], outputs, index=12))
 
 
 def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
@@ -67,9 +67,9 @@ def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
     assert tree_of(row).lengths.tolist() == [2, 3, 4]
     assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == [1] * 9
     info = tree_of(row).episodes
-    assert [one.ended for one in info] == ["stop", "length", "stop"]
-    assert [one.why for one in info] == ["1.0", "0.1", "0.2"]
-    assert [one.parts for one in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
+    assert [figures.ended for figures in info] == ["stop", "length", "stop"]
+    assert [figures.why for figures in info] == ["1.0", "0.1", "0.2"]
+    assert [figures.parts for figures in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
 
 
 def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
@@ -78,7 +78,7 @@ def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
     assert row.uids == ["g00000012.1", "g00000012.2"]
     assert row.dropped == {"g00000012.0": "reward_failed"}
     assert rewards_of(tree_of(row)) == pytest.approx([0.0, 0.7])
-    assert [one.uid for one in tree_of(row).episodes] == row.uids
+    assert [episode.uid for episode in tree_of(row).episodes] == row.uids
 
 
 def sets_of(sample: int) -> KeptTokens:
@@ -140,7 +140,7 @@ def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
         results.append(
             complete_group(index=12, episodes=scored([response(0), response(1)], rewards, index=12), refuse=refuse)
         )
-    reasons = [one.reason if isinstance(one, DroppedGroup) else None for one in results]
+    reasons = [result.reason if isinstance(result, DroppedGroup) else None for result in results]
     assert reasons == ["all_equal", "all_equal", None, "all_equal", "reward_failed"]
     # The last group was incomplete, so the filter did not see it.
     assert seen == [([0.5, 0.5], 0), ([0.5, 0.5], 1), ([0.5, 1.0], 2), ([1.0, 1.0], 0)]
@@ -153,7 +153,7 @@ def test_the_filter_of_a_sum_compares_its_first_part() -> None:
         return "all_equal" if len(set(rewards)) == 1 else None
 
     def refused(*parts: dict[str, float]) -> bool:
-        outputs = [RewardOutput(reward=sum(one.values()), parts=one) for one in parts]
+        outputs = [RewardOutput(reward=sum(part.values()), parts=part) for part in parts]
         group = complete_group(
             index=12,
             episodes=scored([response(0), response(1)], outputs, index=12),
@@ -183,7 +183,7 @@ def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[i
 def truncated(*pairs: tuple[Generated, float | None]) -> Group | DroppedGroup:
     return complete_group(
         index=0,
-        episodes=scored([one for one, _ in pairs], [reward for _, reward in pairs]),
+        episodes=scored([record for record, _ in pairs], [reward for _, reward in pairs]),
         refuse=GroupFilter(lambda rewards, dropped: "all_equal" if len(set(rewards)) == 1 else None),
         mask_truncated=True,
     )
@@ -270,7 +270,7 @@ def test_what_is_dropped_is_told_with_its_tokens() -> None:
     told: list[tuple[list[str], int]] = []
 
     def lost(tree: TokenTree) -> None:
-        told.append(([one.uid for one in tree.episodes], tree.rows))
+        told.append(([episode.uid for episode in tree.episodes], tree.rows))
 
     episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (0.0, "max_turns", [[3]]), lost=lost)
     episodes_row((None, "env_failed", []), (None, "env_failed", []), lost=lost)

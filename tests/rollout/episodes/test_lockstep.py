@@ -33,9 +33,9 @@ class TracedClient(EngineClient):
     asked: list[list[str]]
 
     async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
-        self.asked.append([one.rid for one in prompts])
-        async for one in super().generate(prompts, *given, **more):
-            yield one
+        self.asked.append([prompt.rid for prompt in prompts])
+        async for response in super().generate(prompts, *given, **more):
+            yield response
 
 
 def rows_of(bus: CoreBus) -> dict[str, dict[str, bytes]]:
@@ -112,4 +112,4 @@ def test_requests_and_bits_do_not_depend_on_the_pace_of_the_environments(
         assert sorted(asked) == sorted(first)
         assert rows == played[0][1]
     turns = [[rid for rid in asked if rid.startswith("g0000000")] for asked in first]
-    assert all(sorted(one) == one for one in turns), "in the order of the episodes"
+    assert all(sorted(turn) == turn for turn in turns), "in the order of the episodes"

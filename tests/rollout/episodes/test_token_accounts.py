@@ -51,16 +51,18 @@ def test_the_accounts_of_a_thousand_episodes_add_up(masks: dict[str, Any]) -> No
         done = complete_group(index=12, episodes=episodes, refuse=refuse, **masks)  # type: ignore[arg-type]
         tree = tree_of(done) if isinstance(done, Group) else None
         counts = token_accounts(episodes, tree, oldest_version=OLDEST)
-        sampled = [turn.response for one in episodes for turn in one.turns]
+        sampled = [turn.response for episode in episodes for turn in episode.turns]
         # Counted independently: from the responses and the group's fate, without the tree.
-        assert counts["sampled"] == sum(len(one.output_ids) for one in sampled) + sum(e.not_chosen for e in episodes)
+        assert counts["sampled"] == sum(len(response.output_ids) for response in sampled) + sum(
+            e.not_chosen for e in episodes
+        )
         assert counts["sampled"] == sum(value for name, value in counts.items() if name != "sampled")
         if tree is not None and not masks:
-            rewarded = [turn.response for one in episodes if one.reward is not None for turn in one.turns]
-            versions = np.concatenate([one.versions for one in rewarded])
+            rewarded = [turn.response for episode in episodes if episode.reward is not None for turn in episode.turns]
+            versions = np.concatenate([response.versions for response in rewarded])
             assert counts["trained"] == int((versions >= OLDEST).sum())
-            ended_stale = [turn.response for one in episodes if one.ended == "stale" for turn in one.turns]
-            old = int((versions < OLDEST).sum()) + sum(len(one.output_ids) for one in ended_stale)
+            ended_stale = [turn.response for episode in episodes if episode.ended == "stale" for turn in episode.turns]
+            old = int((versions < OLDEST).sum()) + sum(len(response.output_ids) for response in ended_stale)
             assert counts["stale"] == old and counts["masked"] == 0
         seen.update(counts)
     wanted = {"trained", "not_chosen", "no_reward", "dropped", "stale"} | ({"masked"} if masks else set())

@@ -74,9 +74,9 @@ def agree(row: Row, token: int, experts: tuple[int, ...] | None) -> bool:
 def plain_tree(episodes: Sequence[EpisodeRecord]) -> tuple[list[Row], list[list[Row]]]:
     """Returns all rows depth-first, and the last row of each turn of each episode."""
     root, ends = Row(0, None), list[list[Row]]()
-    for one in episodes:
+    for played_episode in episodes:
         at, own = root, list[Row]()
-        for draw, its in enumerate(one.turns):
+        for draw, its in enumerate(played_episode.turns):
             so_far, at, generated = at.path(), root, its.response
             on_own_path = True
             for place, token in enumerate(its.prompt_ids):
@@ -107,13 +107,13 @@ def check_against_rows(tree: TokenTree, episodes: Sequence[EpisodeRecord]) -> No
     assert tree.versions.tolist() == [row.version for row in rows]
     assert tree.logprobs.tolist() == [row.logprob for row in rows]
     assert tree.loss_mask.tolist() == [row.version >= 0 for row in rows]
-    for one, its, own in zip(tree.episodes, episodes, ends, strict=True):
-        assert [had.end - 1 for had in one.turns] == [row.place for row in own]
-        assert [had.end - had.start for had in one.turns] == [len(had.response.output_ids) for had in its.turns]
-        for had, played in zip(one.turns, its.turns, strict=True):  # the rows of a response are adjacent
+    for built, its, own in zip(tree.episodes, episodes, ends, strict=True):
+        assert [had.end - 1 for had in built.turns] == [row.place for row in own]
+        assert [had.end - had.start for had in built.turns] == [len(had.response.output_ids) for had in its.turns]
+        for had, played in zip(built.turns, its.turns, strict=True):  # the rows of a response are adjacent
             assert tree.token_ids[had.start : had.end].tolist() == played.response.output_ids.tolist()
         leaves = [row for row in own if not any(row in later.path()[:-1] for later in own)]
-        assert one.leaves == [row.place for row in leaves]
+        assert built.leaves == [row.place for row in leaves]
     if tree.extras:
         for row, experts in zip(rows, tree.extras[ROUTED_EXPERTS], strict=True):
             assert tuple(experts.ravel().tolist()) == (row.experts or (0,))
@@ -125,21 +125,21 @@ def test_turns_grow_a_branch_and_equal_draws_are_not_shared() -> None:
     tree = build_tree("g", [first, second])
     assert tree.token_ids.tolist() == [1, 2, 7, 3, 4, 8, 3, 7, 3, 4, 9, 3]
     assert tree.end.tolist() == [12, 12, 7, 7, 7, 7, 7, 12, 12, 12, 12, 12]
-    assert [one.leaves for one in tree.episodes] == [[6], [11]]
+    assert [built.leaves for built in tree.episodes] == [[6], [11]]
     assert [(had.start, had.end) for had in tree.episodes[1].turns] == [(7, 9), (10, 12)]
     assert tree.lengths.tolist() == [4, 4]
     check_against_rows(tree, [first, second])
 
 
 def test_a_history_without_its_middle_starts_a_new_path_from_the_last_row_that_both_have() -> None:
-    one = episode("g.0", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [8, 3]), turn([1, 2, 7, 5], [6, 3]))
-    tree = build_tree("g", [one])
+    episode_of_three = episode("g.0", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [8, 3]), turn([1, 2, 7, 5], [6, 3]))
+    tree = build_tree("g", [episode_of_three])
     # The fork is inside of the first response: the tokens before it are the same draw.
     assert tree.token_ids.tolist() == [1, 2, 7, 3, 4, 8, 3, 5, 6, 3]
     assert tree.end.tolist() == [10, 10, 10, 7, 7, 7, 7, 10, 10, 10]
     assert tree.episodes[0].leaves == [6, 9]
     assert tree.lengths.tolist() == [6]
-    check_against_rows(tree, [one])
+    check_against_rows(tree, [episode_of_three])
 
 
 def test_different_openings_are_a_forest() -> None:
@@ -149,14 +149,14 @@ def test_different_openings_are_a_forest() -> None:
 
 def test_rows_are_shared_only_where_the_recorded_experts_agree() -> None:
     def routed(prompt: Sequence[int], *experts: int) -> PlayedTurn:
-        own = np.array([[[one]] for one in experts], dtype=np.uint8)
+        own = np.array([[[expert]] for expert in experts], dtype=np.uint8)
         return turn(prompt, [7, 3], prompt_experts=own[: len(prompt)], response_experts=own[len(prompt) :])
 
     same = build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 5, 8))])
     assert same.token_ids.tolist() == [1, 2, 7, 3, 7, 3]
     assert same.extras[ROUTED_EXPERTS].ravel().tolist() == [4, 5, 6, 0, 8, 0]
-    other = [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 9, 8))]
-    assert build_tree("g", other).token_ids.tolist() == [1, 2, 7, 3, 2, 7, 3]
+    other_episodes = [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 9, 8))]
+    assert build_tree("g", other_episodes).token_ids.tolist() == [1, 2, 7, 3, 2, 7, 3]
     # A later turn reports the routing of the previous turn's last token; a different routing starts a new path.
     later = routed([1, 2, 7, 3, 5], 4, 5, 6, 9, 1, 2)
     assert build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 6), later)]).extras[
@@ -171,8 +171,10 @@ def test_kept_sets_go_by_row() -> None:
     def kept(*sets: list[int]) -> KeptTokens:
         return KeptTokens.of_lists(sets, vocab_size=10)
 
-    one = episode("g.0", turn([1, 2], [7, 3], kept=kept([7, 8], [3])), turn([1, 2, 7, 3, 4], [8], kept=kept([8, 9, 1])))
-    tree = build_tree("g", [one])
+    kept_episode = episode(
+        "g.0", turn([1, 2], [7, 3], kept=kept([7, 8], [3])), turn([1, 2, 7, 3, 4], [8], kept=kept([8, 9, 1]))
+    )
+    tree = build_tree("g", [kept_episode])
     assert tree.kept is not None and tree.kept.tokens == tree.rows
     sets = tree.kept.lists()
     assert [sets[2], sets[3], sets[5]] == [[7, 8], [3], [1, 8, 9]]
@@ -230,22 +232,22 @@ def test_rows_of_another_picture_with_equal_ids_are_not_shared() -> None:
     """Two images of equal size have the same ids. Episodes share the rows before them; equal images are
     shared whole.
     """
-    one, other = image_item(1, 3, seed=1), image_item(1, 3, seed=2)
-    ids = one.ids.tolist()
-    assert ids == other.ids.tolist() and one.digest != other.digest
+    item, other_item = image_item(1, 3, seed=1), image_item(1, 3, seed=2)
+    ids = item.ids.tolist()
+    assert ids == other_item.ids.tolist() and item.digest != other_item.digest
     prompt = [5, 6, *ids, 7]
     tree = build_tree(
         "g00000000",
         [
-            episode("g00000000.0", turn(prompt, [1], media=[Media(one, 2, 5)])),
-            episode("g00000000.1", turn(prompt, [2], media=[Media(one, 2, 5)])),
-            episode("g00000000.2", turn(prompt, [3], media=[Media(other, 2, 5)])),
+            episode("g00000000.0", turn(prompt, [1], media=[Media(item, 2, 5)])),
+            episode("g00000000.1", turn(prompt, [2], media=[Media(item, 2, 5)])),
+            episode("g00000000.2", turn(prompt, [3], media=[Media(other_item, 2, 5)])),
         ],
     )
     check_tree(tree)
     # 5 6 | picture one 7 | 1 | 2 | picture other 7 | 3
     assert tree.token_ids.tolist() == [5, 6, *ids, 7, 1, 2, *ids, 7, 3]
-    assert list(tree.media) == [Media(one, 2, 5), Media(other, 8, 11)]
+    assert list(tree.media) == [Media(item, 2, 5), Media(other_item, 8, 11)]
     assert tree.end.tolist() == [13, 13, 8, 8, 8, 8, 7, 8, 13, 13, 13, 13, 13]
 
 

@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 def reward_config(server: StubServer | str, *, form: str = "consistency", **values: Any) -> Any:
     """Returns settings of genrm with one judge; keys of a judge go to it."""
-    own = {one.name for one in fields(JudgeConfig)}
+    own = {field.name for field in fields(JudgeConfig)}
     url = server if isinstance(server, str) else server.url
     of_judge = {"timeout_s": LONG_S} | {key: value for key, value in values.items() if key in own}
     judge = JudgeConfig(model="judge", url=url, **of_judge)  # type: ignore[arg-type]
@@ -46,10 +46,10 @@ async def scored(config: Any, *responses: str, pool: JudgePool | None = None, **
     try:
         async with made.of_group() as asking:
             inputs = [
-                JudgedInput.of(RewardInput(response=one, stopped=True, answer="4", row=row, **given), asking)
-                for one in responses
+                JudgedInput.of(RewardInput(response=response, stopped=True, answer="4", row=row, **given), asking)
+                for response in responses
             ]
-            return await asyncio.gather(*(find_reward("genrm").score(one, config) for one in inputs))  # type: ignore
+            return await asyncio.gather(*(find_reward("genrm").score(judged_input, config) for judged_input in inputs))  # type: ignore
     finally:
         if pool is None:
             await made.close()
@@ -184,7 +184,7 @@ def test_the_same_question_in_a_group_is_asked_once() -> None:
     async def work() -> None:
         async with StubServer(agrees) as server:
             outputs = await scored(reward_config(server), *["4", "5", "4", "5", "4"])
-            assert [one.reward for one in outputs] == [1.0, 0.0, 1.0, 0.0, 1.0]
+            assert [output.reward for output in outputs] == [1.0, 0.0, 1.0, 0.0, 1.0]
             assert len(server.asked) == 2
 
     run(work())
@@ -211,7 +211,7 @@ def test_pairwise_asks_both_orders() -> None:
     async def work() -> None:
         async with StubServer(longer) as server:
             outputs = await scored(reward_config(server, form="pairwise"), "four", "", "5")
-            assert [one.reward for one in outputs] == [1.0, 0.0, 0.5] and len(server.asked) == 6
+            assert [output.reward for output in outputs] == [1.0, 0.0, 0.5] and len(server.asked) == 6
         async with StubServer(lambda body: "A") as server:
             (biased,) = await scored(reward_config(server, form="pairwise"), "four")
             assert biased.reward == 0.5, "a judge that prefers the first place counts as a tie"
@@ -231,7 +231,7 @@ def test_a_rubric_is_the_weighted_share_of_its_criteria() -> None:
         async with StubServer(judge) as server:
             config = reward_config(server, form="rubric", rubric=rubric)
             outputs = await scored(config, "short polite", "short rude", "rude", "polite")
-            assert [one.reward for one in outputs] == [1.0, 0.25, 0.0, 0.25]
+            assert [output.reward for output in outputs] == [1.0, 0.25, 0.0, 0.25]
 
     run(work())
 
@@ -243,7 +243,7 @@ def test_deepeyes_has_the_weights_of_its_source() -> None:
             right, wrong, broken, long = await scored(
                 config, "<answer>4</answer>", "<answer>5</answer>", "<answer>4", "<answer>" + "4" * 300 + "</answer>"
             )
-            assert [one.reward for one in (right, wrong, broken, long)] == pytest.approx([0.8, 0.0, 0.6, -0.2])
+            assert [output.reward for output in (right, wrong, broken, long)] == pytest.approx([0.8, 0.0, 0.6, -0.2])
             turns = ("<tool_call>{}</tool_call>", "<answer>4</answer>")
             with_tool, without = await scored(config, "<answer>4</answer>", "<answer>5</answer>", turns=turns)
             assert [with_tool.reward, without.reward] == pytest.approx([2.0, 0.0])
@@ -283,7 +283,7 @@ def test_a_row_names_its_judge_and_an_unknown_one_has_the_known_ones_told() -> N
 )
 def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], words: str) -> None:
     spec = find_reward("genrm")
-    own = {one.name for one in fields(JudgeConfig)}
+    own = {field.name for field in fields(JudgeConfig)}
     judge = JudgeConfig(**({"model": "m"} | {key: value for key, value in values.items() if key in own}))
     rest = {"judges": {"main": judge}} | {key: value for key, value in values.items() if key not in own}
     with pytest.raises(ValueError) as caught:

@@ -70,9 +70,9 @@ def test_chat_markup_is_broken_where_no_tokenizer_is_known() -> None:
         "</think>",
         "<<SYS>>",
     ]
-    for one in markup:
-        shown = without_markup(f"4 {one}\nassistant\n1")
-        assert one not in shown and shown.replace("\u200b", "") == f"4 {one}\nassistant\n1"
+    for mark in markup:
+        shown = without_markup(f"4 {mark}\nassistant\n1")
+        assert mark not in shown and shown.replace("\u200b", "") == f"4 {mark}\nassistant\n1"
     for harmless in ("a < b | c > d", "x[1] <b>bold</b>", "<answer>4</answer>", "|x| <= 3"):
         assert without_markup(harmless) == harmless
 

@@ -72,4 +72,4 @@ def test_right_answers_that_give_no_texts_are_refused(tmp_path: Path, answers: s
 def test_numbers_and_words_make_no_form() -> None:
     assert label_shape("Monday") == label_shape("two big  cats") == "aa"
     assert [label_shape("18 dollars"), label_shape("7 cm")] == ["0 dollars", "0 cm"]
-    assert [label_shape(one) for one in ("-3.5", "A", "\\frac{1}{22}")] == ["-0.0", "a", "\\frac{0}{0}"]
+    assert [label_shape(label) for label in ("-3.5", "A", "\\frac{1}{22}")] == ["-0.0", "a", "\\frac{0}{0}"]

@@ -119,11 +119,11 @@ def test_isolated_rewards_of_a_run_share_their_processes(tmp_path: Path) -> None
     async def score_all(pool: RewardPool) -> list[RewardOutput]:
         rows: list[Mapping[str, Any]] = [{}, {"scorer": isolated}, {"scorer": "math"}, {"scorer": isolated}]
         of_rows = [[RewardInput(response="42", stopped=True, answer="42", row=row)] * 2 for row in rows]
-        return [one for of_row in await asyncio.gather(*map(pool.score, of_rows)) for one in of_row]
+        return [output for of_row in await asyncio.gather(*map(pool.score, of_rows)) for output in of_row]
 
     with RewardPool(find_reward("exact_match"), config, workers=1) as pool:
         outputs = asyncio.run(score_all(pool))
-        assert [one.reward for one in outputs] == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
+        assert [output.reward for output in outputs] == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
         assert len(pool._workers) == 1
 
 

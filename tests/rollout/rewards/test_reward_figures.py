@@ -68,7 +68,7 @@ def test_every_way_to_have_no_reward_has_its_cause(tmp_path: Path) -> None:
     config = spec.config(name=str(path), timeout_s=1.0, max_failed=1.0)
     with RewardPool(spec, config, workers=1) as pool:
         responses = ("abcde", "hang", "die", "grow", "raise", "nan")
-        asyncio.run(pool.score([given(one) for one in responses]))
+        asyncio.run(pool.score([given(response) for response in responses]))
         figures = pool.figures()
     own = {key.removeprefix("reward/odd/"): value for key, value in figures.items()}
     assert own["answers"] == 6 and own["mean"] == 0.5 and own["none"] == pytest.approx(5 / 6)

@@ -36,9 +36,9 @@ def test_the_stop_token_is_no_part_of_the_answer_and_the_stop_string_is(
     folder: Path, text: str, finish: Literal["stop", "length"], seen: str, stop_string: str
 ) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    one = response(ids, versions=0, finish_reason=finish)
+    generated = response(ids, versions=0, finish_reason=finish)
     request = PromptRequest(rid="r", input_ids=[1], sampling_seed=0)
-    (episode,) = one_turn_episodes("g0", request, [one], tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"])
+    (episode,) = one_turn_episodes("g0", request, [generated], tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"])
     found = episode.reward_input({"prompt": "?", "answer": "54321"}, "row 1")
     assert (found.response, found.stopped, found.stop_string) == (seen, finish == "stop", stop_string)
     assert found.before_stop == seen.partition(stop_string or "<none>")[0]

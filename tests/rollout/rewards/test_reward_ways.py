@@ -279,7 +279,7 @@ def test_what_would_end_a_thread_is_no_reward_and_counts_as_an_error(stop: Any, 
         return score(given, config)
 
     def score_group(given: Sequence[RewardInput], config: Any) -> list[float]:
-        return [score(one, config) for one in given]
+        return [score(reward_input, config) for reward_input in given]
 
     function = {"plain": score, "async": score_async, "group": score_group}[kind]
     with ThreadPoolExecutor(1) as rollout:  # as in a run: in the main thread, the user may send KeyboardInterrupt
@@ -318,12 +318,12 @@ def test_each_call_gets_a_row_of_its_own(kind: str) -> None:
         return score(given, config)
 
     def score_group(given: Sequence[RewardInput], config: Any) -> list[float]:
-        return [score(one, config) for one in given]
+        return [score(reward_input, config) for reward_input in given]
 
     function = {"plain": score, "async": score_async, "group": score_group}[kind]
     media = MediaSource(kind="image", data=b"bytes")
     row = {"prompt": ["question"], "extra": {"deep": ({"n": 1}, media)}}
-    inputs = [RewardInput(response=one, stopped=True, answer="a", row=row) for one in "abcd"]
+    inputs = [RewardInput(response=text, stopped=True, answer="a", row=row) for text in "abcd"]
     (outputs,) = scored(pool_of(function, group=kind == "group"), inputs)
     assert rewards(outputs) == [7.0] * 4
     assert row == {"prompt": ["question"], "extra": {"deep": ({"n": 1}, media)}} and row["extra"]["deep"][1] is media
@@ -332,7 +332,7 @@ def test_each_call_gets_a_row_of_its_own(kind: str) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_reward_of_whole_groups_gets_each_at_once(is_async: bool) -> None:
     def score(given: Sequence[RewardInput], config: Any) -> list[float]:
-        return [len(given) + 0.1 * float(one.response) for one in given]
+        return [len(given) + 0.1 * float(reward_input.response) for reward_input in given]
 
     async def score_async(given: Sequence[RewardInput], config: Any) -> list[float]:
         return score(given, config)

@@ -101,8 +101,8 @@ def test_a_reward_that_fails_still_ends_the_run_with_a_mask(tmp_path: Any) -> No
     ]
 
     async def score_all(pool: RewardPool) -> None:
-        for one in given:
-            await pool.score([one])
+        for given_input in given:
+            await pool.score([given_input])
 
     with RewardPool(find_reward(str(path)), config, workers=1) as pool, pytest.raises(RewardsFailed):
         asyncio.run(score_all(pool))

@@ -76,7 +76,9 @@ def test_a_model_that_sees_is_exported_as_published(models: Path, tmp_path: Path
     weights = dict(backend.export())
     assert export.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     exported, published = load_file(tmp_path / "hf" / "model.safetensors"), load_file(source / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in exported.items()} == {n: one.shape for n, one in published.items()}
+    assert {name: tensor.shape for name, tensor in exported.items()} == {
+        n: tensor.shape for n, tensor in published.items()
+    }
     assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
     experts = "model.language_model.layers.1.mlp.experts.down_proj"
     assert not torch.equal(exported[experts], published[experts])
@@ -130,7 +132,7 @@ def test_shapes_are_those_of_transformers(
     models: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     architecture = folder_architecture(models / name)
-    wanted = {one.name: one.shape for one in stored_weights(architecture)}
+    wanted = {weight.name: weight.shape for weight in stored_weights(architecture)}
     assert wanted == {tensor: shape for tensor, shape, _ in stored_shapes(models / name)}
     folder = write_two_words(shutil.copytree(models / name, tmp_path / "model"))
     assert check_model.main([str(folder)]) == 0
@@ -181,7 +183,9 @@ def test_what_a_run_refuses_is_refused_by_check_model_in_the_same_words(
     if name == "config.json":
         content = json.loads((folder / name).read_text()) | {"vocab_size": 1}
         weights = load_file(folder / "model.safetensors")
-        cut = {key: one[:1].clone() if "embed" in key or "head" in key else one for key, one in weights.items()}
+        cut = {
+            key: tensor[:1].clone() if "embed" in key or "head" in key else tensor for key, tensor in weights.items()
+        }
         save_file(cut, folder / "model.safetensors")
     (folder / name).write_text(json.dumps(content))
     assert check_model.main([str(folder)]) == 2

@@ -196,15 +196,15 @@ def test_checkpoint_of_another_model_is_a_valueerror(folder: Path, tmp_path: Pat
     backend = make_backend(folder)
     train(backend, range(1))
     backend.save(tmp_path / "checkpoint")
-    others = (
+    other_backends = (
         (make_backend(tmp_path / "scaled"), "rotary_scaling=None there, {'factor': 2.0} here"),
         (make_backend(tmp_path / "untied"), "tied_embeddings=True there, False here"),
         (make_backend(folder, dtype="bfloat16"), "dtype=float32 there, bfloat16 here"),
         (make_critic(folder), "head=policy there, critic here"),
     )
-    for other, problem in others:
+    for other_backend, problem in other_backends:
         with pytest.raises(ValueError, match=rf"checkpoint .* is of another model: {problem}.*resume=null"):
-            other.load(tmp_path / "checkpoint")
+            other_backend.load(tmp_path / "checkpoint")
 
 
 def test_tells_what_made_it(folder: Path, tmp_path: Path) -> None:
@@ -235,9 +235,9 @@ def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) 
         train(backend, range(3, 5))
         written.result(timeout=300)
     now, later = StoredFolder(tmp_path / "now"), StoredFolder(tmp_path / "later")
-    for one, other in zip(stored(now), stored(later), strict=True):
-        assert one[0] == other[0]
-        torch.testing.assert_close(one[1], other[1], atol=0, rtol=0, equal_nan=True, msg=one[0])
+    for now_entry, later_entry in zip(stored(now), stored(later), strict=True):
+        assert now_entry[0] == later_entry[0]
+        torch.testing.assert_close(now_entry[1], later_entry[1], atol=0, rtol=0, equal_nan=True, msg=now_entry[0])
     expected = dict(backend.export())
     backend.load(tmp_path / "later")
     train(backend, range(2, 5))

@@ -25,7 +25,7 @@ from tests.train.rank_server import run_ranks
 
 def of_chains(found: Iterable[str]) -> list[Any]:
     """Returns parameters that begin with a chain's name; those of slow chains are marked soak."""
-    return [pytest.param(one, marks=pytest.mark.soak) if one.split("-")[0] in SLOW else one for one in found]
+    return [pytest.param(chain, marks=pytest.mark.soak) if chain.split("-")[0] in SLOW else chain for chain in found]
 
 
 LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
@@ -97,8 +97,12 @@ def assert_equal_to_the_bit(before: dict[str, torch.Tensor], after: dict[str, to
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     from relax_core.train.checkpoints.checkpoint_shards import StoredFolder
 
-    one = StoredFolder(folder)
-    return dict(one.read([name for name in one.tensors() if not name.startswith("random/")], bucket_bytes=1 << 20))
+    stored_folder = StoredFolder(folder)
+    return dict(
+        stored_folder.read(
+            [name for name in stored_folder.tensors() if not name.startswith("random/")], bucket_bytes=1 << 20
+        )
+    )
 
 
 def kinds(tensors: dict[str, torch.Tensor]) -> set[str]:
@@ -114,7 +118,7 @@ def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Saved
     assert kinds(before) == {"weights", "exp_avg", "exp_avg_sq"} | ({"main"} if link.startswith("tied") else set())
     exported = load_file(folder / f"{link}.safetensors")
     wanted = stored_weights(folder_architecture(models / CHAINS[chain][0]))
-    rules = [rule.hf for one in wanted for rule in one.rules]
+    rules = [rule.hf for weight in wanted for rule in weight.rules]
     assert {f"weights/{name}" for name in rules} == {name for name in before if name.startswith("weights/")}
     joined = dict(fused(((name, before[f"weights/{name}"]) for name in rules), wanted))
     assert joined.keys() == exported.keys()
@@ -126,7 +130,7 @@ def test_four_ranks_take_over_from_one_and_give_back(models: Path, saved: Saved,
     """In both directions, weights and moments keep their bits, including those of the towers."""
     folder = saved.of(name)
     alone = stored(folder / f"{name}-alone")
-    of_towers = [key for key in alone if key.startswith(tuple(f"exp_avg/{one}" for one in WITH_ITEMS[name][1]))]
+    of_towers = [key for key in alone if key.startswith(tuple(f"exp_avg/{item}" for item in WITH_ITEMS[name][1]))]
     assert of_towers and all(bool(alone[key].any()) for key in of_towers)
     assert_equal_to_the_bit(alone, stored(folder / f"{name}-alone-again"))
     model, family, _, layouts = CHAINS[name]

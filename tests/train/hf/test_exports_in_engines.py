@@ -52,7 +52,7 @@ def embedded_logprobs(folder: Path, reader: FolderReader, prompts: Sequence[Prom
     )
     items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
     with torch.inference_mode():
-        return torch.cat([torch.tensor(one.logprobs) for one in decoder.score(items)])
+        return torch.cat([torch.tensor(scores.logprobs) for scores in decoder.score(items)])
 
 
 def test_an_export_of_omni(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_an_export_of_layers_with_states(tmp_path: Path, name: str) -> None:
     export_folder(backend, source, folder)
     prompts = [seen.prompt(text(70), seen.image(6, 7, seed=1), text(9), seen.video(3, 4, 3, seed=2)), (text(131), [])]
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-    expected = torch.cat([seen.logprobs(model, *one) for one in prompts])
+    expected = torch.cat([seen.logprobs(model, *asked) for asked in prompts])
     assert_agree(folder, source, reader, prompts, expected)
 
 

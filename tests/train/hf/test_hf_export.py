@@ -74,7 +74,7 @@ def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, s
     export_folder(make_backend(source), source, target, shard_bytes=shard_bytes)
     (source / "adapter_config.json").unlink()  # otherwise transformers would load its weights
     ours, theirs = load_silently(target), load_silently(source)
-    assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
     # The address of weights in memory may change the order of a sum.
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
     files = {path.name for path in target.iterdir()}
@@ -103,7 +103,7 @@ def test_one_tensor_is_in_memory_at_a_time(source: Path, tmp_path: Path, shard_b
 
     def copies() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in backend.export():
-            assert all(one.expired() for one in made), "an earlier tensor is still in memory"
+            assert all(ref.expired() for ref in made), "an earlier tensor is still in memory"
             copy = tensor.clone()
             made.append(StorageWeakRef(copy.untyped_storage()))
             yield name, copy

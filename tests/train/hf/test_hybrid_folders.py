@@ -28,8 +28,8 @@ def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not part or name.startswith("mtp."):
             found[name] = tensor
             continue
-        for expert, one in enumerate(tensor):
-            halves = one.chunk(2) if part == "gate_up_proj" else (one,)
+        for expert, matrix in enumerate(tensor):
+            halves = matrix.chunk(2) if part == "gate_up_proj" else (matrix,)
             for half, kind in zip(halves, ("gate", "up") if len(halves) == 2 else ("down",), strict=True):
                 found[f"{before}.experts.{expert}.{kind}_proj.weight"] = half.clone()
     return found

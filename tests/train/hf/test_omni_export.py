@@ -29,7 +29,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("omni") / "model"
     make_omni_model(folder)
     file = folder / "model.safetensors"
-    weights = {name: one if name.startswith("thinker.") else one.bfloat16() for name, one in load_file(file).items()}
+    weights = {
+        name: tensor if name.startswith("thinker.") else tensor.bfloat16() for name, tensor in load_file(file).items()
+    }
     save_file(weights, file, metadata={"format": "pt"})
     return folder
 
@@ -53,7 +55,7 @@ def test_an_export_of_an_untouched_folder_equals_it(source: Path, tmp_path: Path
 def test_a_folder_without_the_talkers_file_is_refused(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    weights = {name: one for name, one in load_file(file).items() if not name.startswith("talker.")}
+    weights = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("talker.")}
     save_file(weights, file, metadata={"format": "pt"})
     architecture = folder_architecture(tmp_path / "model")
     [problem] = weight_problems(tmp_path / "model", architecture)

@@ -23,7 +23,7 @@ def through_the_rules(folder: Path) -> dict[str, Tensor]:
     """Splits a folder's tensors into those of the weight rules, joins them again and returns them."""
     stored = stored_weights(folder_architecture(folder))
     files = dict(open_safetensors(folder))
-    parts = ((name, part[:]) for one in stored for name, part in one.parts(files[one.name]))
+    parts = ((name, part[:]) for weight in stored for name, part in weight.parts(files[weight.name]))
     return dict(fused(parts, stored))
 
 
@@ -31,8 +31,8 @@ def expert_tensors(folder: Path) -> dict[str, Tensor]:
     """Returns the rules' tensors of one layer's experts."""
     stored = stored_weights(folder_architecture(folder))
     files = dict(open_safetensors(folder))
-    layer = [one for one in stored if one.name.startswith(EXPERTS)]
-    return {name: part[:] for one in layer for name, part in one.parts(files[one.name])}
+    layer = [weight for weight in stored if weight.name.startswith(EXPERTS)]
+    return {name: part[:] for weight in layer for name, part in weight.parts(files[weight.name])}
 
 
 @pytest.mark.parametrize("name", ["tiny_qwen3_vl", "tiny_qwen3_vl_moe"])
@@ -61,7 +61,7 @@ def test_an_expert_is_the_one_of_transformers(tmp_path: Path) -> None:
 
 def write_untransposed(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    turned = {name: one.mT.contiguous() if ".mlp.experts." in name else one for name, one in weights.items()}
+    turned = {name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor for name, tensor in weights.items()}
     save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -74,8 +74,8 @@ def test_the_layout_of_a_model_that_transformers_made_is_read_too(tmp_path: Path
     assert all(torch.equal(tensor, ours[name]) for name, tensor in published.items())  # in the published layout
 
 
-@pytest.mark.parametrize(("width", "other"), [(36, "down_proj"), (72, "gate_up_proj")])
-def test_a_square_expert_in_the_wrong_layout_is_caught(tmp_path: Path, width: int, other: str) -> None:
+@pytest.mark.parametrize(("width", "other_tensor"), [(36, "down_proj"), (72, "gate_up_proj")])
+def test_a_square_expert_in_the_wrong_layout_is_caught(tmp_path: Path, width: int, other_tensor: str) -> None:
     """One of the two tensors is square, so its shape gives no information; the other tensor shows the layout."""
     make_vision_model(tmp_path, "tiny_qwen3_vl_moe", moe_intermediate_size=width)
     published, architecture = load_file(tmp_path / "model.safetensors"), folder_architecture(tmp_path)
@@ -83,6 +83,6 @@ def test_a_square_expert_in_the_wrong_layout_is_caught(tmp_path: Path, width: in
     assert all(torch.equal(tensor, ours[name]) for name, tensor in published.items())
     write_untransposed(tmp_path)
     problems = weight_problems(tmp_path, architecture)
-    assert len(problems) == 4 and all(f".experts.{other} has shape" in problem for problem in problems)
-    with pytest.raises(ValueError, match=f"experts.{other} has shape"):
+    assert len(problems) == 4 and all(f".experts.{other_tensor} has shape" in problem for problem in problems)
+    with pytest.raises(ValueError, match=f"experts.{other_tensor} has shape"):
         through_the_rules(tmp_path)

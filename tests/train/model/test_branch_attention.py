@@ -57,7 +57,7 @@ def test_it_is_the_dense_attention(
         *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
         incoming[rows:] = 0  # the result of a padding row is not used
         planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
-    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=scale)
+    expected = dense_attention(*(tensor[:rows] for tensor in inputs), forest.sees, scale=scale)
     dense = output_and_gradients(expected, inputs, incoming[:rows])
     for mine, right in zip([planned[0][:rows], *planned[1:]], dense, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
@@ -83,7 +83,7 @@ def test_two_ranks_exchange_keys_head_by_head(tmp_path: Path) -> None:
     rows = len(forest.parents)
     padded = RowSharding(multiple=4, ranks=2).padded(rows)
     *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=3)
-    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    expected = dense_attention(*(tensor[:rows] for tensor in inputs), forest.sees, scale=None)
     dense = output_and_gradients(expected, inputs, incoming[:rows])
     for rank in range(2):
         mine, found = torch.load(tmp_path / f"{rank}.pt")
@@ -98,7 +98,7 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
     *inputs, incoming = random_rows(len(forest.parents), dtype=dtype, seed=0)
     plan = always_planned(forest, dtype=dtype)
     planned = output_and_gradients(plan.attend(*inputs, scale=None), inputs, incoming)
-    exact = [one.detach().double().requires_grad_() for one in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     dense = output_and_gradients(dense_attention(*exact, forest.sees, scale=None), exact, incoming.double())
     grid = MaskedGrid.of(forest.end, pads=0, device=CPU, dtype=dtype)
     masked = output_and_gradients(grid.attend(*inputs, scale=None), inputs, incoming)
@@ -170,7 +170,10 @@ def test_all_ranks_take_the_same_way(rows: int) -> None:
     end = two_level([[rows // 10] * 5], [rows // 2]).end
     shardings = [RowSharding(multiple=8, ranks=4, rank=rank) for rank in range(4)]
     for padded in (shardings[0].padded(len(end)), 8 * len(end)):
-        ways = {type(attention_over(end, one, padded=padded, device=CPU, dtype=torch.float32)) for one in shardings}
+        ways = {
+            type(attention_over(end, sharding, padded=padded, device=CPU, dtype=torch.float32))
+            for sharding in shardings
+        }
         assert len(ways) == 1
 
 

@@ -46,7 +46,8 @@ def test_the_blocks_are_those_that_torch_finds_from_every_pair(forest: Forest, p
     assert mask.shape == expected.shape and mask.BLOCK_SIZE == expected.BLOCK_SIZE
     for name in ("kv", "full_kv", "q", "full_q"):
         mine, right = (
-            listed(getattr(one, f"{name}_num_blocks"), getattr(one, f"{name}_indices")) for one in (mask, expected)
+            listed(getattr(blocks, f"{name}_num_blocks"), getattr(blocks, f"{name}_indices"))
+            for blocks in (mask, expected)
         )
         assert mine == right, name
 
@@ -97,7 +98,7 @@ def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: py
         output = FlexBlocks.of(forest.end, WHOLE, padded=rows, device=CPU).attend(*inputs, scale=0.3)
         dense = dense_attention(*inputs, forest.sees, scale=0.3)
         torch.testing.assert_close(output, dense, rtol=1e-12, atol=1e-12)
-        grads, expected = (torch.autograd.grad(one, inputs, incoming) for one in (output, dense))
+        grads, expected = (torch.autograd.grad(result, inputs, incoming) for result in (output, dense))
         for mine, right in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
     assert len(graphs) <= 2 * 2  # not one for each of the seven lengths

@@ -52,7 +52,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     items = Items(folder / request.param, folder / "media")
     trees = [*make_case("depth", items), *make_case("branches", items)]
     model = Hybrid(folder, request.param, [])
-    trees = [dataclasses.replace(one, group_uid=f"g{place}") for place, one in enumerate(trees)]
+    trees = [dataclasses.replace(tree, group_uid=f"g{place}") for place, tree in enumerate(trees)]
     return dataclasses.replace(model, trees=with_rollout(trees, model.backend().logprobs(trees)))
 
 
@@ -61,8 +61,8 @@ def test_trees_and_rows_have_the_same_logprobs_and_gradient(hybrid: Hybrid) -> N
     for ours, theirs in zip(trees.logprobs, rows.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=LOGPROBS, rtol=0)
     squares = [
-        (float((one - rows.gradients[name]).norm()) ** 2, float(rows.gradients[name].norm()) ** 2)
-        for name, one in trees.gradients.items()
+        (float((gradient - rows.gradients[name]).norm()) ** 2, float(rows.gradients[name].norm()) ** 2)
+        for name, gradient in trees.gradients.items()
     ]
     difference, size = np.sqrt(np.sum(squares, axis=0))
     assert size > 0.9, "the gradient is clipped to 1"

@@ -125,7 +125,7 @@ def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest
     got = torch.autograd.grad(
         sum((mine * flow).sum() for mine, flow in zip(ours, flows, strict=True)), [hidden, weight]
     )  # type: ignore[operator]
-    exact_loss = sum((one * flow).sum() for one, flow in zip(theirs, flows, strict=True))
+    exact_loss = sum((output * flow).sum() for output, flow in zip(theirs, flows, strict=True))
     for grad, exact in zip(got, torch.autograd.grad(exact_loss, [exact_hidden, exact_weight]), strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.double(), exact, rtol=2**-7, atol=2**-7 * float(exact.abs().max()) / 8)
@@ -207,15 +207,17 @@ def test_values_and_gradients_equal_naive(chunk_rows: int, inverse_temperature: 
         entropy=wanted in ("all", "entropy"),
     )
     theirs = naive_outputs(hidden, weight, targets, gather, inverse_temperature)
-    assert [one is not None for one in ours[1:]] == [wanted in ("all", "entropy"), wanted in ("all", "gather")]
-    pairs = [(mine, other, flow) for mine, other, flow in zip(ours, theirs, flows, strict=True) if mine is not None]
-    for mine, other, _ in pairs:
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    assert [output is not None for output in ours[1:]] == [wanted in ("all", "entropy"), wanted in ("all", "gather")]
+    pairs = [
+        (mine, reference, flow) for mine, reference, flow in zip(ours, theirs, flows, strict=True) if mine is not None
+    ]
+    for mine, reference, _ in pairs:
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
     got, expected = (
         torch.autograd.grad(sum((pair[side] * pair[2]).sum() for pair in pairs), [hidden, weight]) for side in (0, 1)
     )
-    for mine, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
+    for mine, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.usefixtures("way")

@@ -55,7 +55,7 @@ def hf_logprobs(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
 
 def hf_experts(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
     """Returns the experts of transformers, ``[tokens but the last, layers, top_k]``."""
-    return torch.stack([one.topk(TOP_K, -1).indices for one in output.router_logits], 1)[:-1].numpy()
+    return torch.stack([logit.topk(TOP_K, -1).indices for logit in output.router_logits], 1)[:-1].numpy()
 
 
 def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
@@ -65,14 +65,14 @@ def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
         samples = in_hf(model, group, hf_experts)
         prompt = len(prompt_of(group))
         unfed = np.zeros_like(samples[0][:1])
-        parts = [samples[0][:prompt], *(part for one in samples for part in (one[prompt:], unfed))]
+        parts = [samples[0][:prompt], *(part for sample in samples for part in (sample[prompt:], unfed))]
         done.append(group.with_extras(routed_experts=np.concatenate(parts).astype(np.uint8)))
     return done
 
 
 def shifted(groups: list[TokenTree]) -> list[TokenTree]:
     """Moves every token to the experts next to its own."""
-    return [one.with_extras(routed_experts=(one.extras["routed_experts"] + 1) % EXPERTS) for one in groups]
+    return [group.with_extras(routed_experts=(group.extras["routed_experts"] + 1) % EXPERTS) for group in groups]
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -110,7 +110,7 @@ def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
     backend.begin_step(0)
     backend.accumulate(groups[:2])
     backend.accumulate(groups[2:])
-    fed = [np.setdiff1d(np.arange(group.rows), [one.leaves[0] for one in group.episodes]) for group in groups]
+    fed = [np.setdiff1d(np.arange(group.rows), [episode.leaves[0] for episode in group.episodes]) for group in groups]
     wanted = np.concatenate([group.extras["routed_experts"][rows] for group, rows in zip(groups, fed, strict=True)])
     for layer, router in enumerate(routers(backend.model_chunks)):
         assert router.chosen.tolist() == np.bincount(wanted[:, layer].reshape(-1), minlength=EXPERTS).tolist()
@@ -120,7 +120,7 @@ def gradients(backend: Any, micro_batches: list[list[TokenTree]]) -> dict[str, t
     backend.begin_step(0)
     for groups in micro_batches:
         backend.accumulate(groups)
-    return {name: one.main_grad.clone() for name, one in backend.model.named_parameters()}
+    return {name: parameter.main_grad.clone() for name, parameter in backend.model.named_parameters()}
 
 
 def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: Path) -> None:
@@ -131,15 +131,15 @@ def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: P
         group.with_extras(routed_experts=np.full((group.rows, LAYERS, TOP_K), (place, place + 3), np.uint8))
         for place, group in enumerate(groups_of())
     ]
-    expected = gradients(plain, [[one] for one in groups])
-    found = gradients(recomputed, [[one] for one in groups])
+    expected = gradients(plain, [[group] for group in groups])
+    found = gradients(recomputed, [[group] for group in groups])
     # Two micro-batches are in progress, as in a pipeline: both forward passes come before the first backward pass.
     recomputed.begin_step(0)
-    batches = [recomputed.pack([one]) for one in groups]
+    batches = [recomputed.pack([group]) for group in groups]
     losses = [recomputed.loss(batch, recomputed.forward(recomputed.model_chunks[0], batch)) for batch in batches]
     for loss in losses:
         loss.backward()
-    under_way = {name: one.main_grad.clone() for name, one in recomputed.model.named_parameters()}
+    under_way = {name: parameter.main_grad.clone() for name, parameter in recomputed.model.named_parameters()}
     for name, gradient in expected.items():
         scale = gradient.abs().max()
         assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
@@ -178,7 +178,7 @@ def test_the_balancing_losss_gradient_is_that_of_its_definition(folder: Path) ->
         losses.append(EXPERTS * (shares * logits.softmax(-1).mean(0)).sum())
     assert metrics.moe["balance_loss"] == pytest.approx(sum(losses).item() / LAYERS, rel=1e-5)
     (coefficient * sum(losses)).backward()
-    squares = sum(float((one.grad**2).sum()) for one in model.parameters() if one.grad is not None)
+    squares = sum(float((parameter.grad**2).sum()) for parameter in model.parameters() if parameter.grad is not None)
     assert metrics.grad_norm == pytest.approx(squares**0.5, rel=1e-4)
 
 

@@ -20,7 +20,8 @@ def test_value_and_gradient_are_those_of_the_definition(shape: tuple[int, ...]) 
     x, weight = 3.0 * torch.randn(shape), torch.randn(shape[-1])
     grad = torch.randn(shape)
     found, exact = (
-        [one.detach().to(dtype).requires_grad_() for one in (x, weight)] for dtype in (torch.float32, torch.float64)
+        [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight)]
+        for dtype in (torch.float32, torch.float64)
     )
     normed = rms_norm(*found, eps=EPS)
     normed.backward(grad)

@@ -24,9 +24,9 @@ def by_definition(forest: Forest, rows: Tensor, weight: Tensor, decay: Tensor, s
         path = [row]
         while len(path) < NET.kernel and path[-1] >= 0:
             path.append(forest.parents[path[-1]])
-        inputs = [rows[one] if one >= 0 else torch.zeros_like(rows[0]) for one in path]
+        inputs = [rows[place] if place >= 0 else torch.zeros_like(rows[0]) for place in path]
         inputs += [torch.zeros_like(rows[0])] * (NET.kernel - len(inputs))
-        mixed = F.silu(sum(one * weight[:, -1 - back] for back, one in enumerate(inputs)))
+        mixed = F.silu(sum(shifted * weight[:, -1 - back] for back, shifted in enumerate(inputs)))
         query, key, value = mixed.split([NET.keys, NET.keys, NET.values])
         query, key = F.normalize(query, dim=0) / NET.key_dim**0.5, F.normalize(key, dim=0)
         state = states[parent] if parent >= 0 else torch.zeros(2, NET.key_dim, NET.value_dim, dtype=rows.dtype)
@@ -44,7 +44,7 @@ def over_levels(levels: SegmentLevels, mixed: Tensor, decay: Tensor, strength: T
     for level in levels.levels:
         count = len(level.lengths)
         states = torch.zeros(count, 2, 4, 6) if level.parents is None else states[level.parents]
-        own = [one[level.rows] for one in (*heads, decay, strength)]
+        own = [head[level.rows] for head in (*heads, decay, strength)]
         found, states = gated_delta_rule(own[0], own[1], own[2], own[3], own[4], level.segments, states)
         outputs.append(found)
     return torch.cat(outputs)[levels.row_places]
@@ -61,7 +61,7 @@ def test_each_segment_begins_with_its_parents_state(forest: Forest, chunk_rows: 
     strength = torch.rand(count, 2, generator=random)
     levels = SegmentLevels.of(forest.end, kernel=NET.kernel, chunk_rows=chunk_rows)
     found = over_levels(levels, F.silu(levels.convolved(rows, weight)), decay, strength)
-    expected = by_definition(forest, *(one.double() for one in (rows, weight, decay, strength)))
+    expected = by_definition(forest, *(tensor.double() for tensor in (rows, weight, decay, strength)))
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
 
 

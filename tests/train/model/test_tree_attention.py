@@ -25,7 +25,7 @@ def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> 
     assert grid.mask.isfinite().any(-1).all()  # the softmax of a padding row is finite
     output = grid.attend(*inputs, scale=None)
     grads = torch.autograd.grad(output, inputs, incoming)
-    dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    dense = dense_attention(*(tensor[:rows] for tensor in inputs), forest.sees, scale=None)
     torch.testing.assert_close(output[:rows], dense, rtol=1e-12, atol=1e-12)
     for mine, expected in zip(grads, torch.autograd.grad(dense, inputs, incoming[:rows]), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
@@ -48,7 +48,7 @@ def test_float32(pads: int) -> None:
     *inputs, incoming = random_rows(12 + pads, dtype=torch.float32, seed=1)
     incoming[12:] = 0
     output = MaskedGrid.of(forest.end, pads=pads, device=CPU, dtype=torch.float32).attend(*inputs, scale=None)
-    exact = [one.detach()[:12].double().requires_grad_() for one in inputs]
+    exact = [tensor.detach()[:12].double().requires_grad_() for tensor in inputs]
     dense = dense_attention(*exact, forest.sees, scale=None)
     torch.testing.assert_close(output[:12].double(), dense, rtol=0, atol=1e-5)
     grads = torch.autograd.grad(output, inputs, incoming)

@@ -38,7 +38,7 @@ def plain(
         outside = torch.tensor(OUTSIDE, dtype=torch.float64)
         logprobs.append(of_id[int(targets[row])])
         entropies.append(-(found.exp() * found).sum())
-        gathered.append(torch.stack([of_id.get(int(one), outside) for one in gather[row]]))
+        gathered.append(torch.stack([of_id.get(int(token_id), outside) for token_id in gather[row]]))
     return HeadOutputs(torch.stack(logprobs), torch.stack(entropies), torch.stack(gathered))
 
 
@@ -81,7 +81,9 @@ def test_values_and_gradients_are_those_over_the_set(
     grads = []
     for outputs in (ours, theirs):
         total = sum(
-            (one * flow.to(one.dtype)).sum() for one, flow in zip(outputs, flows, strict=True) if one is not None
+            (output * flow.to(output.dtype)).sum()
+            for output, flow in zip(outputs, flows, strict=True)
+            if output is not None
         )
         # The log-prob of a token outside the set is a constant so large that other numbers vanish next to it.
         outside = outputs.gathered == OUTSIDE
@@ -112,7 +114,7 @@ def test_nothing_left_out_is_no_truncation_to_the_bit() -> None:
         assert outputs.entropy is not None and outputs.gathered is not None
         total = outputs.logprobs.sum() + outputs.entropy.sum() + outputs.gathered.sum()
         found.append([*outputs, *torch.autograd.grad(total, [hidden, weight])])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
     assert Truncation.of(None, [], CPU) is None
 
 
@@ -122,7 +124,7 @@ def test_a_set_of_one_token_has_log_prob_0_and_no_gradient(chunk_rows: int) -> N
     hidden = torch.randn(10, 8, generator=random).requires_grad_()
     weight = torch.randn(50, 8, generator=random).requires_grad_()
     targets = torch.randint(0, 50, (10,), generator=random)
-    kept = KeptTokens.of_lists([[int(one)] for one in targets], vocab_size=50)
+    kept = KeptTokens.of_lists([[int(target)] for target in targets], vocab_size=50)
     outputs = head_outputs(
         hidden,
         weight,

@@ -82,7 +82,7 @@ def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> I
         if kind == "audio":
             features = _mapped(tensors["features"])[None]
             mask = torch.ones((1, features.shape[2]), dtype=torch.int64)
-            one = MultimodalDataItem(
+            item = MultimodalDataItem(
                 modality=Modality.AUDIO,
                 feature=features,
                 offsets=[span],
@@ -91,14 +91,14 @@ def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> I
         else:
             assert towers.vision is not None, "an image or a video needs a model with a vision tower"
             size = towers.vision.temporal_patch_size
-            one = MultimodalDataItem(
+            item = MultimodalDataItem(
                 modality=Modality.IMAGE if kind == "image" else Modality.VIDEO,
                 feature=_mapped(tensors["frames"][step * size : (step + 1) * size]),
                 offsets=[span],
                 model_specific_data={"image_grid_thw" if kind == "image" else "video_grid_thw": grid},
             )
-        one.set_identity(hashlib.blake2b(f"{media.item.digest}:{step}".encode(), digest_size=32).digest())
-        yield one
+        item.set_identity(hashlib.blake2b(f"{media.item.digest}:{step}".encode(), digest_size=32).digest())
+        yield item
 
 
 def _mapped(values: np.ndarray) -> torch.Tensor:

@@ -36,14 +36,14 @@ def find_items(
         if reader is None:
             raise ValueError(f"image_data {digest}: this server was started without a media folder.")
         item, tensors = reader.open(digest)
-        one = Media(item, start, start + item.rows)
-        if start < done or not np.array_equal(ids[start : one.end], item.ids):
+        medium = Media(item, start, start + item.rows)
+        if start < done or not np.array_equal(ids[start : medium.end], item.ids):
             raise ValueError(f"image_data {digest}: input_ids from {start} are not the item's {item.rows} ids.")
         if int(towers.feature_rows(item.ids).sum()) != towers.features(item):
             raise ValueError(f"image_data {digest}: it was encoded for another model.")
-        blind[start : one.end] = False
-        found.append((one, tensors))
-        done = one.end
+        blind[start : medium.end] = False
+        found.append((medium, tensors))
+        done = medium.end
     if blind.any():
         first = int(np.flatnonzero(blind)[0])
         raise ValueError(

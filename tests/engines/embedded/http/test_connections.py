@@ -140,8 +140,8 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
         return opened[-1]
 
     yield open_door
-    for one in opened:
-        one.close()
+    for connection in opened:
+        connection.close()
 
 
 @pytest.fixture
@@ -250,10 +250,10 @@ def test_a_new_client_gets_the_place_of_the_quietest(door: Callable[..., Door], 
     for _ in range(20):
         strangers.append(connect(there, GET))
         assert b" 200 " in strangers[-1].answer()
-    assert all(one.answer() == b"" for one in strangers[:-2]), "the oldest connections are closed"
-    for one in (known, *strangers[-2:]):
-        one.send(GET)
-        assert b" 200 " in one.answer()
+    assert all(stranger.answer() == b"" for stranger in strangers[:-2]), "the oldest connections are closed"
+    for stranger in (known, *strangers[-2:]):
+        stranger.send(GET)
+        assert b" 200 " in stranger.answer()
     strangers[-2].send(GET)  # now the older of the two is the more recently used
     strangers[-2].answer()
     connect(there, GET).answer()
@@ -271,7 +271,7 @@ def test_requests_under_way_leave_places_free(door: Callable[..., Door], connect
     assert b" 503 " in refused.answer()
     assert connect(there, GET).answer().startswith(b"HTTP/1.1 200")
     there.loop.call_soon_threadsafe(there.go.set)
-    assert all(b" 200 " in one.answer() for one in waiting)
+    assert all(b" 200 " in stranger.answer() for stranger in waiting)
     refused.send(wait)
     assert b" 200 " in refused.answer(), "the waiting requests have ended"
 
@@ -292,14 +292,14 @@ def test_what_is_no_request_is_told_so(sent: bytes, door: Callable[..., Door], c
 
 def test_the_limit_is_of_the_files_that_the_process_may_have() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = asgi_server.BACKLOG + asgi_server.OTHER_FILES
+    reserved = asgi_server.BACKLOG + asgi_server.OTHER_FILES
     try:
-        for soft, limit in ((asgi_server.MAX_CONNECTIONS + others + 9, asgi_server.MAX_CONNECTIONS), (700, 128)):
+        for soft, limit in ((asgi_server.MAX_CONNECTIONS + reserved + 9, asgi_server.MAX_CONNECTIONS), (700, 128)):
             if before[1] != resource.RLIM_INFINITY and before[1] < soft:
                 continue
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
             assert asgi_server.connection_limit() >= limit
             now = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            assert now >= soft and asgi_server.connection_limit() <= max(128, now - others)
+            assert now >= soft and asgi_server.connection_limit() <= max(128, now - reserved)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

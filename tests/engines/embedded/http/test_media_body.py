@@ -35,7 +35,7 @@ def config(seen: Seen) -> ModelConfig:
 
 
 def entries(media: list[Media]) -> list[tuple[str, int]]:
-    return [(one.item.digest, one.start) for one in media]
+    return [(medium.item.digest, medium.start) for medium in media]
 
 
 def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None:
@@ -86,8 +86,8 @@ def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, cha
     wrong = msgspec.structs.replace(right, digest="f" * 32, **change)
     assert_refused(seen, config, write_item(seen.folder, wrong, {"frames": frames}))
     for tensors in ({"frames": frames[:, :16]}, {"frames": frames.astype(np.float32)}, {}):
-        other = msgspec.structs.replace(right, digest="e" * 32)
-        assert_refused(seen, config, write_item(seen.folder, other, tensors))
+        other_item = msgspec.structs.replace(right, digest="e" * 32)
+        assert_refused(seen, config, write_item(seen.folder, other_item, tensors))
 
 
 def test_the_seconds_of_a_video_move_positions_beyond_its_rows(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_bfloat16_model_gives_what_float32_gives_with_its_weights(
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         weights = FusedWeights(config, dtype)
-        rounded = ((name, one.bfloat16()) for name, one in read_safetensors(tmp_path))
+        rounded = ((name, tensor.bfloat16()) for name, tensor in read_safetensors(tmp_path))
         weights.apply(weights.checked(rounded))
         assert weights.dtype == torch.float32
         model = LanguageModel(config, weights, context_length=64)

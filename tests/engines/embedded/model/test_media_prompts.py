@@ -66,7 +66,7 @@ class Seer:
     def scores(self, *prompts: tuple[list[int], list[Media]]) -> torch.Tensor:
         items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
         with torch.inference_mode():
-            return torch.cat([torch.tensor(one.logprobs) for one in self.decoder().score(items)])
+            return torch.cat([torch.tensor(scores.logprobs) for scores in self.decoder().score(items)])
 
     def expected(self, *prompts: tuple[list[int], list[Media]]) -> torch.Tensor:
         return torch.cat([self.seen.logprobs(self.reference, ids, media) for ids, media in prompts])
@@ -140,9 +140,9 @@ def test_samples_decode_as_transformers_does_while_others_come_and_go(seer: Seer
     while waiting or running:
         finished = []
         if waiting and decoder.fits(samples=1, columns=waiting[0][1].columns):
-            prompt, one = waiting.pop(0)
+            prompt, queued = waiting.pop(0)
             running.append(prompt)
-            finished = decoder.admit([one]).tolist()
+            finished = decoder.admit([queued]).tolist()
         finished = finished or decoder.step().tolist()
         for slot in finished:
             ids, logprobs = decoder.slots.output(slot)
@@ -223,15 +223,15 @@ def test_items_that_are_asked_for_together_pass_the_tower_together(seer: Seer, m
 
     monkeypatch.setattr(seer.weights.vision, "forward", counted)
     alone, together = seer.features(), seer.features()
-    found = [of_item(alone, one) for one in items]
-    assert passes == [one.patches for one in items]
+    found = [of_item(alone, item) for item in items]
+    assert passes == [item.patches for item in items]
     together.of_sequences([(100, seen.prompt(items[0], items[1])[1]), (9, []), (100, seen.prompt(*items[1:])[1])])
     assert passes[4:] == [sum(passes[:4])] and together.passes == 4
-    for item, one in zip(items, found, strict=True):
-        other = of_item(together, item)
-        assert torch.equal(one.features, other.features)
-        assert all(map(torch.equal, one.deepstack, other.deepstack))
-        assert other.features.untyped_storage().nbytes() == one.features.untyped_storage().nbytes()
+    for item, features in zip(items, found, strict=True):
+        features_together = of_item(together, item)
+        assert torch.equal(features.features, features_together.features)
+        assert all(map(torch.equal, features.deepstack, features_together.deepstack))
+        assert features_together.features.untyped_storage().nbytes() == features.features.untyped_storage().nbytes()
     monkeypatch.setattr(tower_features, "PASS_PATCHES", passes[0] + passes[1])
     seer.features().of_items(items)
     assert passes[5:] == [passes[0] + passes[1], passes[2], passes[3]]
@@ -263,7 +263,7 @@ def test_experts_in_the_other_layout_are_refused(seer: Seer) -> None:
 
 
 def test_an_update_without_the_tower_is_refused(seer: Seer) -> None:
-    tensors = [(name, one) for name, one in read_safetensors(seer.seen.model_folder) if ".visual." not in name]
+    tensors = [(name, tensor) for name, tensor in read_safetensors(seer.seen.model_folder) if ".visual." not in name]
     with pytest.raises(ValueError, match=r"missing: model\.visual\."):
         seer.weights.checked(tensors)
 
@@ -298,7 +298,7 @@ def test_bfloat16_is_no_further_off_than_that_of_transformers(seer: Seer) -> Non
     half.weights = FusedWeights(seer.config, torch.bfloat16)
     half.weights.apply(half.weights.checked(read_safetensors(seer.seen.model_folder)))
     assert half.weights.vision is not None
-    assert {one.dtype for one in half.weights.vision.buffers()} == {torch.float32}
+    assert {buffer.dtype for buffer in half.weights.vision.buffers()} == {torch.float32}
     decoder = Decoder(
         LanguageModel(seer.config, half.weights, context_length=CONTEXT),
         dtype=torch.bfloat16,
@@ -308,5 +308,5 @@ def test_bfloat16_is_no_further_off_than_that_of_transformers(seer: Seer) -> Non
         features=half.features(),
     )
     items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
-    ours = torch.cat([torch.tensor(one.logprobs) for one in decoder.score(items)])
+    ours = torch.cat([torch.tensor(scores.logprobs) for scores in decoder.score(items)])
     assert 0 < float((ours - exact).abs().mean()) <= 1.1 * float((theirs - exact).abs().mean())

@@ -70,7 +70,7 @@ class Thinker:
     def scores(self, *prompts: Prompt) -> torch.Tensor:
         items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
         with torch.inference_mode():
-            return torch.cat([torch.tensor(one.logprobs) for one in self.decoder().score(items)])
+            return torch.cat([torch.tensor(scores.logprobs) for scores in self.decoder().score(items)])
 
     def logits(self, ids: Sequence[int], media: Sequence[Media]) -> torch.Tensor:
         tree: Any = SimpleNamespace(token_ids=np.array(ids), media=media)
@@ -78,9 +78,9 @@ class Thinker:
             return omni_logits(self.reference, tree, self.reader, self.towers)
 
     def expected(self, *prompts: Prompt) -> torch.Tensor:
-        tables = [self.logits(*one)[:-1].log_softmax(-1) for one in prompts]
+        tables = [self.logits(*asked)[:-1].log_softmax(-1) for asked in prompts]
         wanted = [torch.tensor(ids[1:])[:, None] for ids, _ in prompts]
-        return torch.cat([one.gather(-1, ids)[:, 0] for one, ids in zip(tables, wanted, strict=True)])
+        return torch.cat([table.gather(-1, ids)[:, 0] for table, ids in zip(tables, wanted, strict=True)])
 
     def scene(self) -> list[Prompt]:
         """Returns prompts of all kinds: a video with audio, a clip of 0.1 s next to a longer clip, and text alone."""
@@ -143,7 +143,7 @@ def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) 
         expected = table.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
         assert len(new) == DECODED
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
-    return [0.0 if one.media is None else one.media.following for one in prefixes]
+    return [0.0 if prefix.media is None else prefix.media.following for prefix in prefixes]
 
 
 def test_a_thinker_alone_of_a_family_in_a_file_is_that_of_transformers(tmp_path: Path) -> None:
@@ -166,19 +166,19 @@ def test_seconds_may_move_positions_far_beyond_the_rows(thinker: Thinker, second
 
 @torch.inference_mode()
 def test_a_clip_keeps_the_bits_of_its_features_in_any_company(thinker: Thinker) -> None:
-    clip, others = thinker.items.clip(250), [thinker.items.clip(3000), thinker.items.image(2, 2)]
+    clip, other_items = thinker.items.clip(250), [thinker.items.clip(3000), thinker.items.image(2, 2)]
     vision, audio = thinker.weights.vision, thinker.weights.audio
 
     def features(items: list[MediaItem]) -> torch.Tensor:
         found = MediaFeatures(thinker.towers, thinker.reader, vision=vision, audio=audio).of_items(items)
-        one = found[clip.digest]
-        assert not isinstance(one, MediaGone)
-        assert not any(layer.any() for layer in one.deepstack), "audio has no deepstack features"
-        return one.features
+        features_of_clip = found[clip.digest]
+        assert not isinstance(features_of_clip, MediaGone)
+        assert not any(layer.any() for layer in features_of_clip.deepstack), "audio has no deepstack features"
+        return features_of_clip.features
 
     alone = features([clip])
-    assert torch.equal(alone, features([others[0], clip, others[1]])) and len(alone) == 2 * 13 + 7
-    placed = [prompt(3, clip, 5), prompt(40, others[1], 2, others[0], 1, clip, 5)]
+    assert torch.equal(alone, features([other_items[0], clip, other_items[1]])) and len(alone) == 2 * 13 + 7
+    placed = [prompt(3, clip, 5), prompt(40, other_items[1], 2, other_items[0], 1, clip, 5)]
     decoder = thinker.decoder()
     for [seen] in (decoder.see([(len(ids), media)]) for ids, media in placed):
         assert seen is not None and not isinstance(seen, MediaGone)
@@ -187,9 +187,9 @@ def test_a_clip_keeps_the_bits_of_its_features_in_any_company(thinker: Thinker) 
 
 def test_another_clip_and_two_clips_swapped_change_what_follows(thinker: Thinker) -> None:
     """The clips have equal lengths, so the tokens of all prompts are the same."""
-    left, right, other = (thinker.items.clip(250) for _ in range(3))
-    prompts = [prompt(3, *both, 5) for both in ((left, right), (right, left), (left, other))]
+    left, right, third = (thinker.items.clip(250) for _ in range(3))
+    prompts = [prompt(3, *both, 5) for both in ((left, right), (right, left), (left, third))]
     assert prompts[0][0] == prompts[1][0] == prompts[2][0]
-    answers = [thinker.scores(one)[-5:] for one in prompts]
-    for one, two in ((0, 1), (0, 2), (1, 2)):
-        assert (answers[one] - answers[two]).abs().max() > 1e-3
+    answers = [thinker.scores(asked)[-5:] for asked in prompts]
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert (answers[i] - answers[j]).abs().max() > 1e-3

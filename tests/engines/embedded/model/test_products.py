@@ -18,12 +18,12 @@ MANY = 2 * ONEDNN_FROM // (64 * 128)
 def test_products_are_those_in_float64(rows: int, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(rows, WIDTHS[0], dtype=dtype), torch.randn(WIDTHS[1], WIDTHS[0], dtype=dtype)
-    other = torch.randn(rows, WIDTHS[1], dtype=dtype)
+    addend = torch.randn(rows, WIDTHS[1], dtype=dtype)
     for _ in range(2):
         exact = x.double() @ weight.double().t()
-        found, added = product(x, weight.t()), add_product(other, x, weight.t())
+        found, added = product(x, weight.t()), add_product(addend, x, weight.t())
         assert found.dtype == added.dtype == dtype
         scale = float(exact.abs().max())
         assert float((found.double() - exact).abs().max()) <= tolerance * scale
-        assert float((added.double() - exact - other.double()).abs().max()) <= tolerance * scale
+        assert float((added.double() - exact - addend.double()).abs().max()) <= tolerance * scale
         weight.normal_()  # as in a weight update

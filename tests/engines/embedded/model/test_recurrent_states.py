@@ -57,7 +57,7 @@ class Hybrid:
     def scores(self, prompts: list[Any]) -> torch.Tensor:
         items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
         with torch.inference_mode():
-            return torch.cat([torch.tensor(one.logprobs) for one in self.decoder().score(items)])
+            return torch.cat([torch.tensor(scores.logprobs) for scores in self.decoder().score(items)])
 
     def answer(self, ids: list[int], answer: list[int], media: Sequence[Media] = ()) -> torch.Tensor:
         """Returns transformers' log-probs of an answer among the tokens that are not banned."""
@@ -124,10 +124,10 @@ def test_eight_samples_that_end_at_different_times(hybrid: Hybrid) -> None:
     lengths = [64, 3, 17, 40]
     prefixes = [prefix(ids, samples=1, seed=7 + new, new=new) for ids in (long, short) for new in lengths]
     found = decoded(hybrid.decoder(), prefixes)
-    for index, one in enumerate(prefixes):
+    for index, sent_prefix in enumerate(prefixes):
         ids, logprobs = found[index]
-        assert len(ids) == one.settings.max_new_tokens
-        expected = hybrid.answer(list(one.token_ids), ids)
+        assert len(ids) == sent_prefix.settings.max_new_tokens
+        expected = hybrid.answer(list(sent_prefix.token_ids), ids)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
@@ -150,7 +150,7 @@ def test_states_are_counted_in_admission_and_freed(hybrid: Hybrid) -> None:
     assert decoder.fits(samples=4, columns=columns) and not decoder.fits(samples=4, columns=columns + 1)
     assert decoder.nbytes == 0
     decoded(decoder, [prefix(text(5), samples=3, seed=1, new=4)])
-    one = 4 * decoder.state_columns * 2 * hybrid.config.num_kv_heads * hybrid.config.head_dim
-    assert decoder.states.nbytes <= 3 * one < 1.05 * decoder.states.nbytes
+    sample_bytes = 4 * decoder.state_columns * 2 * hybrid.config.num_kv_heads * hybrid.config.head_dim
+    assert decoder.states.nbytes <= 3 * sample_bytes < 1.05 * decoder.states.nbytes
     decoder.free_cache()
     assert decoder.nbytes == 0

@@ -49,9 +49,9 @@ def prefix(length: int, *, new: int, n: int = 1, seed: int = 0) -> Prefix:
     return Prefix(token_ids=random_prompt(length, seed=seed), settings=settings, keys=sample_keys([seed], n)[0])
 
 
-def alone(model: LanguageModel, one: Prefix) -> tuple[list[int], list[float]]:
+def alone(model: LanguageModel, asked: Prefix) -> tuple[list[int], list[float]]:
     single = decoder(model)
-    done = single.admit([one])
+    done = single.admit([asked])
     while not len(done):
         done = single.step()
     return single.slots.output(0)
@@ -63,17 +63,17 @@ def alone(model: LanguageModel, one: Prefix) -> tuple[list[int], list[float]]:
 def test_arrivals_departures_and_growth(model: LanguageModel, seed: int) -> None:
     rng = random.Random(seed)
     waiting = [prefix(rng.randint(1, 60), new=rng.randint(1, 40), seed=100 * seed + number) for number in range(40)]
-    expected = {id(one): alone(model, one) for one in waiting}
+    expected = {id(late): alone(model, late) for late in waiting}
     shared = decoder(model, max_samples=8)
     running: list[Prefix] = []
     peak = 0
     with torch.inference_mode():
         while waiting or running:
             arriving = []
-            for one in waiting[: rng.randint(0, 3)]:
-                columns = max(other.columns for other in [*arriving, one])
+            for candidate in waiting[: rng.randint(0, 3)]:
+                columns = max(arrived.columns for arrived in [*arriving, candidate])
                 if shared.fits(samples=len(arriving) + 1, columns=columns):
-                    arriving.append(one)
+                    arriving.append(candidate)
                 else:
                     break
             waiting = waiting[len(arriving) :]

@@ -34,8 +34,8 @@ def kept(token_ids: list[int], media: tuple[Media, ...] = ()) -> KeptPrefix:
 
 def found(store: PrefixStore, token_ids: list[int], media: tuple[Media, ...] = ()) -> int:
     """Returns how many tokens of a prompt the store serves."""
-    one = store.find(token_ids, media)
-    return 0 if one is None else one.tokens
+    kept_prefix = store.find(token_ids, media)
+    return 0 if kept_prefix is None else kept_prefix.tokens
 
 
 def test_the_longest_common_prefix_is_served_to_the_token_and_never_a_prompts_last() -> None:
@@ -48,15 +48,15 @@ def test_the_longest_common_prefix_is_served_to_the_token_and_never_a_prompts_la
     assert found(store, first) == 99
     assert found(store, second) == 0
     assert found(store, first[: BLOCK - 1] + second) == 0, "too short to be worth a copy"
-    one = store.find([*first, 4], ())
-    assert one is not None and one.whole and not store.find(first, ()).whole  # type: ignore[union-attr]
+    kept_prefix = store.find([*first, 4], ())
+    assert kept_prefix is not None and kept_prefix.whole and not store.find(first, ()).whole  # type: ignore[union-attr]
 
 
 def test_the_least_recently_used_is_dropped_and_a_longer_one_replaces_its_beginning() -> None:
     store = PrefixStore(300)
     a, b, c = (random_prompt(100, seed=seed) for seed in (1, 2, 3))
-    for one in (a, b):
-        store.keep(kept(one))
+    for ids in (a, b):
+        store.keep(kept(ids))
     store.keep(kept([*b, *c[:50]]))  # 250 tokens, with b as their beginning
     assert store.nbytes == 250 * 2 * 4 * 4
     assert found(store, [*a, 0]) == 100  # most recently used
@@ -146,15 +146,15 @@ class Played:
         ended = self.ask(prompts, new=new, seed=seed)
         self.work()
         assert not self.failures and len(ended) == len(prompts)
-        return sorted(ended, key=lambda one: one.sample.prompt.index)
+        return sorted(ended, key=lambda progress: progress.sample.prompt.index)
 
-    def gap(self, one: Progress) -> float:
+    def gap(self, progress: Progress) -> float:
         """Returns the largest log-prob difference from one whole prefill under the current weights."""
-        prompt = one.sample.prompt.token_ids
-        item = ScoreItem(token_ids=prompt + one.ids, start=len(prompt) - 1, top_k=1, temperature=1.0)
+        prompt = progress.sample.prompt.token_ids
+        item = ScoreItem(token_ids=prompt + progress.ids, start=len(prompt) - 1, top_k=1, temperature=1.0)
         with torch.inference_mode():
             (scores,) = self.decoder.score([item])
-        return max(abs(a - b) for a, b in zip(one.logprobs, scores.logprobs, strict=True))
+        return max(abs(a - b) for a, b in zip(progress.logprobs, scores.logprobs, strict=True))
 
 
 @pytest.fixture(scope="module", params=["dense", "experts", "states"])
@@ -177,31 +177,31 @@ def turns(played: Played, *, count: int = 3) -> Iterator[list[Progress]]:
         answers = played.answers(asked, new=9, seed=100 * turn)
         yield answers
         prompts = [
-            prompt + one.ids + random_prompt(5 + 8 * index, seed=10 * turn + index)
-            for index, (prompt, one) in enumerate(zip(prompts, answers[:4], strict=True))
+            prompt + answer.ids + random_prompt(5 + 8 * index, seed=10 * turn + index)
+            for index, (prompt, answer) in enumerate(zip(prompts, answers[:4], strict=True))
         ]
 
 
 def test_turns_are_served_and_tokens_log_probs_and_experts_are_those_without_a_store(folder: Path) -> None:
     with_it, without = Played(folder), Played(folder, keeps=0)
     for number, (ours, theirs) in enumerate(zip(turns(with_it), turns(without), strict=True)):
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.ids == other.ids
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=GAP, rtol=0)
+        for progress, reference in zip(ours, theirs, strict=True):
+            assert progress.ids == reference.ids
+            np.testing.assert_allclose(progress.logprobs, reference.logprobs, atol=GAP, rtol=0)
             if with_it.experts:
-                assert one.routes is not None and other.routes is not None
-                assert (one.routes == other.routes).all()
-                mine, their = one.sample.prompt.routes, other.sample.prompt.routes
+                assert progress.routes is not None and reference.routes is not None
+                assert (progress.routes == reference.routes).all()
+                mine, their = progress.sample.prompt.routes, reference.sample.prompt.routes
                 assert mine is not None and their is not None
                 assert (np.asarray(mine.experts) == np.asarray(their.experts)).all()
-            assert with_it.gap(one) <= GAP
-        cached = [one.sample.prompt.cached_tokens for one in ours]
-        lengths = [len(one.sample.prompt.token_ids) for one in ours]
+            assert with_it.gap(progress) <= GAP
+        cached = [progress.sample.prompt.cached_tokens for progress in ours]
+        lengths = [len(progress.sample.prompt.token_ids) for progress in ours]
         if number == 0:  # the four share one computation of their opening
             assert cached == [0, 70, 70, 70, 0]
         else:  # all but the last token of the answer, which was never computed, and the observation
             assert cached == [length - (6 + 8 * index) for index, length in enumerate(lengths[:4])] + [0]
-        assert [one.sample.prompt.cached_tokens for one in theirs] == [0] * 5
+        assert [progress.sample.prompt.cached_tokens for progress in theirs] == [0] * 5
     load = with_it.scheduler.load()
     assert load.prefill_tokens + load.cached_tokens == without.scheduler.load().prefill_tokens
     assert load.kv_cache_bytes > with_it.decoder.prefixes.nbytes > 0
@@ -224,36 +224,36 @@ def test_nothing_that_older_weights_computed_is_served(folder: Path, tmp_path: P
     newer = changed(folder, tmp_path / "newer")
     played = Played(folder)
     prompt, running = random_prompt(70), random_prompt(80, seed=1)
-    (one,) = played.answers([prompt], new=9)
+    (answer,) = played.answers([prompt], new=9)
     ended = played.ask([running], new=60)
     played.work(20)  # a response is running, and version 0 computed its prompt
     assert not ended
     played.update(newer, 1)
     played.work()
-    for before in (one, ended[0]):
+    for before in (answer, ended[0]):
         (after,) = played.answers([before.sample.prompt.token_ids + before.ids + random_prompt(6, seed=2)], new=9)
         states_again = before is ended[0] and played.decoder.states is not None  # prefilled again under version 1
         assert (after.sample.prompt.cached_tokens > 0) == states_again
         assert played.gap(after) <= GAP
     if played.decoder.states is not None:
         return  # with recurrent states, no state of older weights can be served
-    (one,) = played.answers([prompt], new=9, seed=7)
+    (before,) = played.answers([prompt], new=9, seed=7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "forget", lambda self: None)
         played.update(folder, 2)
-    (after,) = played.answers([prompt + one.ids + random_prompt(6, seed=2)], new=9)
+    (after,) = played.answers([prompt + before.ids + random_prompt(6, seed=2)], new=9)
     assert played.gap(after) > 100 * GAP
 
 
 def test_a_running_episodes_turn_goes_before_new_prompts(folder: Path) -> None:
     played = Played(folder)
     prompt = random_prompt(70)
-    (one,) = played.answers([prompt], new=9)
+    (answer,) = played.answers([prompt], new=9)
     filling = played.ask([random_prompt(20, seed=seed) for seed in range(16)], new=6)
     played.work(1)
     new = played.ask([random_prompt(20, seed=seed) for seed in range(40, 56)], new=30)
     played.work(1)
-    turn = played.ask([prompt + one.ids + [5] * 4], new=30)
+    turn = played.ask([prompt + answer.ids + [5] * 4], new=30)
     played.work(8)  # the first sixteen have ended
     assert len(filling) == 16 and not new and not turn
     load = played.scheduler.load()
@@ -267,5 +267,5 @@ def test_one_turn_without_common_prefixes_keeps_its_bits(folder: Path) -> None:
     with_it, without = Played(folder), Played(folder, keeps=0)
     for step in range(3):
         prompts = [random_prompt(40 + 7 * index, seed=100 * step + index) for index in range(8)]
-        for one, other in zip(with_it.answers(prompts, new=20), without.answers(prompts, new=20), strict=True):
-            assert (one.ids, one.logprobs) == (other.ids, other.logprobs)
+        for answer, reference in zip(with_it.answers(prompts, new=20), without.answers(prompts, new=20), strict=True):
+            assert (answer.ids, answer.logprobs) == (reference.ids, reference.logprobs)

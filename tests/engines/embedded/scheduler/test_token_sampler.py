@@ -22,7 +22,7 @@ from relax_core.engines.embedded.token_sampler import (
 VOCAB = 23
 
 
-def one(**changes: object) -> SamplingSettings:
+def sampling(**changes: object) -> SamplingSettings:
     fields: dict[str, object] = {
         "max_new_tokens": 4,
         "temperature": 1.0,
@@ -60,15 +60,15 @@ def test_uniforms_are_uniform_and_uncorrelated_over_seeds_samples_and_positions(
     counts = np.histogram(drawn, bins=64, range=(0.0, 1.0))[0]
     expected = drawn.size / 64
     assert ((counts - expected) ** 2 / expected).sum() < 120.0  # chi-square, 63 degrees: 120 has p = 2e-5
-    for other in (drawn[1:, :], np.roll(drawn, 1, axis=1)[1:, :]):
-        assert abs(np.corrcoef(drawn[:-1].ravel(), other.ravel())[0, 1]) < 0.02
+    for neighbours in (drawn[1:, :], np.roll(drawn, 1, axis=1)[1:, :]):
+        assert abs(np.corrcoef(drawn[:-1].ravel(), neighbours.ravel())[0, 1]) < 0.02
 
 
 def test_frequencies_are_the_probabilities() -> None:
     logits = torch.linspace(-2.0, 2.0, 8)
     draws = 40000
     random = torch.from_numpy(uniforms(sample_keys([3], draws)[0], np.zeros(draws, dtype=np.int64)))
-    ids, _ = sample(logits.repeat(draws, 1), sampling_plan([one()], vocab_size=8), random)
+    ids, _ = sample(logits.repeat(draws, 1), sampling_plan([sampling()], vocab_size=8), random)
     found = torch.bincount(ids, minlength=8) / draws
     assert float((found - logits.softmax(-1)).abs().max()) < 0.01
 
@@ -101,7 +101,7 @@ def test_truncation_and_logprobs_are_those_of_transformers(
         logits, expected = logits[clear], MinPLogitsWarper(min_p)(None, expected[clear])
     expected = expected.log_softmax(-1)
     rows = len(logits)
-    settings_ = one(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, tells_kept=True)
+    settings_ = sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, tells_kept=True)
     plan = sampling_plan([settings_] * rows, vocab_size=VOCAB)
     kept: list[KeptTokens] = []
     random = torch.rand(rows, dtype=torch.float64, generator=generator)
@@ -115,12 +115,12 @@ def test_truncation_and_logprobs_are_those_of_transformers(
 
 def test_rows_with_different_settings_do_not_touch_each_other() -> None:
     kinds = [
-        one(),
-        one(temperature=0.0),
-        one(temperature=0.5, top_k=3),
-        one(top_p=0.5),
-        one(banned_token_ids=(0, 4)),
-        one(temperature=0.0, banned_token_ids=(1,)),
+        sampling(),
+        sampling(temperature=0.0),
+        sampling(temperature=0.5, top_k=3),
+        sampling(top_p=0.5),
+        sampling(banned_token_ids=(0, 4)),
+        sampling(temperature=0.0, banned_token_ids=(1,)),
     ]
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(kinds), VOCAB, generator=generator)
@@ -133,7 +133,9 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
 
 def test_large_batches_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [
-        one(temperature=0.5 + 0.1 * row, banned_token_ids=(row,), top_k=3 + row, min_p=0.01, tells_kept=row % 2 == 0)
+        sampling(
+            temperature=0.5 + 0.1 * row, banned_token_ids=(row,), top_k=3 + row, min_p=0.01, tells_kept=row % 2 == 0
+        )
         for row in range(10)
     ]
     plan = sampling_plan(kinds, vocab_size=VOCAB)
@@ -154,7 +156,7 @@ def test_the_extremes_of_the_unit_interval_never_draw_an_impossible_token() -> N
     logits = torch.zeros(2, 6)
     logits[:, [0, 5]] = float("-inf")
     random = torch.tensor([0.0, 1.0 - 2.0**-48], dtype=torch.float64)
-    ids, logprobs = sample(logits, sampling_plan([one(), one()], vocab_size=6), random)
+    ids, logprobs = sample(logits, sampling_plan([sampling(), sampling()], vocab_size=6), random)
     assert ids.tolist() == [1, 4]
     assert torch.isfinite(logprobs).all()
 
@@ -163,7 +165,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
     logits = torch.zeros(2, 6)
     logits[1, 2] = float("nan")
     _, logprobs = sample(
-        logits, sampling_plan([one(), one()], vocab_size=6), torch.full((2,), 0.5, dtype=torch.float64)
+        logits, sampling_plan([sampling(), sampling()], vocab_size=6), torch.full((2,), 0.5, dtype=torch.float64)
     )
     assert torch.isnan(logprobs).tolist() == [False, True]
 
@@ -174,14 +176,14 @@ def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str, trunc
     """Overflowed weights may give any of these values in a whole row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
-    plan = sampling_plan([one(**truncation, tells_kept=True)] * 3, vocab_size=6)
+    plan = sampling_plan([sampling(**truncation, tells_kept=True)] * 3, vocab_size=6)
     expected: list[KeptTokens] = []
     sample(logits.clone(), plan, random, kept=expected)
     logits[1] = float(odd)
     found: list[KeptTokens] = []
     _, logprobs = sample(logits, plan, random, kept=found)
     assert torch.isnan(logprobs).tolist() == [False, True, False]
-    masks = [KeptTokens.joined(one).mask() for one in (found, expected)]
+    masks = [KeptTokens.joined(sets).mask() for sets in (found, expected)]
     assert np.array_equal(masks[0][[0, 2]], masks[1][[0, 2]])
 
 
@@ -191,7 +193,7 @@ def test_parts_that_stay_in_the_cache_give_the_same_tokens(
     vocab: int, min_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    choices = (one(min_p=min_p), one(temperature=0.0), one(temperature=0.7, banned_token_ids=(3, 5)))
+    choices = (sampling(min_p=min_p), sampling(temperature=0.0), sampling(temperature=0.7, banned_token_ids=(3, 5)))
     plan = sampling_plan([choices[row % 3] for row in range(50)], vocab_size=vocab)
     logits, random = 4 * torch.randn(50, vocab), torch.rand(50, dtype=torch.float64)
     random[0] = 1 - 2.0**-48

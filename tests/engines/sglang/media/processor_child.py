@@ -44,7 +44,7 @@ def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]
 
     reader, tower = FolderReader(folder / "media"), vision_tower(folder / "model")
     assert tower is not None
-    items = [reader.open(one["digest"]) for one in case]
+    items = [reader.open(item["digest"]) for item in case]
     pads = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     text = "what? " + " and ".join(f"<|vision_start|>{pads[item.kind]}<|vision_end|>" for item, _ in items) + " is"
     by_kind = {
@@ -56,9 +56,9 @@ def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]
     if by_kind["video"]:
         given["videos"] = [torch.from_numpy(frames).permute(0, 3, 1, 2) for frames in by_kind["video"]]
         given["video_metadata"] = [
-            {"fps": one["fps"], "frames_indices": one["indices"], "total_num_frames": one["total"]}
-            for one in case
-            if "fps" in one
+            {"fps": item["fps"], "frames_indices": item["indices"], "total_num_frames": item["total"]}
+            for item in case
+            if "fps" in item
         ]
         given["do_sample_frames"] = False
     theirs = processor(text=[text], return_tensors="pt", **given)

@@ -74,7 +74,7 @@ def test_patches_ids_and_positions_are_the_processors(tmp_path: Path) -> None:
         indices = sample_frames(frames, fps, LIMITS)
         shown.append({"digest": item.digest, "fps": fps, "indices": indices, "total": frames})
     several = [[shown[0], shown[11], shown[2]], [shown[12], shown[13]], [shown[3], shown[3]]]
-    cases = [[one] for one in shown] + several
+    cases = [[shown_item] for shown_item in shown] + several
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [SGLANG_PYTHON, CHILD, ROOT, tmp_path], capture_output=True, text=True, timeout=300, check=False
@@ -82,5 +82,5 @@ def test_patches_ids_and_positions_are_the_processors(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(cases)
-    assert [(case, one) for case, one in zip(cases, found, strict=True) if one["differ"]] == []
-    assert all(one["patches"] >= 16 for one in found)
+    assert [(case, result) for case, result in zip(cases, found, strict=True) if result["differ"]] == []
+    assert all(result["patches"] >= 16 for result in found)

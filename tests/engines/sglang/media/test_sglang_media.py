@@ -66,11 +66,11 @@ class Served:
     def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams = PARAMS) -> list[Generated]:
         async def collect(client: EngineClient) -> list[Generated]:
             try:
-                return [one async for one in client.generate(prompts, params)]
+                return [response async for response in client.generate(prompts, params)]
             finally:
                 await client.aclose()
 
-        return sorted(asyncio.run(collect(self.client())), key=lambda one: (one.prompt, one.sample))
+        return sorted(asyncio.run(collect(self.client())), key=lambda response: (response.prompt, response.sample))
 
     def publish(
         self, weights: list[tuple[str, torch.Tensor]], folder: Path, *, by_disk: bool = False, frozen: str = "-"
@@ -96,10 +96,10 @@ class Served:
     def gap(self, request: PromptRequest, frames: list[np.ndarray], params: SamplingParams = PARAMS) -> float:
         """Returns the largest log-prob difference to transformers; checks that both counted equally many tokens."""
         worst = 0.0
-        for one in self.generate([request], params):
-            assert one.prompt_tokens == len(request.input_ids) - request.generated
-            expected = reference_logprobs(self.model, self.tower, request, frames, one.output_ids.tolist())
-            worst = max(worst, float((torch.tensor(one.logprobs) - expected).abs().max()))
+        for response in self.generate([request], params):
+            assert response.prompt_tokens == len(request.input_ids) - request.generated
+            expected = reference_logprobs(self.model, self.tower, request, frames, response.output_ids.tolist())
+            worst = max(worst, float((torch.tensor(response.logprobs) - expected).abs().max()))
         return worst
 
 
@@ -128,9 +128,9 @@ def started() -> Iterator[Started]:
 
 @pytest.fixture(scope="module")
 def served(sglang_launch: EngineLaunch, started: Started, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    one = serve(sglang_launch, started, tmp_path_factory.mktemp("dense"), name=DENSE)
-    yield one
-    one.process.stop(timeout_s=10.0)
+    dense = serve(sglang_launch, started, tmp_path_factory.mktemp("dense"), name=DENSE)
+    yield dense
+    dense.process.stop(timeout_s=10.0)
 
 
 def mixed_prompt(served: Served, seed: int = 0) -> tuple[PromptRequest, list[np.ndarray]]:
@@ -162,12 +162,12 @@ def replace_n(n: int) -> SamplingParams:
 
 def test_given_tokens_are_scored_with_their_media(served: Served) -> None:
     """Another image and two exchanged images give other scores."""
-    one, two = (served.item(frames_of(1, 32, 48, seed=seed)) for seed in (10, 11))
+    first, second = (served.item(frames_of(1, 32, 48, seed=seed)) for seed in (10, 11))
     rest = [7, 8, 9, 10]
     prompts = [
-        prompt(*served.shown(one), *served.shown(two), rest),
-        prompt(*served.shown(two), *served.shown(one), rest),
-        prompt(*served.shown(one), *served.shown(one), rest),
+        prompt(*served.shown(first), *served.shown(second), rest),
+        prompt(*served.shown(second), *served.shown(first), rest),
+        prompt(*served.shown(first), *served.shown(first), rest),
     ]
     found = served.client().score(
         [
@@ -194,22 +194,22 @@ def test_the_embedded_engine_gives_the_same(served: Served, launch: EngineLaunch
     folders = {"model_folder": served.launch.model_folder, "media_folder": served.media}
     process = started.start(replace(launch, engine=engine, **folders))  # type: ignore[arg-type]
     embedded = Engine(process)
-    counts = {one.prompt: one.prompt_tokens for one in embedded.generate(requests, replace_n(1))}
-    assert [one.prompt_tokens for one in found] == [counts[one.prompt] for one in found]
+    counts = {response.prompt: response.prompt_tokens for response in embedded.generate(requests, replace_n(1))}
+    assert [response.prompt_tokens for response in found] == [counts[response.prompt] for response in found]
     given = [
         TokensToScore(
-            input_ids=requests[one.prompt].input_ids + one.output_ids.tolist(),
-            first=len(requests[one.prompt].input_ids) - 2,
-            media=requests[one.prompt].media,
+            input_ids=requests[response.prompt].input_ids + response.output_ids.tolist(),
+            first=len(requests[response.prompt].input_ids) - 2,
+            media=requests[response.prompt].media,
         )
-        for one in found
+        for response in found
     ]
     ours = embedded.client.score(given, top_k=0, temperature=1.0)
     theirs = served.client().score(given, top_k=0, temperature=1.0)
     process.stop(timeout_s=10.0)
-    for one, mine, other in zip(found, ours, theirs, strict=True):
-        assert np.abs(mine.logprobs - other.logprobs).max() <= REACH
-        assert np.abs(mine.logprobs[2:] - one.logprobs).max() <= REACH
+    for response, mine, theirs_of_row in zip(found, ours, theirs, strict=True):
+        assert np.abs(mine.logprobs - theirs_of_row.logprobs).max() <= REACH
+        assert np.abs(mine.logprobs[2:] - response.logprobs).max() <= REACH
 
 
 def dict_frames(served: Served, item: MediaItem) -> np.ndarray:
@@ -223,7 +223,7 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
     image = frames_of(1, 32, 48, seed=20)
     pictured, text = prompt(*served.shown(served.item(image)), [9], rid="image"), prompt([11, 12, 13], rid="text")
     greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
-    before = [served.generate([one], greedy)[0] for one in (pictured, text)]
+    before = [served.generate([request], greedy)[0] for request in (pictured, text)]
     weights = published_weights(served.model)
     with torch.no_grad():
         for name, parameter in served.model.named_parameters():
@@ -231,10 +231,10 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
                 parameter.mul_(1.5)
     try:
         served.publish(published_weights(served.model), tmp_path)
-        after = [served.generate([one], greedy)[0] for one in (pictured, text)]
+        after = [served.generate([request], greedy)[0] for request in (pictured, text)]
         assert abs(float(after[0].logprobs[0]) - float(before[0].logprobs[0])) > 1e-3
         assert after[1].logprobs.tobytes() == before[1].logprobs.tobytes()
-        assert {int(one.versions[0]) for one in after} == {served.version}
+        assert {int(response.versions[0]) for response in after} == {served.version}
         assert served.gap(pictured, [image]) <= REACH
     finally:
         served.model.load_state_dict(dict(weights), strict=False)
@@ -244,7 +244,7 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
 def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tmp_path: Path, by_disk: bool) -> None:
     """SGLang skips unknown names; the version is refused by the parameters that got no weights."""
     weights = published_weights(served.model)
-    renamed = [(name.replace(".visual.", ".vision.") if name == LEFT_OUT else name, one) for name, one in weights]
+    renamed = [(name.replace(".visual.", ".vision.") if name == LEFT_OUT else name, tensor) for name, tensor in weights]
     with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight; it serves"):
         served.publish(renamed, tmp_path, by_disk=by_disk)
     assert served.client().model_info()["weight_version"] == "-1"
@@ -268,16 +268,16 @@ def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | No
     item = served.item(frames_of(1, 32, 48, seed=40))
     request = prompt(*served.shown(item), [7])
     names = [entry.format(missing="0" * 32, there=item.digest)] if entry is not None else []
-    other = served.item(frames_of(1, 32, 32, seed=41))  # another image is at another place after this one
-    more = prompt(*served.shown(other), [7])
+    other_item = served.item(frames_of(1, 32, 32, seed=41))  # another image is at another place after this one
+    more = prompt(*served.shown(other_item), [7])
     body = {
         "input_ids": [request.input_ids, more.input_ids],
-        "image_data": [names or [f"{other.digest}:3"], [f"{other.digest}:{more.media[0].start}"]],
+        "image_data": [names or [f"{other_item.digest}:3"], [f"{other_item.digest}:{more.media[0].start}"]],
         "sampling_params": {"max_new_tokens": 1},
     }
     if entry is None:
         body["input_ids"] = [[*request.input_ids, *more.input_ids], more.input_ids]
-        body["image_data"][0] = [f"{other.digest}:{len(request.input_ids) + more.media[0].start}"]  # type: ignore[index]
+        body["image_data"][0] = [f"{other_item.digest}:{len(request.input_ids) + more.media[0].start}"]  # type: ignore[index]
     status, answer = post(served, body)
     assert (status, words in answer) == (400, True), answer
 
@@ -325,7 +325,7 @@ def test_a_server_of_somebody_elses_gets_images_and_no_video(
         client = served.client()
         assert isinstance(client, SglangClient) and not client.has_loader
         client.forget_weights()
-        without_a_part = [one for one in published_weights(served.model) if one[0] != LEFT_OUT]
+        without_a_part = [weight for weight in published_weights(served.model) if weight[0] != LEFT_OUT]
         with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight$"):
             served.publish(without_a_part, tmp_path, by_disk=True)
         assert served.client().model_info()["weight_version"] == "-1"

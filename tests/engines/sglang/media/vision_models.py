@@ -94,10 +94,12 @@ def reference_logprobs(
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        chosen = [(one, array) for one, array in zip(request.media, frames, strict=True) if one.item.kind == kind]
+        chosen = [
+            (medium, array) for medium, array in zip(request.media, frames, strict=True) if medium.item.kind == kind
+        ]
         if chosen:
             inputs[pixels] = torch.cat([patches_of(array, tower) for _, array in chosen])
-            inputs[grid] = torch.tensor([one.item.grid for one, _ in chosen])
+            inputs[grid] = torch.tensor([medium.item.grid for medium, _ in chosen])
     if inputs:
         seen = feature_rows(tower, ids[0].numpy()).astype(int)
         inputs["mm_token_type_ids"] = torch.from_numpy(seen * (1 + (ids[0].numpy() == tower.video_token_id)))[None]

@@ -59,7 +59,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     ``seed`` and ``positions`` are [samples], ``col_indices`` is [vocabulary entries]; the result is uint32 [samples,
     vocabulary entries]. SGLang draws a sample's tokens with these numbers.
     """
-    seed, positions, columns = (one.to(torch.int64) for one in (seed, positions, col_indices))
+    seed, positions, columns = (tensor.to(torch.int64) for tensor in (seed, positions, col_indices))
     hashed = _mixed(torch.zeros_like(seed), seed & _UINT32)
     hashed = _mixed(hashed, (seed >> 32) & _UINT32)
     hashed = _mixed(hashed, positions & _UINT32)
