@@ -1,11 +1,13 @@
-"""Writes pages of the site: a reference from the code (keys, commands, Python API), and the results of benchmarks.
+"""Writes pages of the site: a reference from the code (keys, commands, Python API), results, decisions, folders.
 
 mkdocs runs it (mkdocs.yml, gen-files). A page exists only in the built site.
 """
 
 from __future__ import annotations
 
+import ast
 import datetime
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -31,6 +33,8 @@ HELP_S = 120.0
 API = ("relax_core.api.run", "relax_core.api.loaded_run")
 CONTRACTS = ("algorithm", "bus", "data", "engine", "engine_kind", "env", "family", "judge", "media", "reward", "tree")
 RESULTS = ROOT / "benchmarks" / "results"
+CODE = ("relax_core", "algorithms", "rewards", "envs", "data_sources", "launchers")
+LIST_OF_FOLDERS = "<!-- The list of the folders is written here by docs/reference_pages.py. -->"
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,12 +157,39 @@ def results() -> None:
             lines += [f"## {part.title}", "", *measured(part)]
         write(f"results/{file.stem}.md", lines)
         newest = max((part.date for part in (result, *result.tables) if part.date), default=None)
-        rows.append((f"[{cell(result.title)}]({file.stem}.md)", cell(result.summary), str(newest or "")))
+        command = f"`{result.command}`" if result.command else ""
+        rows.append((f"[{cell(result.title)}]({file.stem}.md)", command, cell(result.summary), str(newest or "")))
     lines = ["# Results of the benchmarks", "", "[Performance](../performance.md) says how they are measured.", ""]
-    write("results/index.md", [*lines, *grid(("Benchmark", "Result", "Newest date"), rows)])
+    write("results/index.md", [*lines, *grid(("Benchmark", "Command", "Result", "Newest date"), rows)])
+
+
+def decisions() -> None:
+    """Adds the list of all records to the page of the decisions."""
+    text = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    rows = []
+    for file in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        title, _, date, *_ = file.read_text(encoding="utf-8").splitlines()
+        number, _, name = title.removeprefix("# ").partition(". ")
+        rows.append((f"[{number}]({file.name})", name, date))
+    write("decisions/README.md", [text, *grid(("", "Decision", "Date"), rows)])
+
+
+def folders() -> None:
+    """Adds to the page of the architecture each folder of the code with the first line of its docstring."""
+    page = ROOT / "docs" / "architecture.md"
+    rows = []
+    for file in sorted(one for name in CODE for one in (ROOT / name).rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        start = re.search(r"`([\w/]+\.py)`", text)
+        first = text.splitlines()[0].replace("``", "`")
+        rows.append((f"`{file.parent.relative_to(ROOT)}/`", cell(first), f"`{start[1]}`" if start else ""))
+    before, after = page.read_text(encoding="utf-8").split(LIST_OF_FOLDERS)
+    write("architecture.md", [before.rstrip(), "", *grid(("Folder", "Content", "Read first"), rows), after.strip()])
 
 
 configuration()
 commands()
 python()
 results()
+decisions()
+folders()

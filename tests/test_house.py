@@ -78,11 +78,6 @@ def table(page: str, heading: str) -> list[list[str]]:
     return rows[2:]
 
 
-def test_the_architecture_page_names_every_folder() -> None:
-    named = {cell.strip("`/ ") for row in table("architecture.md", "## The folders") for cell in row[:1]}
-    assert named == set(packages())
-
-
 def test_every_folder_says_what_it_is_for_and_where_to_start() -> None:
     for folder, file in packages().items():
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
