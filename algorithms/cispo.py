@@ -29,7 +29,7 @@ def check(config: CispoConfig) -> None:
     if not 0 < config.clip_low <= 1:
         problems.append(f"algo.clip_low={config.clip_low}: must lie in (0, 1]. CISPO uses 1, which is no lower bound.")
     problems += P.choice_problems("algo.trust_region", config.trust_region, F.CISPO_TRUST_REGIONS)
-    P.refuse(problems + P.above_zero(config, clip_high=4.0))
+    P.refuse(problems + P.not_positive_problems(config, clip_high=4.0))
 
 
 def loss(inputs: LossInputs, config: CispoConfig) -> LossOutputs:

@@ -52,7 +52,7 @@ def punishments(inputs: AdvantageInputs, config: DapoConfig) -> Tensor | None:
     return F.overlong_penalty(lengths=inputs.lengths, max_length=config.overlong_length, buffer=config.overlong_buffer)
 
 
-def punished_rewards(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
+def rewards_with_overlong_penalty(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
     """Returns the ``[samples]`` rewards after the length punishment and, if it is part of the reward, the KL."""
     rewards, punished = P.penalized_rewards(inputs, config), punishments(inputs, config)
     return rewards if punished is None else rewards + punished
@@ -66,7 +66,10 @@ def advantages(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: DapoConfig) -> list[Tensor]:
     """Normalises a step's advantages as GRPO does, with the std of the punished rewards."""
     return P.normalize_group(
-        advantages, inputs, config, rewards=[punished_rewards(group_input, config) for group_input in inputs]
+        advantages,
+        inputs,
+        config,
+        rewards=[rewards_with_overlong_penalty(group_input, config) for group_input in inputs],
     )
 
 

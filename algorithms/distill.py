@@ -72,7 +72,7 @@ def check(config: DistillConfig) -> None:
     problems += P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
     problems += P.choice_problems("algo.form", config.form, FORMS)
     problems += P.choice_problems("algo.served_by", config.served_by, SERVED_BY)
-    problems += P.above_zero(config, teacher_coef=1.0, top_k=16)
+    problems += P.not_positive_problems(config, teacher_coef=1.0, top_k=16)
     if config.normalize_std == "batch":
         problems.append("algo.normalize_std=batch: it would divide the teacher's part too. Use group or none.")
     if config.form in TOP_K:

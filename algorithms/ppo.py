@@ -78,7 +78,7 @@ def _generalized(inputs: AdvantageInputs, config: PpoConfig, gae_lambda: float |
     turns = inputs.turns
     assert inputs.values is not None and turns is not None, "requirements() requests a critic and the turns"
     return F.generalized_advantages(
-        token_rewards=F.turn_rewards_of_tokens(
+        token_rewards=F.token_turn_rewards(
             turn_rewards=turns.rewards,
             turn_samples=turns.samples,
             turn_ids=turns.of_tokens,

@@ -75,7 +75,7 @@ def _of_episodes(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
     penalties = P.token_penalties(inputs, config)
     if config.gamma < 1:
         return F.discounted_rewards(
-            token_rewards=F.rewards_of_tokens(
+            token_rewards=F.token_rewards(
                 rewards=rewards, penalties=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids
             ),
             loss_mask=inputs.loss_mask,
@@ -86,7 +86,7 @@ def _of_episodes(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
     of_tokens = rewards.float()[inputs.sample_ids]
     if penalties is None:
         return of_tokens
-    return of_tokens - F.sums_to_the_end(per_token=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids)
+    return of_tokens - F.reward_to_go(per_token=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids)
 
 
 def normalize(

@@ -21,7 +21,7 @@ class SapoConfig(P.GroupConfig):
 
 def check(config: SapoConfig) -> None:
     """Raises ValueError that lists every setting that makes no sense, with its fix."""
-    P.refuse(P.group_problems(config) + P.above_zero(config, tau_positive=1.0, tau_negative=1.05))
+    P.refuse(P.group_problems(config) + P.not_positive_problems(config, tau_positive=1.0, tau_negative=1.05))
 
 
 def loss(inputs: LossInputs, config: SapoConfig) -> LossOutputs:

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.harness import Figures, FinishedRun, run_relax
+from benchmarks.harness import FinishedRun, Metrics, run_relax
 from relax_core.config.compose import compose
 from relax_core.registry import names
 
@@ -110,7 +110,7 @@ def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str
         yield Run(row=row, mode=COLOCATE, seed=0, steps=steps, overrides=overrides)
 
 
-def read_results(file: Path) -> dict[Run, Figures]:
+def read_results(file: Path) -> dict[Run, Metrics]:
     """Returns the finished runs of a file of results; an incomplete last line is skipped."""
     if not file.exists():
         return {}
@@ -120,7 +120,7 @@ def read_results(file: Path) -> dict[Run, Figures]:
     }
 
 
-def write_result(file: Path, run: Run, figures: Figures) -> None:
+def write_result(file: Path, run: Run, figures: Metrics) -> None:
     """Adds a line and replaces an incomplete last line."""
     whole = file.read_text().rpartition("\n")[:2] if file.exists() else ()
     partial = file.with_suffix(".partial")
@@ -128,7 +128,7 @@ def write_result(file: Path, run: Run, figures: Figures) -> None:
     partial.replace(file)
 
 
-def _figures(run: Run) -> Figures:
+def _figures(run: Run) -> Metrics:
     with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
         folder = Path(name)
         keys = [f"algo={run.row}"]
@@ -138,7 +138,7 @@ def _figures(run: Run) -> Figures:
             level = _relax(folder / "grpo", run, grpo).summary["eval"][-1]["exact"]
             keys = [f"algo={DISTILL}", f"algo.teachers.default={folder / 'grpo' / 'hf'}"]
         keys = [*_common(run), *keys, f"eval.every={run.steps}", "run.export_hf=false"]
-        figures = run_figures(_relax(folder / "run", run, keys))
+        figures = run_metrics(_relax(folder / "run", run, keys))
     return figures if level is None else figures | {"teacher": level}
 
 
@@ -160,7 +160,7 @@ def _relax(run_dir: Path, run: Run, keys: Sequence[str]) -> FinishedRun:
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
-def run_figures(run: FinishedRun) -> Figures:
+def run_metrics(run: FinishedRun) -> Metrics:
     """Returns the metrics of a finished run."""
     actor, evaluations, ledger = list(run.steps().values()), run.summary["eval"], run.summary["ledger"]
     solved = steps_to(SOLVED, [record["exact"] for record in actor])
@@ -184,7 +184,7 @@ def steps_to(level: float, values: Sequence[float]) -> int | None:
 
 
 # -- print-out --------------------------------------------------------------------------------------------------------
-def table(done: Mapping[Run, Figures], *, seeds: int) -> str:
+def table(done: Mapping[Run, Metrics], *, seeds: int) -> str:
     """Returns a Markdown table of means over the seeds, but the steps of each seed; "—" if there is no value."""
     rows = [HEADINGS, ("---",) * len(HEADINGS)]
     for name in sorted({run.row for run in done}):

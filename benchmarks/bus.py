@@ -30,7 +30,7 @@ from benchmarks.bus_transport import (
 )
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.columns import EPISODES, PERSISTED_COLUMNS
 from relax_core.contracts.tree import Episode, Turn, sample_uid
@@ -66,7 +66,9 @@ class _GrowingLedger:
         )
         self.samples = samples
         self.journal = Journal(path)
-        self.core = BusCore(settings, ledger=Ledger(group_size=GROUP_SIZE, journal=self.journal), clock=time.monotonic)
+        self.core = ReplayBuffer(
+            settings, ledger=Ledger(group_size=GROUP_SIZE, journal=self.journal), clock=time.monotonic
+        )
         self.seconds: list[float] = []
         while self.core.progress().ledger.issued < samples:
             self.train_steps(20)

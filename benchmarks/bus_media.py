@@ -82,7 +82,7 @@ class MediaLine:
         assert all(np.array_equal(array[-1], self._frames[-1]) for array in mapped)
         assert str(self._folder) not in Path(f"/proc/{self.pid}/maps").read_text()
         await bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
-        await bus.let_go([item.digest for item in items], timeout_s=T)
+        await bus.release_items([item.digest for item in items], timeout_s=T)
         self._step += 1
         self.items += GROUPS
 

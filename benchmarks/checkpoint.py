@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    words = parser.parse_args()
+    parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_model(folder / "model", width=words.width, layers=words.layers)
+        make_model(folder / "model", width=parsed.width, layers=parsed.layers)
         backend = trained(folder / "model")
         copies, writes = [], []
-        for repeat in range(words.repeats):
+        for repeat in range(parsed.repeats):
             began = time.perf_counter()
             backend.copy_state()
             copied = time.perf_counter()
@@ -78,7 +78,7 @@ def main() -> None:
         loaded = 1e3 * (time.perf_counter() - began)
         size = sum(file.stat().st_size for file in (folder / "0").iterdir())
     parameters = sum(parameter.numel() for parameter in backend.model.parameters())
-    print(f"{parameters / 1e6:.0f} M parameters, {size / 1e9:.2f} GB a checkpoint; medians of {words.repeats}")
+    print(f"{parameters / 1e6:.0f} M parameters, {size / 1e9:.2f} GB a checkpoint; medians of {parsed.repeats}")
     print(f"copy   {statistics.median(copies):8.0f} ms   the step waits for this")
     print(f"write  {statistics.median(writes):8.0f} ms   parallel to the steps; digests and fsync are not included")
     print(f"load   {loaded:8.0f} ms")

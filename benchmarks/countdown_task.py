@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.private_folder import file_locked
 from relax_core.tools.make_tiny import default_cache_root
-from relax_core.tools.tiny_text import SeeWarmStart, supervised_steps
+from relax_core.tools.tiny_text import VisionWarmStart, supervised_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ _MAKE_DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColourWarmStart(SeeWarmStart):
+class ColourWarmStart(VisionWarmStart):
     """Defines the supervised training: first the requested colour, then that colour with the share ``guessed``."""
 
     first_share: float = 0.98
@@ -87,7 +87,7 @@ def check_wish(length: int, cap: int, *, key: str = "rollout.max_new_tokens") ->
         )
 
 
-def most_turn_tokens(turns: int) -> int:
+def max_turn_tokens_of(turns: int) -> int:
     """Returns the largest number of tokens per turn that the model's positions allow."""
     return min(CAP, POSITIONS // turns - PROMPT_TOKENS)
 

@@ -34,7 +34,7 @@ from benchmarks.harness import (
     QUIET_RUN,
     VOCAB,
     Comparison,
-    Figures,
+    Metrics,
     command_line,
     demo_model,
     engine_config,
@@ -86,7 +86,7 @@ def decode(batches: Sequence[int], *, new_tokens: int, rounds: int) -> Iterator[
 
             def timed(
                 generate: Callable[[int], int], cpu_s: Callable[[], float], number: int, repeats: int = repeats
-            ) -> Figures:
+            ) -> Metrics:
                 cpu, began = cpu_s(), time.perf_counter()
                 tokens = sum(generate(1000 * (number + 1) + repeat) for repeat in range(repeats))
                 wall, spent = time.perf_counter() - began, max(0.01, cpu_s() - cpu)
@@ -204,7 +204,7 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
             stack.callback(publisher.close)
             return publisher
 
-        def way(publisher: WeightPublisher, number: int) -> Figures:
+        def way(publisher: WeightPublisher, number: int) -> Metrics:
             began = time.perf_counter()
             report = publisher.publish(next(versions), tensors).result(timeout=120.0)
             assert not report.refused, report.refused
@@ -215,11 +215,11 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
         return take_turns(f"sync, {sum(value.numel() for _, value in tensors) / 1e6:.1f}M", ways, rounds=rounds)
 
 
-def step(transport: str, number: int) -> Figures:
+def step(transport: str, number: int) -> Metrics:
     """Returns the stall as a share of a train step of the demo, from the run's metrics."""
-    words = ("mode=async", f"run.steps={DEMO_STEPS}", f"engine.weight_transport={transport}", *QUIET_RUN)
+    overrides = ("mode=async", f"run.steps={DEMO_STEPS}", f"engine.weight_transport={transport}", *QUIET_RUN)
     with tempfile.TemporaryDirectory() as folder:
-        run = run_relax(Path(folder) / "run", *words)
+        run = run_relax(Path(folder) / "run", *overrides)
     steps = [values for _, values in sorted(run.steps().items())][WARM_STEPS:]
     found = {
         name: statistics.median(step_values[name] for step_values in steps)

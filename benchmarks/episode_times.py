@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import QUIET_RUN, Figures, command_line, machine, run_relax, take_turns, write_report
+from benchmarks.harness import QUIET_RUN, Metrics, command_line, machine, run_relax, take_turns, write_report
 from benchmarks.isolated_number_guess import SPEC as ISOLATED
 from benchmarks.isolated_number_guess import IsolatedNumberGuessConfig
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
@@ -70,7 +70,7 @@ class SlowTool(BaseInteractionEnv):
 SPEC = EnvSpec(name="slow_tool", summary="a tool that may be slow", config=SlowToolConfig, open=SlowTool)
 
 
-def rate(words: tuple[str, ...], number: int, *, steps: int) -> Figures:
+def rate(words: tuple[str, ...], number: int, *, steps: int) -> Metrics:
     """Returns the trained samples per second of one run."""
     with tempfile.TemporaryDirectory(prefix="relax-episodes-") as folder:
         run = run_relax(Path(folder) / "run", *RUN, *words, f"run.steps={steps}", f"seed={number}")

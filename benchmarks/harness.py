@@ -32,7 +32,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISA
 QUIET_RUN = ("eval.every=0", "run.save_every=0", "run.export_hf=false", "run.panel=false")
 DEADLINE_S = 3600.0
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ class Comparison:
     """Holds the metrics of each way, one entry for each round."""
 
     title: str
-    found: dict[str, list[Figures]] = field(default_factory=dict)
+    found: dict[str, list[Metrics]] = field(default_factory=dict)
 
-    def add(self, way: str, figures: Figures) -> None:
+    def add(self, way: str, figures: Metrics) -> None:
         """Adds the metrics of one round."""
         self.found.setdefault(way, []).append(figures)
 
@@ -158,7 +158,7 @@ def _short(value: float) -> str:
 
 
 def take_turns(
-    title: str, ways: Mapping[str, Callable[[int], Figures]], *, rounds: int, warm_up: bool = True
+    title: str, ways: Mapping[str, Callable[[int], Metrics]], *, rounds: int, warm_up: bool = True
 ) -> Comparison:
     """Calls each way once in every round, with the round's number, and prints the progress.
 

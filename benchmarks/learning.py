@@ -32,8 +32,15 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import Figures, FinishedRun, run_relax
-from benchmarks.taught_models import TASKS, judge_folder, judge_words, policy_folder, write_known_verdicts, write_rows
+from benchmarks.harness import FinishedRun, Metrics, run_relax
+from benchmarks.taught_models import (
+    TASKS,
+    judge_arguments,
+    judge_folder,
+    policy_folder,
+    write_known_verdicts,
+    write_rows,
+)
 from relax_core.observe.event_log import read_metrics
 from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
 
@@ -185,7 +192,7 @@ def one_judge(*, shuffled: bool) -> Words:
     def words(folder: Path, seed: int) -> list[str]:
         write_known_verdicts(folder / "known.jsonl", {"rev": "main"})
         own = [f"reward.shuffled={str(shuffled).lower()}", "run.steps=120"]
-        return [*judged(folder / "known.jsonl"), *judge_words("main", judge_folder("rev")), *own]
+        return [*judged(folder / "known.jsonl"), *judge_arguments("main", judge_folder("rev")), *own]
 
     return words
 
@@ -203,7 +210,7 @@ def two_judges(*, swapped: bool) -> Words:
         sets = ", ".join(f"{task}: {folder / f'{task}.jsonl'}" for task in TASKS)
         return [
             *judged(folder / "known.jsonl"),
-            *(word for task in TASKS for word in judge_words(task, judge_folder(task))),
+            *(word for task in TASKS for word in judge_arguments(task, judge_folder(task))),
             *("reward.route=judge", "model=qwen3", "model.dtype=float32", f"model.path={policy_folder('both')}"),
             *("optimizer.lr=8e-4", "optimizer.beta2=0.999", "rollout.max_new_tokens=8"),  # as in the demo
             *("data=file", f"data.path={folder / 'train.jsonl'}", f"data.eval_path={folder / f'{names[0]}.jsonl'}"),
@@ -257,7 +264,7 @@ def largest_fall(values: Sequence[float]) -> float:
     return max(best - value for best, value in zip(accumulate(values, max), values, strict=True))
 
 
-def figures_of(run: FinishedRun) -> Figures:
+def metrics_of(run: FinishedRun) -> Metrics:
     """Returns the metrics of a finished run."""
     summary, evaluations = run.summary, run.summary["eval"]
     held_out = [evaluation["exact"] for evaluation in evaluations]
@@ -288,7 +295,7 @@ def shares(run: FinishedRun) -> list[float]:
     return [values["exact"] for _, values in sorted(run.steps().items())]
 
 
-def missed(case: Case, figures: Figures, *, like: float | None = None) -> list[str]:
+def missed(case: Case, figures: Metrics, *, like: float | None = None) -> list[str]:
     """Returns the bounds that a run misses; ``like`` is the last evaluation of the run for comparison."""
     bounds = dict(case.bounds)
     if like is not None:
@@ -301,13 +308,13 @@ def missed(case: Case, figures: Figures, *, like: float | None = None) -> list[s
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
-def learn(case: Case, seed: int, more: Sequence[str]) -> tuple[Figures, list[float]]:
+def learn(case: Case, seed: int, more: Sequence[str]) -> tuple[Metrics, list[float]]:
     """Executes one whole run; returns its metrics and the sampled share of each train step."""
     with TemporaryDirectory(prefix="relax-learning-") as scratch:
         folder = Path(scratch) / "run"
         words = [*case.words_of(Path(scratch), seed), *more]
         run = run_with_kills(folder, words) if case.kills else run_relax(folder, *words, deadline_s=DEADLINE_S)
-    return figures_of(run), shares(run)
+    return metrics_of(run), shares(run)
 
 
 def run_with_kills(folder: Path, words: Sequence[str]) -> FinishedRun:
@@ -318,7 +325,7 @@ def run_with_kills(folder: Path, words: Sequence[str]) -> FinishedRun:
             live.kill(process)
         finished = live.finish(deadline_s=DEADLINE_S)
     assert finished.code == 0, finished.output
-    finished.assert_books_closed()
+    finished.assert_all_samples_accounted()
     return FinishedRun(summary=finished.summary, records=read_metrics(folder))
 
 
@@ -362,7 +369,7 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def line(name: str, seed: int, figures: Figures) -> str:
+def line(name: str, seed: int, figures: Metrics) -> str:
     """Returns one row of the table."""
     pairs = [("held-out", "first", "last"), ("sampled", "sampled_first", "sampled_last")]
     pairs += [

@@ -26,11 +26,11 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.countdown_env import LONGEST_WAIT
-from benchmarks.countdown_task import PROMPT_TOKENS, drawn_lengths, model_folder, most_turn_tokens, write_rows
+from benchmarks.countdown_task import PROMPT_TOKENS, drawn_lengths, max_turn_tokens_of, model_folder, write_rows
 from benchmarks.harness import (
     QUIET_RUN,
-    Figures,
     FinishedRun,
+    Metrics,
     command_line,
     machine,
     run_relax,
@@ -82,7 +82,7 @@ def words_of(given: argparse.Namespace, rows: Path, *, seed: int) -> list[str]:
     ]
 
 
-def figures_of(run: FinishedRun, *, skipped: int) -> Figures:
+def metrics_of(run: FinishedRun, *, skipped: int) -> Metrics:
     """Returns a run's metrics; the last step counts for the reward only."""
     actor = run.steps()
     steps = sorted(actor)
@@ -105,7 +105,7 @@ def figures_of(run: FinishedRun, *, skipped: int) -> Figures:
     }
 
 
-def run_way(way: Sequence[str], given: argparse.Namespace, number: int) -> Figures:
+def run_way(way: Sequence[str], given: argparse.Namespace, number: int) -> Metrics:
     """Executes one run; all ways of a round have the same prompts, which differ between rounds."""
     # Over-sampling admits more prompts than are trained, and prompts for further steps are admitted before the end.
     count, seed = math.ceil(given.prompts * (SPARE * (given.steps + 6) + 1)), given.seed + number
@@ -115,7 +115,7 @@ def run_way(way: Sequence[str], given: argparse.Namespace, number: int) -> Figur
         rows = Path(scratch) / "rows.jsonl"
         write_rows(rows, wishes, seed=seed)
         run = run_relax(Path(scratch) / "run", *words_of(given, rows, seed=seed), *way)
-    return figures_of(run, skipped=given.skip)
+    return metrics_of(run, skipped=given.skip)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -135,7 +135,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), help="these ways alone")
     given = parser.parse_args(words)
-    longest = most_turn_tokens(given.turns)
+    longest = max_turn_tokens_of(given.turns)
     given.cap = given.cap or longest
     if given.cap > longest:
         parser.error(f"--cap {given.cap}: the model has no positions for {given.turns} such turns; {longest} or less")

@@ -138,10 +138,12 @@ def measure_stored() -> None:
     )
     for item, nbytes in zip(items, stored, strict=True):
         raw = sum(tensor.nbytes for tensor in item.tensors)
-        told = f"media bytes of a group with one {item.kind} on the bus: {nbytes / raw:.3f} of its frames and features"
+        message = (
+            f"media bytes of a group with one {item.kind} on the bus: {nbytes / raw:.3f} of its frames and features"
+        )
         pixels = item.patches * TRIAL_SETTINGS.temporal_patch_size * TRIAL_SETTINGS.patch_size**2 * 3
         patches = f", 1/{GROUP_SIZE * 4 * pixels / nbytes:.1f} of the float32 patches of {GROUP_SIZE} samples"
-        print(f"{told} (reach {REACH_BYTES}){patches if pixels else ''}")
+        print(f"{message} (reach {REACH_BYTES}){patches if pixels else ''}")
 
 
 async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: list[float]) -> float:
@@ -161,7 +163,7 @@ async def _run_of(pool: EncodePool, sources: Sequence[MediaSource]) -> tuple[flo
 
     A group requests its items once, `RE_ASKS` times again, and for `EVALUATIONS`; each sample holds them.
     """
-    cache = ItemCache(pool, most_bytes=0)  # for items without an owner
+    cache = ItemCache(pool, max_bytes=0)  # for items without an owner
     held = await cache.items(sources, owner="the prompt of a data set that other prompts share")
     for asked in range(1 + RE_ASKS + EVALUATIONS):
         owners = [f"{asked}-{sample}" for sample in range(GROUP_SIZE)]

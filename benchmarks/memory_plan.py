@@ -244,8 +244,8 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
         except OSError:  # the process has ended, or belongs to another user
             continue
         if "VmHWM" in status:
-            words = f"{status['Name'].strip()} {command}"
-            kind = next((kind for part, kind in KINDS.items() if part in words), words)
+            message = f"{status['Name'].strip()} {command}"
+            kind = next((kind for part, kind in KINDS.items() if part in message), message)
             found[pid] = (kind, int(status["VmHWM"].split()[0]) / 1024)
     return found
 

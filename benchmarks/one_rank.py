@@ -12,7 +12,7 @@ from relax_core.config.schema import ParallelConfig
 from relax_core.registry import find_algorithm
 
 if TYPE_CHECKING:
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.megatron_rank import RankSetup
 
 
 def one_rank_parallel(**changes: Any) -> ParallelConfig:
@@ -22,7 +22,7 @@ def one_rank_parallel(**changes: Any) -> ParallelConfig:
 
 def one_rank_setup(folder: Path, *, overrides: Sequence[str] = (), **changes: Any) -> RankSetup:
     """Returns a rank's setup for the model in ``folder``, as in a run with ``overrides``, with ``changes``."""
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.megatron_rank import RankSetup
 
     config = typed_config(compose(list(overrides)))
     fields: dict[str, Any] = {

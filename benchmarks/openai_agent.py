@@ -85,8 +85,8 @@ def guess(client: OpenAI, row: dict[str, Any], *, at_random: bool) -> float:
             continue
         if int(found.group()) == number:
             return 1.0
-        told = "higher" if int(found.group()) < number else "lower"
-        so_far.append((int(found.group()), random.choice(("higher", "lower")) if at_random else told))
+        message = "higher" if int(found.group()) < number else "lower"
+        so_far.append((int(found.group()), random.choice(("higher", "lower")) if at_random else message))
     return 0.0
 
 

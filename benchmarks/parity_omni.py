@@ -28,7 +28,7 @@ from benchmarks.parity_media import (
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.families.audio_tower import clip_rows, heard_video_rows
+from relax_core.families.audio_tower import clip_rows, video_with_sound_rows
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
 from relax_core.families.tower_passes import patches_of
@@ -92,9 +92,9 @@ class OmniItems:
     def clip(self, frames: int) -> MediaItem:
         return self._item("audio", clip_rows(self._audio, frames=frames), features=self._features(frames))
 
-    def heard_video(self, time: int, height: int, width: int, *, frames: int) -> MediaItem:
+    def video_with_sound(self, time: int, height: int, width: int, *, frames: int) -> MediaItem:
         grid = [time, height, width]
-        rows = heard_video_rows(self._vision, self._audio, grid=grid, seconds=SECONDS, frames=frames)
+        rows = video_with_sound_rows(self._vision, self._audio, grid=grid, seconds=SECONDS, frames=frames)
         pixels = self._pixels(2 * time, height, width)
         return self._item("video", rows, frames=pixels, features=self._features(frames))
 
@@ -113,7 +113,7 @@ def make_omni_case(case: str, items: OmniItems) -> list[TokenTree]:
     """Returns the groups of a case; in the case "mixed" the last group has text only."""
     many = [items.image(*size) for size in SIZES]
     video, clips = items.video(3, 4, 4), [items.clip(frames) for frames in CLIPS]
-    heard = items.heard_video(3, 2, 4, frames=250)
+    heard = items.video_with_sound(3, 2, 4, frames=250)
     groups = {
         "image": [group("i", [3, many[1], 2], [[4], [1], [6]])],
         "video": [group("v", [4, video, 3], [[4], [6]])],

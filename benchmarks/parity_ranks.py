@@ -33,9 +33,9 @@ from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import parallel_layout, process_group
+from relax_core.train.megatron_rank import RankSetup
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend
-from relax_core.train.rank import RankSetup
 from tests.trees import of_tokens
 
 DEADLINE_S = 300.0

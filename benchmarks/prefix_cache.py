@@ -27,7 +27,7 @@ import psutil
 from benchmarks.harness import (
     VOCAB,
     Comparison,
-    Figures,
+    Metrics,
     command_line,
     demo_model,
     engine_config,
@@ -81,7 +81,7 @@ def measure(name: str, *, rounds: int, episodes: int) -> Comparison:
         ]
         with engines[0] as ours, engines[1] as theirs:
 
-            def way(of: str, pid: int, client: EngineClient, number: int) -> Figures:
+            def way(of: str, pid: int, client: EngineClient, number: int) -> Metrics:
                 process, before = psutil.Process(pid), client.loads()
                 spent = process.cpu_times()
                 played[of, number] = loop.run_until_complete(play(client, seed=1000 * (number + 1), episodes=episodes))
@@ -94,7 +94,7 @@ def measure(name: str, *, rounds: int, episodes: int) -> Comparison:
                     "process MiB": process.memory_info().rss / MIB,
                 }
 
-            ways: dict[str, Callable[[int], Figures]] = {
+            ways: dict[str, Callable[[int], Metrics]] = {
                 of: partial(way, of, process.pid, client)
                 for of, (process, client) in zip((WITH, WITHOUT), (ours, theirs), strict=True)
             }

@@ -52,7 +52,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.child import OPENMP_WAITS
+from relax_core.contracts.child_process import OPENMP_WAITS
 
 # For all ways; torch reads it on import.
 os.environ.update(OPENMP_WAITS, HF_HUB_DISABLE_PROGRESS_BARS="1")
@@ -63,7 +63,7 @@ from benchmarks.engines import engine_tokens, transformers_tokens
 from benchmarks.harness import (
     QUIET_RUN,
     Comparison,
-    Figures,
+    Metrics,
     engine_config,
     machine,
     python,
@@ -75,7 +75,7 @@ from benchmarks.harness import (
 from benchmarks.last_number_reward import __file__ as REWARD_FILE
 from benchmarks.memory_plan import compare, measured, predicted
 from benchmarks.start_up import measure as measure_start
-from benchmarks.throughput import run_figures, single_figures
+from benchmarks.throughput import run_metrics, single_metrics
 from benchmarks.train_step import check_norms
 from benchmarks.train_step_trees import Counts
 from benchmarks.train_step_ways import HuggingFace, Ours, Size, as_rows, make_groups, response_lengths
@@ -231,7 +231,7 @@ def decode_counts(samples: int, *, prompt: int, new_tokens: int) -> Counts:
     return Counts(rows=samples * rows, pairs=samples * rows * (rows + 1) // 2, predicted=samples * new_tokens)
 
 
-def matrix_figures(size: Size, dtype: torch.dtype, threads: int, number: int) -> Figures:
+def matrix_metrics(size: Size, dtype: torch.dtype, threads: int, number: int) -> Metrics:
     """Returns the operations per second of the products of all layers and of the head."""
     kept = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -270,7 +270,7 @@ class Case:
         """Compares dtypes and numbers of threads."""
         ways = {
             f"{name}, {threads} thread{'s' * (threads > 1)}": partial(
-                matrix_figures, self._size, getattr(torch, name), threads
+                matrix_metrics, self._size, getattr(torch, name), threads
             )
             for name in ("bfloat16", "float32")
             for threads in sorted({1, self._given.threads})
@@ -300,7 +300,7 @@ class Case:
                 for number, measure in enumerate(generate.values()):
                     measure(2, 10**6 + number)  # loads lazily loaded code
                 ways = {name: partial(timed_tokens, measure, new_tokens, flops) for name, measure in generate.items()}
-                ways[MATRIX] = partial(matrix_figures, self._size, getattr(torch, self._given.dtype), threads)
+                ways[MATRIX] = partial(matrix_metrics, self._size, getattr(torch, self._given.dtype), threads)
                 title = f"decode, batch {batch}, {new_tokens} tokens: {flops / 1e12:.3g} TFLOP"
                 found = take_turns(title, ways, rounds=self._given.rounds, warm_up=False)
                 yield Result(found=found, figures=[DECODED], base=TRANSFORMERS)
@@ -326,11 +326,11 @@ class Case:
             RELAX: (partial(ours.step, trees), trees),
         }
         tokens = sum(map(int, lengths.flat))
-        ways: dict[str, Callable[[int], Figures]] = {}
+        ways: dict[str, Callable[[int], Metrics]] = {}
         for name, (step, of_step) in steps.items():
             flops = 3 * forward_flops(self._size, Counts.of(of_step))
             ways[name] = partial(timed_step, step, tokens, flops)
-        ways[MATRIX] = partial(matrix_figures, self._size, getattr(torch, dtype), self._given.threads)
+        ways[MATRIX] = partial(matrix_metrics, self._size, getattr(torch, dtype), self._given.threads)
         least = 3 * forward_flops(self._size, Counts.of(rows))
         title = f"train step, {dtype}, {tokens} answer tokens: {least / 1e12:.3g} TFLOP as rows"
         found = take_turns(title, ways, rounds=self._given.rounds)
@@ -341,39 +341,44 @@ class Case:
         """Compares whole runs with TRL."""
         threads = self._given.threads
         modes = {COLOCATE: ("mode=colocate", threads), ASYNC: ("mode=async", max(1, threads // 2))}
-        ways: dict[str, Callable[[int], Figures]] = {TRL: self._trl_figures}
+        ways: dict[str, Callable[[int], Metrics]] = {TRL: self._trl_metrics}
         for suffix, near in (("", True), (", right or wrong", False)):
             for name, (mode, engine_threads) in modes.items():
-                words = (*self._run_words(near=near), mode, f"engine.threads={engine_threads}")
-                ways[name + suffix] = partial(self._run_figures, name, words)
+                words = (*self._run_overrides(near=near), mode, f"engine.threads={engine_threads}")
+                ways[name + suffix] = partial(self._run_metrics, name, words)
         found = take_turns("runs on sums", ways, rounds=self._given.rounds, warm_up=False)
         yield Result(found=found, figures=[RATE, "tokens/s", "computed"], base=TRL)
 
-    def _trl_figures(self, number: int) -> Figures:
+    def _trl_metrics(self, number: int) -> Metrics:
         threads, steps = self._given.threads, 1 if self._given.quick else 5
         flags = [f"--model={self._given.model}", f"--rows={self._rows}", f"--threads={threads}"]
         flags += [f"--new-tokens={ANSWER_TOKENS}", f"--learning-rate={LEARNING_RATE}", f"--seed={number}"]
         flags += [f"--steps={steps}", f"--dtype={self._given.dtype}", f"--trl-path={self._given.trl_path or ''}"]
-        return single_figures(
+        return single_metrics(
             json.loads(python("benchmarks.trl_loop", *flags, OMP_NUM_THREADS=str(threads))), skipped=0
         )
 
-    def _run_figures(self, name: str, words: Sequence[str], number: int) -> Figures:
+    def _run_metrics(self, name: str, words: Sequence[str], number: int) -> Metrics:
         steps, skipped = (4, 1) if self._given.quick else (14, 3)
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             run = run_relax(Path(folder) / "run", *words, f"run.steps={steps}", f"seed={number}")
-        figures = run_figures(name, run.steps(), run.steps(ROLLOUT), skipped=skipped)
+        figures = run_metrics(name, run.steps(), run.steps(ROLLOUT), skipped=skipped)
         skipped_groups = [step["skipped_groups"] for _, step in sorted(run.steps().items())[skipped:-1]]
         return figures | {"computed": 1.0 - fmean(skipped_groups) / 8}
 
     def memory(self) -> Iterator[Result]:
         """Compares peaks with those of the plan."""
-        words = [*self._run_words(near=True), "mode=colocate", f"engine.threads={self._given.threads}", "run.steps=2"]
-        words.append(f"rollout.max_new_tokens={CUT_TOKENS}")  # truncates nearly all answers to the planned length
-        plan = predicted([*words, f"run.dir={self._scratch / 'plan'}"])
+        overrides = [
+            *self._run_overrides(near=True),
+            "mode=colocate",
+            f"engine.threads={self._given.threads}",
+            "run.steps=2",
+        ]
+        overrides.append(f"rollout.max_new_tokens={CUT_TOKENS}")  # truncates nearly all answers to the planned length
+        plan = predicted([*overrides, f"run.dir={self._scratch / 'plan'}"])
         comparisons: dict[str, Comparison] = {}
         for number in range(self._given.rounds):
-            truth = measured([*words, f"run.dir={self._scratch / f'memory-{number}'}"])
+            truth = measured([*overrides, f"run.dir={self._scratch / f'memory-{number}'}"])
             for name, row in compare(plan, truth).items():
                 comparison = comparisons.setdefault(name, Comparison(f"peak memory, {name}"))
                 for way in ("measured", "predicted"):
@@ -384,16 +389,16 @@ class Case:
     def start(self) -> Iterator[Result]:
         """Measures starts of both modes."""
         modes = {COLOCATE: "mode=colocate", ASYNC: "mode=async"}
-        ways = {name: partial(self._start_figures, mode) for name, mode in modes.items()}
+        ways = {name: partial(self._start_metrics, mode) for name, mode in modes.items()}
         found = take_turns("start", ways, rounds=self._given.rounds, warm_up=False)
         yield Result(found=found, figures=["s to the first token", "s to the first train step"], base=COLOCATE)
 
-    def _start_figures(self, mode: str, number: int) -> Figures:
+    def _start_metrics(self, mode: str, number: int) -> Metrics:
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
-            begun, _ = measure_start(Path(folder) / "run", kills=0, overrides=[*self._run_words(near=True), mode])
+            begun, _ = measure_start(Path(folder) / "run", kills=0, overrides=[*self._run_overrides(near=True), mode])
         return {"s to the first token": begun.token_s, "s to the first train step": begun.seconds}
 
-    def _run_words(self, *, near: bool) -> tuple[str, ...]:
+    def _run_overrides(self, *, near: bool) -> tuple[str, ...]:
         return (
             *QUIET_RUN,
             "model=folder",
@@ -413,7 +418,7 @@ class Case:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-def timed_tokens(generate: Callable[[int, int], int], new_tokens: int, flops: float, number: int) -> Figures:
+def timed_tokens(generate: Callable[[int, int], int], new_tokens: int, flops: float, number: int) -> Metrics:
     """Returns the speed of a call that samples ``new_tokens`` for each prompt."""
     began = time.perf_counter()
     tokens = generate(new_tokens, 1000 * (number + 1))
@@ -421,7 +426,7 @@ def timed_tokens(generate: Callable[[int, int], int], new_tokens: int, flops: fl
     return {DECODED: tokens / took, "GFLOP/s": flops / took / 1e9}
 
 
-def timed_step(step: Callable[[], float], tokens: int, flops: float, number: int) -> Figures:
+def timed_step(step: Callable[[], float], tokens: int, flops: float, number: int) -> Metrics:
     """Returns the speed of a train step; ``step`` returns the gradient norm."""
     began = time.perf_counter()
     norm = step()

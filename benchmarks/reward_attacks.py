@@ -29,7 +29,7 @@ from benchmarks.harness import FinishedRun, machine, run_relax
 from relax_core.config.compose import load_config
 from relax_core.data.sources import make_source
 from relax_core.observe.event_log import EVAL, SKELETONS, read_texts
-from relax_core.observe.summary import MOST_USUAL
+from relax_core.observe.summary import MAX_USUAL_DENIED
 from relax_core.plan.reward_check import LIMIT_S, ROWS
 from relax_core.rollout.rewards.reward_audit import audited_rows
 from relax_core.rollout.trial.reward_trial import audit_in_child
@@ -77,7 +77,9 @@ def figures(run: FinishedRun, folder: Path) -> dict[str, Any]:
     steps = sorted(run.steps().items())
     gaps = {step: values["reward_shadow_gap"] for step, values in steps if "reward_shadow_gap" in values}
     noticed = [
-        step for step, values in steps if "hack_onset" in values or values.get("shadow_denied/usual", 0.0) > MOST_USUAL
+        step
+        for step, values in steps
+        if "hack_onset" in values or values.get("shadow_denied/usual", 0.0) > MAX_USUAL_DENIED
     ]
     looks = [text.rows for text in read_texts(folder, SKELETONS) if text.rows]
     form = looks[-1][0] if looks else {}
@@ -136,8 +138,8 @@ def print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
         )
         form, share, _ = result["form"]
         marks = [str(result[key]) if result[key] is not None else "–" for key in ("opened", "noticed")]
-        words = "" if form is None else f"{form!r} {share:.0%}"
-        table.add_row(name, families or "–", accuracy, shadow, "yes" if result["exploited"] else "no", *marks, words)
+        message = "" if form is None else f"{form!r} {share:.0%}"
+        table.add_row(name, families or "–", accuracy, shadow, "yes" if result["exploited"] else "no", *marks, message)
     Console(width=200).print(table)
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.harness import Comparison, Figures, command_line, machine, take_turns, write_report
+from benchmarks.harness import Comparison, Metrics, command_line, machine, take_turns, write_report
 from relax_core.config.compose import load_config
-from relax_core.contracts.checked import checked_reward
+from relax_core.contracts.checked_plugins import checked_reward
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardSpec
 from relax_core.preflight import settle
 from relax_core.registry import find_reward
@@ -50,8 +50,8 @@ async def scored(rewards: RewardPool, group: Sequence[RewardInput], *, groups: i
 def slow_rewards(*, rounds: int) -> Comparison:
     group = [RewardInput(response=str(n), stopped=True, answer="", row={}) for n in range(GROUP_SIZE)]
 
-    def way(score: Callable[..., Any], concurrency: int) -> Callable[[int], Figures]:
-        def measure(number: int) -> Figures:
+    def way(score: Callable[..., Any], concurrency: int) -> Callable[[int], Metrics]:
+        def measure(number: int) -> Metrics:
             spec = checked_reward(RewardSpec(name="slow", summary="waits", config=RewardConfig, score=score))
             with RewardPool(spec, RewardConfig(name="slow"), workers=1, concurrency=concurrency) as rewards:
                 return {"answers/s": GROUPS * GROUP_SIZE / asyncio.run(scored(rewards, group, groups=GROUPS))}
@@ -90,8 +90,8 @@ def quick_reward(*, rounds: int) -> Comparison:
             await rewards.score(group)
         return time.perf_counter() - began
 
-    def way(seconds: float) -> Callable[[int], Figures]:
-        def measure(number: int) -> Figures:
+    def way(seconds: float) -> Callable[[int], Metrics]:
+        def measure(number: int) -> Metrics:
             config = spec.config(name=name)
             with in_loop_below(seconds), RewardPool(spec, config, workers=1, concurrency=32) as rewards:
                 return {"µs a group": 1e6 * asyncio.run(one_by_one(rewards)) / QUICK_GROUPS}
@@ -109,8 +109,8 @@ def isolated_math(*, rounds: int) -> Comparison:
     answers = [f"So the answer is $\\boxed{{\\frac{{{n}}}{{2}}}}$." for n in range(GROUP_SIZE)]
     group = [RewardInput(response=text, stopped=True, answer="21/2", row={}) for text in answers]
 
-    def way(sandbox: str) -> Callable[[int], Figures]:
-        def measure(number: int) -> Figures:
+    def way(sandbox: str) -> Callable[[int], Metrics]:
+        def measure(number: int) -> Metrics:
             began = time.perf_counter()
             with RewardPool(spec, spec.config(name="math", sandbox=sandbox), workers=2) as rewards:
                 asyncio.run(scored(rewards, group, groups=1))

@@ -206,10 +206,10 @@ def main() -> int:
             start, after = measure(Path(folder) / "run", kills=arguments.kills, overrides=arguments.overrides)
         starts.append(start)
         recoveries += after
-        words = ", ".join(
+        message = ", ".join(
             f"{begun.seconds:.1f} s and {sum(begun.cpu_s.values()):.1f} CPU s" for begun in (start, *after)
         )
-        print(f"run {number + 1}: {words} (load {os.getloadavg()[0]:.1f})", flush=True)
+        print(f"run {number + 1}: {message} (load {os.getloadavg()[0]:.1f})", flush=True)
     print(f"first token: {median(begun.token_s for begun in starts):.1f} s")
     print(table("first train step", starts))
     if recoveries:

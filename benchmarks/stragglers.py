@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.observe.event_log import ACTOR, RANK, by_step, read_metrics, read_texts
-from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_words, told_stragglers
+from relax_core.observe.stragglers import STRAGGLER, Straggler, reported_stragglers, straggler_text
 from relax_core.observe.trackers.file_sinks import METRICS_FILE
 from tests.integration.live_run import ENGINE, LiveRun
 
@@ -154,7 +154,7 @@ def _slept(seconds: float) -> bool:
 def _ended(live: LiveRun, given: argparse.Namespace, *, who: str, began: int, named_at: int | None) -> Case:
     live.terminate()
     done = live.finish()
-    told = told_stragglers(read_texts(done.folder))
+    told = reported_stragglers(read_texts(done.folder))
     assert len(done.summary["stragglers"]) == len(told), "summary.json has them, too"
     _print_times(done.folder)
     if given.keep is not None:
@@ -176,8 +176,8 @@ def _print_times(folder: Path) -> None:
         for of in [list(by_step(records, RANK).values())]
         for name in names
     }
-    words = ", ".join(f"{name} {sum(ms) / len(ms):.0f}" for name, ms in own.items())
-    print(f"    {len(steps)} steps of {sum(steps) / len(steps):.0f} ms; own work of a step, ms: {words}", flush=True)
+    message = ", ".join(f"{name} {sum(ms) / len(ms):.0f}" for name, ms in own.items())
+    print(f"    {len(steps)} steps of {sum(steps) / len(steps):.0f} ms; own work of a step, ms: {message}", flush=True)
 
 
 def main() -> int:
@@ -205,7 +205,7 @@ def main() -> int:
             when = "" if not case.who else f": reported after {case.named_after} steps"
             print(f"  {kind} {run + 1}: {what}{when}; {len(case.others)} false alarms", flush=True)
             for straggler in case.told:
-                print(f"    {straggler_words(straggler)}", flush=True)
+                print(f"    {straggler_text(straggler)}", flush=True)
         print(f"{kind}: {good} of {given.runs} good", flush=True)
         missed += given.runs - good
     return 1 if missed else 0

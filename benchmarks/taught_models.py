@@ -45,7 +45,7 @@ TASKS: Mapping[str, Callable[[str], str]] = {
 }
 PROMPT = Path(__file__).with_name("taught_judge.jinja")
 PARSE = r" (?P<verdict>[01])$"
-MOST_TOKENS = 32  # tokens of a judge's text on a response of 8 characters: 3 for each, the verdict and the end
+MAX_TOKENS = 32  # tokens of a judge's text on a response of 8 characters: 3 for each, the verdict and the end
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ def judge_folder(task: str) -> Path:
     return _made("judge", task)
 
 
-def judge_words(name: str, folder: Path) -> list[str]:
+def judge_arguments(name: str, folder: Path) -> list[str]:
     """Returns the overrides of a run with a trained judge under a name."""
     key = f"reward.judges.{name}"
     return [
         f"{key}.model={folder}",
         f"{key}.prompt={PROMPT}",
         f"{key}.parse='{PARSE}'",
-        f"{key}.max_new_tokens={MOST_TOKENS}",
+        f"{key}.max_new_tokens={MAX_TOKENS}",
     ]
 
 

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import QUIET_RUN, Figures, command_line, machine, python, run_relax, take_turns, write_report
+from benchmarks.harness import QUIET_RUN, Metrics, command_line, machine, python, run_relax, take_turns, write_report
 from relax_core.observe.event_log import ROLLOUT
 
 SKIPPED_STEPS = 10  # warm-up of caches and allocators, until the pipeline is full
@@ -92,7 +92,7 @@ def main() -> int:
     single = (PLAIN,) if given.trl_path is None else (PLAIN, TRL)
     with tempfile.TemporaryDirectory(prefix="relax-throughput-") as folder:
         task = Task.tail(Path(folder) / "model") if given.tail else Task(ways=OVERRIDES)
-        ways: dict[str, Callable[[int], Figures]] = {
+        ways: dict[str, Callable[[int], Metrics]] = {
             name: partial(measure_single, name, task, given) for name in single
         }
         ways |= {name: partial(measure_run, name, task, given.steps) for name in task.ways}
@@ -121,27 +121,27 @@ def parse() -> argparse.Namespace:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def measure_single(name: str, task: Task, given: argparse.Namespace, number: int) -> Figures:
+def measure_single(name: str, task: Task, given: argparse.Namespace, number: int) -> Metrics:
     """Returns the metrics of a single-process trainer."""
     trl = [f"--trl-path={given.trl_path}"] if name == TRL else []
     module = "benchmarks.trl_loop" if name == TRL else "benchmarks.plain_loop"
     output = python(module, *task.flags, f"--steps={given.plain_steps}", f"--seed={number}", *trl)
-    return single_figures(json.loads(output), skipped=task.skipped)
+    return single_metrics(json.loads(output), skipped=task.skipped)
 
 
-def measure_run(name: str, task: Task, steps: int, number: int) -> Figures:
+def measure_run(name: str, task: Task, steps: int, number: int) -> Metrics:
     """Returns the metrics of a whole run."""
     settings = (*task.ways[name], *task.overrides, *QUIET_RUN, f"run.steps={steps}", f"seed={number}")
     with tempfile.TemporaryDirectory(prefix="relax-throughput-") as folder:
         run = run_relax(Path(folder) / "run", *settings)
     if run.summary["steps_recorded"] != steps:
         sys.exit(f"the run ended with {run.summary['steps_recorded']} of {steps} records")
-    figures = run_figures(name, run.steps(), run.steps(ROLLOUT), skipped=task.skipped)
+    figures = run_metrics(name, run.steps(), run.steps(ROLLOUT), skipped=task.skipped)
     return figures | {"first_step_s": run.summary["first_step_s"]}
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
-def single_figures(steps: Sequence[Mapping[str, float]], *, skipped: int = SKIPPED_STEPS) -> Figures:
+def single_metrics(steps: Sequence[Mapping[str, float]], *, skipped: int = SKIPPED_STEPS) -> Metrics:
     """Returns medians over a single-process trainer's steps after the warm-up, with its parts if it reports them."""
     measured = steps[skipped:]
     parts = {"step": "step_ms", "engine": "generate_ms", "reward": "reward_ms", "train": "train_ms"}
@@ -150,13 +150,13 @@ def single_figures(steps: Sequence[Mapping[str, float]], *, skipped: int = SKIPP
     }
 
 
-def run_figures(
+def run_metrics(
     name: str,
     actor: Mapping[int, Mapping[str, float]],
     rollout: Mapping[int, Mapping[str, float]],
     *,
     skipped: int = SKIPPED_STEPS,
-) -> Figures:
+) -> Metrics:
     """Returns a run's metrics in milliseconds from the trainer's and the rollout's records by step.
 
     Without overlap the prompt batch of step t and the push in its record belong to weight version t.
@@ -183,7 +183,7 @@ def run_figures(
     }
 
 
-def _speed(measured: Sequence[Mapping[str, float]]) -> Figures:
+def _speed(measured: Sequence[Mapping[str, float]]) -> Metrics:
     """Returns rates: ``samples/s`` of the median step, the others over the whole time with slow steps."""
     samples, tokens, milliseconds = (
         sum(record[name] for record in measured) for name in ("samples", "tokens", "step_ms")

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import ONE_THREAD, Comparison, Figures, command_line, machine, take_turns
+from benchmarks.harness import ONE_THREAD, Comparison, Metrics, command_line, machine, take_turns
 from benchmarks.logprobs import in_own_process
 from benchmarks.train_step_trees import Counts, deep_tree, step_memory
 from benchmarks.train_step_ways import (
@@ -198,7 +198,7 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
     `NORM_REACH` or more, because then they do different work.
     """
 
-    def timed(step: Callable[[], float], number: int) -> Figures:
+    def timed(step: Callable[[], float], number: int) -> Metrics:
         began = time.process_time()
         norm = step()
         return {"tokens/s": tokens / (time.process_time() - began), "gradient norm": norm}

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.harness import ONE_THREAD, Comparison, Figures, command_line, machine, take_turns
+from benchmarks.harness import ONE_THREAD, Comparison, Metrics, command_line, machine, take_turns
 
 if TYPE_CHECKING:
     from benchmarks.train_step_ways import Size
@@ -48,7 +48,7 @@ PARTS = ("language", "trees", "hybrid")
 TOWER = {"depth": 1, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4}
 
 
-def write_seeing_model(folder: Path, family: str = SEEING) -> Path:
+def write_vision_step_model(folder: Path, family: str = SEEING) -> Path:
     """Writes a random Qwen3-VL or Qwen3.5 whose language model is as large as `benchmarks.train_step`'s dense model."""
     import torch
     import transformers
@@ -119,14 +119,14 @@ def _delta_net(size: Size) -> dict[str, Any]:
     }
 
 
-class SeeingSteps:
+class VisionSteps:
     """Makes groups with images and computes steps over them; ``folder`` gets model and items."""
 
     def __init__(self, folder: Path, family: str = SEEING) -> None:
         from relax_core.contracts.media_file import FolderReader
         from relax_core.families.folder import folder_architecture
 
-        self.family, self.model = family, write_seeing_model(folder / "seeing", family)
+        self.family, self.model = family, write_vision_step_model(folder / "seeing", family)
         self.items = folder / "items"
         self.items.mkdir()
         self.reader = FolderReader(self.items)
@@ -191,7 +191,7 @@ def language(folder: Path, *, rounds: int) -> Comparison:
     """Compares a step over images, its tower passes and a step over as many text rows."""
     from benchmarks.train_step_ways import SIZES, Ours, make_groups, write_model
 
-    steps = SeeingSteps(folder)
+    steps = VisionSteps(folder)
     groups = [
         steps.group(f"g{place}", images=LANGUAGE_IMAGES, answers=LANGUAGE_ANSWERS) for place in range(LANGUAGE_GROUPS)
     ]
@@ -216,7 +216,7 @@ def language(folder: Path, *, rounds: int) -> Comparison:
     return found
 
 
-def _figures(way: Callable[[], float], number: int) -> Figures:
+def _figures(way: Callable[[], float], number: int) -> Metrics:
     return {"seconds": way()}
 
 
@@ -225,7 +225,7 @@ def trees(folder: Path, *, family: str, rounds: int) -> Iterator[Comparison]:
     from benchmarks.train_step import measure
     from benchmarks.train_step_ways import as_rows
 
-    steps = SeeingSteps(folder, family)
+    steps = VisionSteps(folder, family)
     rows_model, tree_model = steps.ours(), steps.ours()
     for (image_rows, answers), reach in zip(TREES, TREE_REACH[family], strict=True):
         group = steps.group("g0", images=image_rows // IMAGE_ROWS, answers=answers)

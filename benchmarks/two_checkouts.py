@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import HERE, QUIET_RUN, Figures, command_line, machine, run_relax, take_turns, write_report
+from benchmarks.harness import HERE, QUIET_RUN, Metrics, command_line, machine, run_relax, take_turns, write_report
 
 ASYNC = ("mode=async", "mode.max_staleness=1")
 LOOK_S = 0.2  # seconds between two observations of the processes
@@ -24,7 +24,7 @@ SKIPPED_STEPS = 10
 NEW, OLD = "new", "old"
 
 
-def run_demo(checkout: Path, number: int, *, steps: int) -> Figures:
+def run_demo(checkout: Path, number: int, *, steps: int) -> Metrics:
     """Runs the demo of a checkout to its end and returns its metrics."""
     memory: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="relax-checkouts-") as folder:

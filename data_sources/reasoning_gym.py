@@ -13,7 +13,7 @@ from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSour
 
 _HELD_OUT_SLOTS = 4  # a question whose checksum falls into one of them is held out, so training never asks it
 _TRIES = 64  # questions that are drawn for a row until its checksum fits; a task with few questions may have none
-_MOST_ROWS = 1 << 24  # question i of seed s is that of seed s + i, so seeds of other questions lie this far apart
+_MAX_ROWS = 1 << 24  # question i of seed s is that of seed s + i, so seeds of other questions lie this far apart
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ReasoningTasks(BaseDataSource):
     def _row(self, number: int, *, held_out: bool) -> Mapping[str, Any]:
         config = self._config
         for attempt in range(_TRIES):
-            seed = (config.seed << 40) + (2 * attempt + held_out) * _MOST_ROWS
+            seed = (config.seed << 40) + (2 * attempt + held_out) * _MAX_ROWS
             if seed not in self._streams:
                 self._streams[seed] = drawn(config, seed)
             entry = self._streams[seed][number]
@@ -94,8 +94,8 @@ def check(config: ReasoningTasksConfig) -> None:
         hint = f"Nearest: {near}" if near else f"Some of its {len(DATASETS)}: {', '.join(sorted(DATASETS)[::12])}"
         raise ValueError(f"data.task={config.task}: reasoning-gym has no such task. {hint}.")
     for key, least in (("rows", 1), ("held_out", 0), ("seed", 0)):
-        if not least <= (value := getattr(config, key)) <= _MOST_ROWS:
-            raise ValueError(f"data.config.{key}={value}: must be from {least} to {_MOST_ROWS}.")
+        if not least <= (value := getattr(config, key)) <= _MAX_ROWS:
+            raise ValueError(f"data.config.{key}={value}: must be from {least} to {_MAX_ROWS}.")
     try:
         drawn(config, config.seed)
     except (TypeError, ValueError, AssertionError) as error:

@@ -77,8 +77,8 @@ class GymnasiumEnv(BaseInteractionEnv):
         found = self._pattern.findall(action.content or action.text)
         before = self._state
         if not found:
-            words = f"There is no action in your answer. Answer with one of: {', '.join(self._names)}"
-            return StepResult(observation=words, state_key=before)
+            message = f"There is no action in your answer. Answer with one of: {', '.join(self._names)}"
+            return StepResult(observation=message, state_key=before)
         number = [name.lower() for name in self._names].index(found[-1].lower())
         observation, reward, terminated, truncated, _ = self._env.step(self._first + number)
         return StepResult(
@@ -133,8 +133,8 @@ def check(config: GymnasiumConfig) -> None:
     except gymnasium.error.Error as error:
         raise ValueError(f"env.id={config.id}: {error}") from error
     except Exception as error:  # code of the user's module
-        words = f"{type(error).__name__}: {error}"
-        raise ValueError(f"env.id={config.id}: the module {module} cannot be imported: {words}") from error
+        message = f"{type(error).__name__}: {error}"
+        raise ValueError(f"env.id={config.id}: the module {module} cannot be imported: {message}") from error
 
 
 SPEC = EnvSpec(

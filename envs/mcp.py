@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envs.tool_servers.mcp_sessions import McpSessions, in_thread, listed_tools
-from envs.tool_servers.server_processes import PORT, McpServer, command_words
+from envs.tool_servers.server_processes import PORT, McpServer, server_command
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
 from relax_core.contracts.tool_calls import ToolCall
 
@@ -157,7 +157,7 @@ def check(config: McpConfig) -> None:
 
 def _check_command(command: str, key: str) -> None:
     try:
-        program = command_words(command)[0]
+        program = server_command(command)[0]
     except ValueError as error:
         raise ValueError(f"{key}={command}: {error}. Write a program and its arguments.") from error
     if shutil.which(program) is None:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.host_network import opener, proxy_words
+from relax_core.contracts.host_network import opener, proxy_description
 
 _TOOL = "act"
 _CLOSE_S = 2.0
@@ -197,7 +197,7 @@ def _schema(config: OpenEnvConfig) -> dict[str, Any]:
         with opener(address).open(address, timeout=config.step_timeout_s) as reply:
             action: dict[str, Any] = json.load(reply)["action"]
     except (OSError, ValueError, KeyError) as error:
-        how = proxy_words(address)
+        how = proxy_description(address)
         raise ValueError(f"env.url={config.url}: {address}{how} gives no schema of an action: {error}") from error
     fields = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
     return {**action, "properties": fields}

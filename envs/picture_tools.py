@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_LEAST_SIDE = 8  # pixels of a crop; towers refuse smaller pictures
+_MIN_SIDE = 8  # pixels of a crop; towers refuse smaller pictures
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _checked(box: Box, picture: Image) -> Box:
     left, top, right, bottom = box
     if not (left >= 0 and right <= picture.width and top >= 0 and bottom <= picture.height):
         raise ToolMistake(f"The part {box} is not inside of the picture of {picture.width} x {picture.height} pixels.")
-    if right - left < _LEAST_SIDE or bottom - top < _LEAST_SIDE:
-        raise ToolMistake(f"A part has at least {_LEAST_SIDE} x {_LEAST_SIDE} pixels.")
+    if right - left < _MIN_SIDE or bottom - top < _MIN_SIDE:
+        raise ToolMistake(f"A part has at least {_MIN_SIDE} x {_MIN_SIDE} pixels.")
     return box
 
 

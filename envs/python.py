@@ -21,7 +21,7 @@ from relax_core.sandbox.run_code import (
 SANDBOXES = ("bwrap", "none")
 # Limits of all calls of a response together, so that none reaches env.step_timeout_s; ``cpu_s`` is per process.
 LIMITS = CodeLimits(wall_s=10.0, cpu_s=5, memory_mib=512, output_bytes=16384)
-LEAST_S = 0.05  # with less time left, code is not run at all
+MIN_S = 0.05  # with less time left, code is not run at all
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PythonTool(BaseInteractionEnv):
             self._failed += 1
             return str(mistake)
         left = until - time.monotonic()
-        if left < LEAST_S:
+        if left < MIN_S:
             self._failed += 1
             return f"[not run: the calls of a response have {self._limits.wall_s:g} s together]"
         result = self._run(code, replace(self._limits, wall_s=left))

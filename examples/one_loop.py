@@ -22,7 +22,7 @@ import numpy as np
 import torch.distributed as dist
 
 from relax_core.bus.ledger import Ledger
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.bus.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
@@ -48,9 +48,9 @@ from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, sampli
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.train.megatron_rank import rank_setup
 from relax_core.train.micro_batches import MicroBatcher, decode_train_tree
 from relax_core.train.policy_backend import MegatronBackend
-from relax_core.train.rank import rank_setup
 from relax_core.weights.version_file import write_weights
 
 COLUMNS = (*ROLLOUT_COLUMNS, ADVANTAGES)  # columns of a group that the trainer reads
@@ -58,7 +58,7 @@ STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFigures:
+class LoopMetrics:
     """Holds the metrics of one step. ``versions`` are the weight versions of its trained tokens, ``logprob_gap`` is the
     largest log-prob difference between engine and trainer, ``ratio`` the mean of the exponential of this difference.
     """
@@ -92,7 +92,7 @@ class Loop:
         )
         self.sampling = training_sampling(config, self.prompts.tokenizer)
         # The bus admits groups, stores complete groups, and records the end of every episode.
-        self.bus = BusCore(
+        self.bus = ReplayBuffer(
             BusSettings(
                 groups_per_step=config.rollout.prompts_per_step,
                 group_size=config.algo.group_size,
@@ -107,7 +107,7 @@ class Loop:
         setup = rank_setup(config, model_folder=model_folder, rank=0, store_address="127.0.0.1:0")
         self.trainer = MegatronBackend(setup, temperature=config.rollout.temperature)
 
-    async def run(self) -> list[StepFigures]:
+    async def run(self) -> list[LoopMetrics]:
         """Runs all steps. The engine gets version 0 first, because it samples nothing without weights."""
         figures = []
         self.publish(version=0)
@@ -120,7 +120,7 @@ class Loop:
                 metrics = self.train(step, trees)
                 self.publish(version=step + 1)
                 self.bus.ack([lease.lease_id], step=step, dropped={})
-                figures.append(figures_of(step, trees, metrics))
+                figures.append(metrics_of(step, trees, metrics))
                 print(figures[-1].line(), flush=True)
         await self.engine.aclose()
         return figures
@@ -186,9 +186,9 @@ class Loop:
         return self.engine
 
 
-def figures_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> StepFigures:
+def metrics_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> LoopMetrics:
     episodes = [episode for tree in trees for episode in tree.episodes]
-    return StepFigures(
+    return LoopMetrics(
         step=step,
         reward=float(np.mean([episode.reward for episode in episodes])),
         exact=float(np.mean([episode.parts["exact"] for episode in episodes])),
@@ -199,7 +199,7 @@ def figures_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> S
 
 
 @contextmanager
-def engine_beside(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> Iterator[EngineClient]:
+def engine_in_subprocess(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> Iterator[EngineClient]:
     """Starts an engine process that ends with this block, or with this process even if it is killed."""
     token_file = scratch / "token"
     token_file.touch(mode=0o600)
@@ -220,14 +220,14 @@ def engine_beside(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> 
         process.stop(timeout_s=5.0)
 
 
-def train(*overrides: str) -> list[StepFigures]:
+def train(*overrides: str) -> list[LoopMetrics]:
     """Runs the loop in a temporary folder; overrides as on the command line."""
     config = load_config([*STRICT, *overrides], checks=CHECKS, settle=settle)
     assert config.model.builtin is not None and config.model.task is not None, "the default model is built in"
     model_folder = tiny_model_folder(config.model.builtin, task=config.model.task)
     with tempfile.TemporaryDirectory(prefix="relax-one-loop-") as folder:
         scratch = Path(folder)
-        with engine_beside(config, model_folder=model_folder, scratch=scratch) as engine:
+        with engine_in_subprocess(config, model_folder=model_folder, scratch=scratch) as engine:
             loop = Loop(config, engine=engine, model_folder=model_folder, scratch=scratch)
             try:
                 return asyncio.run(loop.run())

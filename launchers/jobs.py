@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=what)
         command.add_argument("folder", type=Path, help="the run's folder")
-    words = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        return _act(words.command, words.folder.absolute())
+        return _act(parsed.command, parsed.folder.absolute())
     except (ValueError, RuntimeError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
@@ -51,7 +51,7 @@ def _slurm(command: str, run: SlurmRun) -> int:
     if command == "follow":
         return follow(run)
     state = job_state(run.job_id)
-    print(f"relax: job {run.job_id} {state.words()}")
+    print(f"relax: job {run.job_id} {state.describe()}")
     if command == "stop" and not state.ended:
         signal = ["--signal=USR1"] if state.state == "RUNNING" else []  # a job in the queue has nothing to save
         done = slurm_call("scancel", *signal, run.job_id)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from relax_core.config.rerun import marked
-from relax_core.config.saved import to_yaml
+from relax_core.config.saved_config import to_yaml
 from relax_core.config.schema import DtypeByMachine, FolderByTime, RelaxConfig
 from relax_core.contracts.output_path import numbered
 from relax_core.contracts.private_folder import private_folder
@@ -92,7 +92,7 @@ def make_run_folder(config: RelaxConfig) -> Path:
     """
     wanted, by_time = Path(config.run.dir), isinstance(config.run.dir, FolderByTime)
     if config.resume == "auto" and isinstance(config.run.dir, FolderByTime):
-        if (newest := _newest_beside(wanted, label=config.run.dir.label)) is not None:
+        if (newest := _newest_sibling(wanted, label=config.run.dir.label)) is not None:
             return private_folder(newest, key="run.dir")
     elif config.resume == "auto":
         return _made(wanted, exist_ok=True)
@@ -103,7 +103,7 @@ def make_run_folder(config: RelaxConfig) -> Path:
     raise AssertionError("`numbered` does not end")
 
 
-def _newest_beside(folder: Path, *, label: str) -> Path | None:
+def _newest_sibling(folder: Path, *, label: str) -> Path | None:
     """Returns the newest folder next to ``folder`` with a checkpoint and a name that ends with ``label``."""
     labelled = [path for path in folder.parent.glob("*/") if path.name.endswith(label)]
     newest_first = sorted(labelled, key=lambda path: path.stat().st_mtime, reverse=True)

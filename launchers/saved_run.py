@@ -27,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, nargs="?", help=f"submitted.yaml; default: content of ${CONFIG_VARIABLE}")
     parser.add_argument("--ray-address", help="join this Ray cluster; default: start a new cluster on this machine")
     parser.add_argument("--again", action="store_true", help="continue from the newest checkpoint in run.dir, if any")
-    words = parser.parse_args(arguments)
-    if words.file is None and CONFIG_VARIABLE not in os.environ:
+    parsed = parser.parse_args(arguments)
+    if parsed.file is None and CONFIG_VARIABLE not in os.environ:
         parser.error(f"give a file, or set {CONFIG_VARIABLE}")
     try:
-        text = os.environ.pop(CONFIG_VARIABLE) if words.file is None else words.file.read_text(encoding="utf-8")
+        text = os.environ.pop(CONFIG_VARIABLE) if parsed.file is None else parsed.file.read_text(encoding="utf-8")
         config, overrides = read_submitted(text)
-        here = as_run_here(config, ray_address=words.ray_address)
+        here = as_run_here(config, ray_address=parsed.ray_address)
         config, problems = settled(here, checks=CHECKS, settle=settle)
         if problems:
             raise ConfigError(problems)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     sys.argv = ["relax", *overrides]  # the summary records them as the run's command line
     with private_files():
-        return run_saved(config, again=words.again)
+        return run_saved(config, again=parsed.again)
 
 
 def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:

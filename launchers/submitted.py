@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launchers.local import make_run_folder, save_config
 from relax_core.config.compose import config_from_yaml
-from relax_core.config.saved import to_whole_yaml
+from relax_core.config.saved_config import to_yaml_with_secrets
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.plan_command import plan_run, save_plan
 
@@ -58,7 +58,7 @@ def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
 
 def submitted_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
     """Returns the text of submitted.yaml, which contains the configuration's secrets."""
-    return f"{OVERRIDES}{json.dumps(list(overrides))}\n{to_whole_yaml(config)}"
+    return f"{OVERRIDES}{json.dumps(list(overrides))}\n{to_yaml_with_secrets(config)}"
 
 
 def read_submitted(text: str) -> tuple[RelaxConfig, list[str]]:
@@ -70,7 +70,7 @@ def read_submitted(text: str) -> tuple[RelaxConfig, list[str]]:
 
 def write_end(folder: Path, end: RunEnd) -> None:
     """Writes end.json into the run's folder, whole or not at all."""
-    write_whole(folder / END_FILE, json.dumps({"code": end.code, "cause": end.cause, "attempt": end.attempt}))
+    write_atomically(folder / END_FILE, json.dumps({"code": end.code, "cause": end.cause, "attempt": end.attempt}))
 
 
 def read_end(folder: Path) -> RunEnd | None:
@@ -79,7 +79,7 @@ def read_end(folder: Path) -> RunEnd | None:
     return RunEnd(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text, encoding="utf-8")

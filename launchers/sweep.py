@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.local import make_run_folder
-from launchers.submitted import write_whole
+from launchers.submitted import write_atomically
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, RelaxConfig, SlurmLauncherConfig
@@ -49,7 +49,7 @@ class SweepRun:
     cause: str = ""
     handle: Any = None
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Returns the run's name in messages: its swept overrides, or its number."""
         return " ".join(self.swept) or f"number {self.number + 1}"
 
@@ -85,7 +85,7 @@ class Sweep:
         run = SweepRun(number=0, overrides=tuple(overrides), swept=tuple(swept), config=None, code=USAGE)
         run.cause = error.problems[0]
         self._keep(run, folder)
-        print(f"relax: run {run.words()} of the sweep is refused", file=sys.stderr)
+        print(f"relax: run {run.describe()} of the sweep is refused", file=sys.stderr)
         print(error.report(), file=sys.stderr)
 
     def _keep(self, run: SweepRun, folder: Path) -> SweepRun:
@@ -164,9 +164,9 @@ class Sweep:
         run.code = next((earlier.code for earlier in self._runs if earlier.code in STOPPED), None)
         if run.code is not None:
             run.cause = "the sweep was stopped before"
-            print(f"relax: run {run.words()} is not started, because the sweep was stopped", file=sys.stderr)
+            print(f"relax: run {run.describe()} is not started, because the sweep was stopped", file=sys.stderr)
             return
-        print(f"relax: run {run.number + 1} of the sweep's {max(count, run.number + 1)}: {run.words()}", flush=True)
+        print(f"relax: run {run.number + 1} of the sweep's {max(count, run.number + 1)}: {run.describe()}", flush=True)
         config = _config(run)
         before, sys.argv = sys.argv, ["relax", *run.overrides]  # its summary records them as its command line
         try:
@@ -236,11 +236,11 @@ class Sweep:
             }
             for run in self._runs
         ]
-        write_whole(self._folder / SWEEP_FILE, json.dumps({"runs": runs}, indent=2) + "\n")
+        write_atomically(self._folder / SWEEP_FILE, json.dumps({"runs": runs}, indent=2) + "\n")
 
     def _print_table(self) -> None:
         lines = [("run", "job", "folder")]
-        lines += [(run.words(), run.job_id or "", str(run.folder or run.cause)) for run in self._runs]
+        lines += [(run.describe(), run.job_id or "", str(run.folder or run.cause)) for run in self._runs]
         widths = [max(len(cells[column]) for cells in lines) for column in range(2)]
         for run, job, folder in lines:
             print(f"  {run:<{widths[0]}}  {job:<{widths[1]}}  {folder}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relax_core.contracts.host_network import except_loopback
+from relax_core.contracts.host_network import exempt_loopback_from_proxy
 from relax_core.observe.standard_streams import show_uncaught, unread_streams
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It returns 130 for a Ctrl-C before a run has started. A run handles its own Ctrl-C.
     """
     sys.excepthook = show_uncaught
-    except_loopback()
+    exempt_loopback_from_proxy()
     with unread_streams():
         try:
             return _main(_without_secrets(arguments))
@@ -58,36 +58,36 @@ def _without_secrets(arguments: Sequence[str] | None) -> list[str]:
     Raises SystemExit for a secret that cannot be read.
     """
     from relax_core.config.errors import ConfigError
-    from relax_core.config.override_words import hide_arguments, without_secrets
+    from relax_core.config.hydra_overrides import hide_arguments, without_secrets
 
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        words = without_secrets(typed)
+        args = without_secrets(typed)
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
         raise SystemExit(USAGE) from None
     if arguments is None:
-        hide_arguments(typed, words)
-        sys.argv[1:] = words
-    return words
+        hide_arguments(typed, args)
+        sys.argv[1:] = args
+    return args
 
 
-def _main(words: list[str]) -> int:
+def _main(args: list[str]) -> int:
     from relax_core.config.options import COMMANDS
 
-    command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("train", words)
+    command, rest = (args[0], args[1:]) if args and args[0] in COMMANDS else ("train", args)
     from relax_core.contracts.private_folder import private_files, unshared_writes
 
     with unshared_writes() if command in SHARED else private_files():
         if command in ("train", "demo", "rerun"):
-            return _run(words, rest, again=command == "rerun")
+            return _run(args, rest, again=command == "rerun")
         return _tool(command, rest)
 
 
-def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
+def _run(args: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     """Starts a run or a sweep and returns its exit code.
 
-    ``words`` is the command line as it was typed, and ``rest`` is the command line without the command. With ``again``
+    ``args`` is the command line as it was typed, and ``rest`` is the command line without the command. With ``again``
     it repeats a saved run.
     """
     if "--version" in rest:
@@ -104,14 +104,14 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
 
             print(RERUN if again else help_text(rest))
             return 0
-        from relax_core.config.override_words import CommandLine
+        from relax_core.config.hydra_overrides import CommandLine
         from relax_core.config.rerun import rerun_line
 
-        line = rerun_line(rest) if again else CommandLine.of(rest, typed=words)
+        line = rerun_line(rest) if again else CommandLine.of(rest, typed=args)
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
         return USAGE
-    for key, value in line.given_again().items():
+    for key, value in line.duplicate_keys().items():
         print(f"relax: {key} is given twice; the last value holds: {key}={value}", file=sys.stderr)
     from launchers.sweep import Sweep  # these imports take a second, and a Ctrl-C may come meanwhile
     from relax_core.config.compose import run
@@ -127,44 +127,44 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     return run(line, launch_warned, checks=CHECKS, settle=settle, show_plan=plan, sweep=Sweep(launch))
 
 
-def _tool(command: str, words: list[str]) -> int:
+def _tool(command: str, args: list[str]) -> int:
     if command == "list":
         from relax_core.cli.listing import list_command
 
-        return list_command(words)
+        return list_command(args)
     if command == "explain":
         from relax_core.cli.explain_key import explain_command
 
-        return explain_command(words)
+        return explain_command(args)
     if command == "doctor":
         from relax_core.cli import doctor
 
-        return doctor.main(words)
+        return doctor.main(args)
     if command == "engines":
         from relax_core.cli import engines_command
 
-        return engines_command.main(words)
+        return engines_command.main(args)
     if command == "stall":
         from relax_core.cli import stall_command
 
-        return stall_command.main(words)
+        return stall_command.main(args)
     if command == "notify":
         from relax_core.cli import notify_command
 
-        return notify_command.main(words)
+        return notify_command.main(args)
     if command == "eval":
         from relax_core.cli.eval_command import eval_command
         from relax_core.preflight import EVAL_CHECKS, settle_evaluation
 
-        return eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation)
+        return eval_command(args, checks=EVAL_CHECKS, settle=settle_evaluation)
     if command == "dashboard":
         from relax_core.cli import dashboard_command
 
-        return dashboard_command.main(words)
+        return dashboard_command.main(args)
     if command == "trace":
         from relax_core.cli import trace_command
 
-        return trace_command.main(words)
+        return trace_command.main(args)
     from relax_core.tools import check_model, check_reward, compare, export, import_gguf, lineage
 
     tools = {
@@ -175,7 +175,7 @@ def _tool(command: str, words: list[str]) -> int:
         "check-model": check_model,
         "check-reward": check_reward,
     }
-    return tools[command].main(words)
+    return tools[command].main(args)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, tiny_co
 from relax_core.observe.alarms import read_receivers
 from relax_core.observe.event_log import EVAL
 from relax_core.plan.context_length import settle_context, settle_evaluation_context
-from relax_core.plan.data_check import look_at_data, settle_steps
+from relax_core.plan.data_check import settle_steps, summarize_data
 from relax_core.plan.model_dimensions import find_dimensions, layout_shape, shape_dimensions
 from relax_core.plan.placement import device_files, gpu_problems
 from relax_core.registry import Kind, find, find_algorithm, find_engine, find_family, find_reward, is_builtin
 from relax_core.roles.process_placement import layout_key, worker_group_layouts
-from relax_core.rollout.eval_metrics import MOST_SAMPLES
+from relax_core.rollout.eval_metrics import MAX_SAMPLES
 from relax_core.rollout.evaluator import metric_names
 from relax_core.rollout.trial.plugin_trial import Request, try_plugins
 from relax_core.tools.make_tiny import check_tiny_model
@@ -192,7 +192,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def data_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for a task or files that cannot be used or have too many unusable rows (`look_at_data`)."""
+    """Yields an error for a task or files that cannot be used or have too many unusable rows (`summarize_data`)."""
     data, new_tokens = config.data, config.rollout.max_new_tokens
     given = sum(setting is not None for setting in (data.task, data.path, data.paths)) + names_plugin(data)
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
@@ -206,7 +206,7 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
     if plugin_problems(config):
         return  # `settle` has reported them, and an environment that hangs would hang here
     try:
-        refused = look_at_data(config).refused
+        refused = summarize_data(config).refused
     except (ValueError, OSError) as error:
         refused = str(error)
     if refused is not None:
@@ -217,7 +217,7 @@ def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields an error for invalid names of evaluation sets, and for a run.keep_best that no evaluation reports."""
     yield from name_problems(config)
     best, samples = config.run.keep_best, config.eval.samples
-    if best is None or not 1 <= samples <= MOST_SAMPLES:
+    if best is None or not 1 <= samples <= MAX_SAMPLES:
         return
     known = [f"{EVAL}/{name}" for name in metric_names(samples=samples, sets=list(config.eval.sets))]
     if best not in known:

@@ -5,7 +5,7 @@ A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is fou
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
 Listing names imports no plug-in. The results of a plug-in's functions are checked, and anything that they raise becomes
-an `Exception` (contracts/checked.py, contracts/plugin_results.py).
+an `Exception` (contracts/checked_plugins.py, contracts/plugin_results.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
-from relax_core.contracts.checked import (
+from relax_core.contracts.checked_plugins import (
     checked_algorithm,
     checked_data_source,
     checked_env,
@@ -37,10 +37,10 @@ from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
 from relax_core.contracts.family import Family, checked_family
-from relax_core.contracts.foreign_values import shown_error
 from relax_core.contracts.plugin_results import Contained, contained_spec
 from relax_core.contracts.reward import RewardConfig, RewardSpec
 from relax_core.contracts.sink import SinkConfig, SinkSpec
+from relax_core.contracts.untrusted_values import shown_error
 
 Kind = Literal["algo", "reward", "env", "sink", "data", "engine", "family"]
 KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # SPEC.config is the type of a whole configuration section
@@ -52,7 +52,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _QWEN = ("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe")
 FILE_SINKS = ("jsonl", "tensorboard")  # enabled by keys of the section tracker
 TRACKERS = ("clearml", "mlflow", "otlp", "prometheus", "wandb")  # Relax's other built-in sinks
-_FAMILIES = ("llama", "mistral", *_QWEN)  # in families/table.py
+_FAMILIES = ("llama", "mistral", *_QWEN)  # in families/builtin_families.py
 
 
 class Spec(Protocol):
@@ -98,7 +98,7 @@ class _Home:
         """Returns Relax's own folder, also if the user's project has a package of the same name."""
         return _ROOT / self.package
 
-    def own(self) -> dict[str, str]:
+    def builtin_modules(self) -> dict[str, str]:
         """Returns name → "module:attribute" of Relax's own plug-ins. Their source is parsed, not executed."""
         if not self.package:
             return dict(self.table)
@@ -106,7 +106,7 @@ class _Home:
         return {file.stem: f"{'.'.join(file.relative_to(_ROOT).with_suffix('').parts)}:SPEC" for file in files}
 
 
-def own_folder(kind: Kind) -> Path:
+def builtin_folder(kind: Kind) -> Path:
     """Returns the folder with Relax's own plug-ins of a kind."""
     return _HOMES[kind].folder
 
@@ -176,7 +176,7 @@ _HOMES: dict[Kind, _Home] = {
         section="model",
         title="Model families",
         entry_points="relax.families",
-        table={name: f"relax_core.families.table:{name.upper()}" for name in _FAMILIES},
+        table={name: f"relax_core.families.builtin_families:{name.upper()}" for name in _FAMILIES},
         spec=Family,
         checked=checked_family,
     ),
@@ -247,7 +247,7 @@ def short_name(name: str) -> str:
 
 def names(kind: Kind) -> list[str]:
     """Returns the names that can be given without a path, sorted. Imports no plug-in."""
-    return sorted({*_HOMES[kind].own(), *_entry_points(kind)})
+    return sorted({*_HOMES[kind].builtin_modules(), *_entry_points(kind)})
 
 
 def known(kind: Kind) -> dict[str, str]:
@@ -278,7 +278,7 @@ def find(kind: Kind, name: str) -> Spec:
         if home.config is not None:
             _make_picklable(spec.config, kind, name)
         return spec
-    if (target := home.own().get(name)) is not None:
+    if (target := home.builtin_modules().get(name)) is not None:
         spec = _load_module(*target.split(":"), where=where, kind=kind)
         if spec.name != name:
             raise PluginError(f"{where}: {target} has a SPEC with name={spec.name!r}. Call it {name!r}.")
@@ -385,7 +385,7 @@ def plugin_location(error: BaseException) -> str:
     return places[-1] if places else ""
 
 
-def plugin_words(error: BaseException) -> str:
+def plugin_error_text(error: BaseException) -> str:
     """Returns an error in one line, with its file and line in the plug-in."""
     words = next(iter(shown_error(error).splitlines()), type(error).__name__)
     place = plugin_location(error)
@@ -394,7 +394,7 @@ def plugin_words(error: BaseException) -> str:
 
 def is_builtin(kind: Kind, name: str) -> bool:
     """Returns whether the plug-in of this name is one of Relax's own."""
-    return name in _HOMES[kind].own()
+    return name in _HOMES[kind].builtin_modules()
 
 
 def with_file(kind: Kind, config: Any, file: str) -> Any:

@@ -21,8 +21,8 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
-MOST_WORDS = 5  # of a label that is not a number
-_MOST_CHARACTERS = 60  # of a final answer or a label
+MAX_WORDS = 5  # of a label that is not a number
+_MAX_CHARACTERS = 60  # of a final answer or a label
 _READ = 4_000  # characters at the end of a response
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30}"
 _NUMBER = re.compile(
@@ -116,8 +116,8 @@ def _is_same(found: str, label: str) -> bool:
 
 def _value(text: str) -> Fraction | None:
     """Returns the value of a text that is a number, with a unit or without; None for any other text."""
-    plain = _without_markup(text[:_MOST_CHARACTERS]).strip(" .\n")
-    found = _NUMBER.match(plain) if len(text) <= _MOST_CHARACTERS else None
+    plain = _without_markup(text[:_MAX_CHARACTERS]).strip(" .\n")
+    found = _NUMBER.match(plain) if len(text) <= _MAX_CHARACTERS else None
     if found is None:
         return None
     behind = plain[found.end() :]
@@ -150,12 +150,12 @@ def _unjudged(label: str) -> str | None:
     plain = _plain(label)
     if (
         plain
-        and len(label) <= _MOST_CHARACTERS
-        and len(plain.split()) <= MOST_WORDS
+        and len(label) <= _MAX_CHARACTERS
+        and len(plain.split()) <= MAX_WORDS
         and not re.search(r"[\d\\^=]", label)
     ):
         return None
-    return f"answer={label[:60]!r} is neither a number nor at most {MOST_WORDS} words; final_answer compares only these"
+    return f"answer={label[:60]!r} is neither a number nor at most {MAX_WORDS} words; final_answer compares only these"
 
 
 def check_row(row: Mapping[str, Any], config: FinalAnswerConfig) -> None:

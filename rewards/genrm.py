@@ -31,7 +31,7 @@ _THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class JudgePreset:
     """Holds a preset: its template, its parser, and the template variables that are required and known."""
 
     template: str
@@ -42,17 +42,19 @@ class Form:
 
 _LINE = r"(?im)^\W*(?:(?:final\s+)?(?:verdict|answer|score)\W+)?(?P<verdict>{values})\W*$"
 _REFERENCE = ("question", "reference", "response")
-_COMPARES = Form(template="consistency.jinja", parse=_LINE.format(values="[01]"), needs=("response",), knows=_REFERENCE)
+_COMPARES = JudgePreset(
+    template="consistency.jinja", parse=_LINE.format(values="[01]"), needs=("response",), knows=_REFERENCE
+)
 FORMS = {
     "consistency": _COMPARES,
     "deepeyes": _COMPARES,
-    "pairwise": Form(
+    "pairwise": JudgePreset(
         template="pairwise.jinja",
         parse=_LINE.format(values="A|B|tie"),
         needs=("first", "second"),
         knows=("question", "first", "second"),
     ),
-    "rubric": Form(
+    "rubric": JudgePreset(
         template="rubric.jinja",
         parse=_LINE.format(values="yes|no"),
         needs=("response", "criterion"),
@@ -249,7 +251,7 @@ async def _deepeyes(given: JudgedInput, judge: str, variables: Mapping[str, str]
 
 def _output(verdicts: list[Verdict], combined: Any) -> RewardOutput:
     """Returns the output that ``combined`` computes from the verdicts' values; no reward if a value is missing."""
-    why = "; ".join(verdict.words for verdict in verdicts)
+    why = "; ".join(verdict.description for verdict in verdicts)
     missing = next((verdict for verdict in verdicts if verdict.value is None), None)
     if missing is not None:
         return RewardOutput(reward=None, reason=missing.reason, why=why, cause=missing.cause)

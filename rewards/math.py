@@ -32,7 +32,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
-from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, framed, last_boxed
+from rewards.mathematics.boxed import answer_after_thinking, boxed_answers, boxed_label, framed, last_boxed
 from rewards.mathematics.literals import is_literal, is_longer_list, not_written_out, stands_alone
 from rewards.mathematics.magnitude import same_size
 from rewards.mathematics.no_evaluation import evaluates_no_text
@@ -74,7 +74,7 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     With math-verify the reward is also 0 for a response that the token limit cut before a boxed answer. Raises the
     errors of math-verify.
     """
-    text = behind_thinking(given.response)
+    text = answer_after_thinking(given.response)
     boxed = None if text is None else framed(text)
     if config.rule == "boxed":
         row = None if config.evaluate else given.row

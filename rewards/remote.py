@@ -27,7 +27,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 _USED = 0.9  # share of timeout_s for requests and waits, so that the cause is reported before the call is cancelled
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _BUSY = (408, 429)
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _SHOWN = 200
 
 
@@ -82,8 +82,8 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
         content = bytearray()
         async for part in answer.content.iter_chunked(1 << 16):
             content += part
-            if len(content) > _MOST_BYTES:
-                raise _Again(f"the response has more than {_MOST_BYTES:,} bytes")
+            if len(content) > _MAX_BYTES:
+                raise _Again(f"the response has more than {_MAX_BYTES:,} bytes")
         shown = bytes(content[:_SHOWN]).decode(errors="replace")
         if answer.status >= 500 or answer.status in _BUSY:
             raise _Again(f"status {answer.status}: {shown}")
@@ -122,8 +122,8 @@ def _output(body: bytes, config: RemoteConfig) -> RewardOutput:
     fields: Mapping[str, Any] = answer if isinstance(answer, dict) else {"score": answer}
     value: Any = fields.get("score")
     if not _is_number(value):
-        said = str(fields.get("reason") or body[:_SHOWN].decode(errors="replace"))
-        return RewardOutput(reward=None, reason=f"{config.url}: no score: {said}")
+        message = str(fields.get("reason") or body[:_SHOWN].decode(errors="replace"))
+        return RewardOutput(reward=None, reason=f"{config.url}: no score: {message}")
     known = ("score", "exact", "why", "reason")
     return RewardOutput(
         reward=float(value),

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from relax_core.control.host.ray_session import new_token_file
-from tests.read_once import remember_conf_files
+from tests.conf_file_cache import remember_conf_files
 from tests.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -124,13 +124,13 @@ def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
     from ray._private import node
 
     from relax_core.control.host.own_ray_node import OwnRayNode
-    from relax_core.control.host.ray_session import FORK_SERVER, ForkServer, own_node_fits
+    from relax_core.control.host.ray_session import FORK_SERVER, ForkServer, can_use_own_node
     from relax_core.control.local_run import PRELOADED
 
     folder = pytestconfig.stash[SCRATCH].folder / "r"
     fork_server = None
     with pytest.MonkeyPatch.context() as patch:  # the raylet keeps the environment for its workers
-        if own_node_fits():
+        if can_use_own_node():
             patch.setattr(node, "Node", OwnRayNode)
             patch.setenv(FORK_SERVER, str(folder / "fork-server"))
             fork_server = ForkServer(folder / "fork-server", PRELOADED, max_restarts=0)

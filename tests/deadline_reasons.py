@@ -26,7 +26,7 @@ REASONS = {
         "OtlpSink.close",
     ): "closes a connection; no thread and no request is left",
     (
-        "relax_core/contracts/child.py",
+        "relax_core/contracts/child_process.py",
         "end_starter",
     ): "a thread at rest: each start of a sandbox was waited for, with a deadline",
     ("relax_core/observe/event_log.py", "EventWriter._main"): "a daemon thread at rest; close() wakes it",
@@ -58,10 +58,10 @@ REASONS = {
         "_addresses",
     ): "each address has RESOLVE_S in engine_address, which names it",
     (
-        "relax_core/server/order_desk.py",
+        "relax_core/server/engine_order_service.py",
         "_answer_all",
     ): "the thread of orders at rest; the end of `answering` wakes it and joins it with a deadline",
-    ("relax_core/server/order_desk.py", "_has_left"): "the socket does not block",
+    ("relax_core/server/engine_order_service.py", "_has_left"): "the socket does not block",
     ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",
     (
         "relax_core/engines/held_port.py",
@@ -115,32 +115,32 @@ REASONS = {
         "AgentProcess.wait",
     ): "the guard has the deadline for its agent's end",
     (
-        "relax_core/rollout/agent_processes/agent_runs.py",
-        "AgentRuns.play",
+        "relax_core/rollout/agent_processes/one_shot_agents.py",
+        "OneShotAgentRunner.play",
     ): "AgentHost.played cancels it behind agent.timeout_s",
     (
-        "relax_core/rollout/agent_processes/agent_runs.py",
-        "AgentRuns._end",
+        "relax_core/rollout/agent_processes/one_shot_agents.py",
+        "OneShotAgentRunner._end",
     ): "the guard was asked to end its agent, and has the deadline",
     (
-        "relax_core/rollout/agent_processes/agent_runs.py",
-        "AgentRuns.aclose",
+        "relax_core/rollout/agent_processes/one_shot_agents.py",
+        "OneShotAgentRunner.aclose",
     ): "the same",
     (
-        "relax_core/rollout/agent_processes/agent_workers.py",
-        "AgentWorkers.play",
+        "relax_core/rollout/agent_processes/agent_worker_pool.py",
+        "AgentWorkerPool.play",
     ): "a process becomes free when the attempt ends that has it, which has a deadline",
     (
-        "relax_core/rollout/agent_processes/agent_workers.py",
-        "AgentWorkers._answer",
+        "relax_core/rollout/agent_processes/agent_worker_pool.py",
+        "AgentWorkerPool._answer",
     ): "AgentHost.played cancels it behind agent.timeout_s, _give_back behind the grace",
     (
-        "relax_core/rollout/agent_processes/agent_workers.py",
-        "AgentWorkers._give_back",
+        "relax_core/rollout/agent_processes/agent_worker_pool.py",
+        "AgentWorkerPool._give_back",
     ): "the guard was asked to end its agent, and has the deadline",
     (
-        "relax_core/rollout/agent_processes/agent_workers.py",
-        "AgentWorkers.aclose",
+        "relax_core/rollout/agent_processes/agent_worker_pool.py",
+        "AgentWorkerPool.aclose",
     ): "the same",
     (
         "relax_core/rollout/agents/agent_host.py",

@@ -93,7 +93,7 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("missing", "message"),
     [
         ("slurm", "make test-slurm is skipped"),
         ("sandbox", "the tests of the sandbox are skipped"),
@@ -106,9 +106,9 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
         ("docs-env", "make docs is skipped"),
     ],
 )
-def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missing: str, words: str) -> None:
+def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missing: str, message: str) -> None:
     done = ci(tmp_path, fails=missing)
-    assert done.returncode == 0 and words in done.stdout
+    assert done.returncode == 0 and message in done.stdout
     assert f"stage test-{missing.removesuffix('-env')}" not in done.stdout
 
 

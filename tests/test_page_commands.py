@@ -30,9 +30,9 @@ from relax_core.cli.explain_key import explain_command
 from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import compose, run, settled, typed_config
 from relax_core.config.errors import ConfigError, NotYet
+from relax_core.config.hydra_overrides import CommandLine
 from relax_core.config.notify_rules import read_rule
 from relax_core.config.options import COMMANDS
-from relax_core.config.override_words import CommandLine
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.unused_keys import unread_by_evaluation
 

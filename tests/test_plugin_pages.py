@@ -120,7 +120,7 @@ def test_an_env_shows_a_sound_as_a_picture(tmp_path: Path) -> None:
     assert loudest == [pytest.approx(hertz / 15.625 - 1, abs=1) for hertz in steps]
     tower = dataclasses.replace(TOWER, min_pixels=64)
     item, tensors = encode_item(source, tower, MediaLimits(), root=tmp_path, tokenize=lambda text: [])
-    assert item.words == f"[image {pixels.shape[1]}×256]" and tensors["frames"].shape[3] == 3
+    assert item.description == f"[image {pixels.shape[1]}×256]" and tensors["frames"].shape[3] == 3
     with pytest.raises(FileNotFoundError):
         opened({"prompt": "what is it?", "sound": "b.wav"}, config)
 

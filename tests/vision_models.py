@@ -26,7 +26,7 @@ FIRST_TEXT = 7  # ids from here to LAST_TEXT are characters
 LAST_TEXT = 50
 
 
-def make_seeing_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, layers: int | None = None) -> Any:
+def make_tiny_vision_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, layers: int | None = None) -> Any:
     """Makes a random model whose distributions are far from flat, and writes it in the published layout to ``folder``.
 
     ``layers`` replaces the number of the language model's layers.

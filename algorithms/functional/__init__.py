@@ -18,15 +18,15 @@ from algorithms.functional.advantages import (
     length_adaptive_lambda,
     normalize_over_step,
     overlong_penalty,
-    rewards_of_tokens,
-    sums_to_the_end,
+    reward_to_go,
+    token_rewards,
 )
 from algorithms.functional.aggregation import (
     AGGREGATIONS,
     aggregate_denominator,
     aggregate_sum,
-    mean_of_samples,
-    sum_of_samples,
+    sample_means,
+    sample_sums,
 )
 from algorithms.functional.baselines import (
     DEVIATIONS,
@@ -41,10 +41,15 @@ from algorithms.functional.corrections import (
     CORRECTIONS,
     correction_weights,
     divide_by_mean_weight,
-    kept_by_opsm,
+    opsm_mask,
     weights_to_average,
 )
-from algorithms.functional.distillation import TOP_K_DIVERGENCES, teacher_log_ratio, top_k_divergence, with_tail
+from algorithms.functional.distillation import (
+    TOP_K_DIVERGENCES,
+    append_tail_logprob,
+    teacher_log_ratio,
+    top_k_divergence,
+)
 from algorithms.functional.losses import (
     PolicyLoss,
     cispo_policy_loss,
@@ -61,9 +66,9 @@ from algorithms.functional.ratios import (
     kl_loss,
     masked_log_ratio,
 )
-from algorithms.functional.rejection import REJECTION_RULES, kept_by_rejection
-from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, TRUST_REGIONS, moved_too_far
-from algorithms.functional.turns import anchor_advantages, turn_returns, turn_rewards_of_tokens
+from algorithms.functional.rejection import REJECTION_RULES, rejection_mask
+from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, TRUST_REGIONS, outside_trust_region
+from algorithms.functional.turns import anchor_advantages, token_turn_rewards, turn_returns
 from algorithms.functional.value_loss import ValueLoss, clipped_value_loss
 
 __all__ = [
@@ -85,6 +90,7 @@ __all__ = [
     "aggregate_denominator",
     "aggregate_sum",
     "anchor_advantages",
+    "append_tail_logprob",
     "cispo_policy_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
@@ -96,26 +102,25 @@ __all__ = [
     "generalized_advantages",
     "group_relative_advantages",
     "gspo_policy_loss",
-    "kept_by_opsm",
-    "kept_by_rejection",
     "kl_estimate",
     "kl_loss",
     "leave_one_out_advantages",
     "length_adaptive_lambda",
     "masked_log_ratio",
-    "mean_of_samples",
-    "moved_too_far",
     "normalize_over_step",
+    "opsm_mask",
+    "outside_trust_region",
     "overlong_penalty",
     "pass_at_k_advantages",
-    "rewards_of_tokens",
+    "rejection_mask",
+    "reward_to_go",
+    "sample_means",
+    "sample_sums",
     "sapo_policy_loss",
-    "sum_of_samples",
-    "sums_to_the_end",
     "teacher_log_ratio",
+    "token_rewards",
+    "token_turn_rewards",
     "top_k_divergence",
     "turn_returns",
-    "turn_rewards_of_tokens",
     "weights_to_average",
-    "with_tail",
 ]

@@ -18,7 +18,7 @@ def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int) -> Tensor
     return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
-def sums_to_the_end(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
+def reward_to_go(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
     """Returns for each token the sum of ``per_token`` from that token to its sample's end, ``[tokens]`` float32.
 
     The sum includes the token itself. Masked tokens count 0. The tokens of a sample must be adjacent and in order.
@@ -99,7 +99,7 @@ def length_adaptive_lambda(*, loss_mask: Tensor, sample_ids: Tensor, num_samples
     return 1.0 - 1.0 / (alpha * lengths).clamp(min=1.0)
 
 
-def rewards_of_tokens(*, rewards: Tensor, penalties: Tensor | None, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
+def token_rewards(*, rewards: Tensor, penalties: Tensor | None, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
     """Returns each sample's reward at its last trained token and 0 elsewhere, less ``penalties``, ``[tokens]`` float32.
 
     ``rewards`` is ``[samples]`` and ``penalties`` ``[tokens]`` or None. A sample without a trained token gets no

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 
-def sum_of_samples(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
+def sample_sums(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
     """Returns each sample's sum over its trained tokens, ``[samples]``; 0 for a sample without trained tokens."""
     masked = per_token.masked_fill(~loss_mask, 0.0)
     return masked.new_zeros(num_samples).index_add(0, sample_ids, masked)
 
 
-def mean_of_samples(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
+def sample_means(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
     """Returns each sample's mean over its trained tokens, ``[samples]``; 0 for a sample without trained tokens."""
-    sums = sum_of_samples(per_token=per_token, loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples)
+    sums = sample_sums(per_token=per_token, loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples)
     return sums / _trained_tokens(sums, loss_mask, sample_ids)
 
 

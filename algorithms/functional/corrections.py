@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from algorithms.functional.aggregation import mean_of_samples, sum_of_samples
+from algorithms.functional.aggregation import sample_means, sample_sums
 from algorithms.functional.ratios import MAX_LOG_RATIO, masked_log_ratio
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def correction_weights(
     """
     log_ratio = masked_log_ratio(old_logprobs, rollout_logprobs, loss_mask).detach()
     if level in ("sequence", "geometric"):
-        over_sample = sum_of_samples if level == "sequence" else mean_of_samples
+        over_sample = sample_sums if level == "sequence" else sample_means
         of_samples = over_sample(
             per_token=log_ratio, loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples
         ).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -86,7 +86,7 @@ def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Ten
     return [(values.double() / every.mean()).float() for values in advantages]
 
 
-def kept_by_opsm(
+def opsm_mask(
     *, log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, threshold: float
 ) -> Tensor:
     """Returns False for tokens that off-policy sequence masking leaves out (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
@@ -95,7 +95,7 @@ def kept_by_opsm(
     log μ - log π is above ``threshold``. ``log_ratio`` ``[tokens]`` is log π - log μ. μ is the distribution that the
     engine sampled from, so the drift covers stale weights and the engine's own rounding.
     """
-    drift = -mean_of_samples(
+    drift = -sample_means(
         per_token=log_ratio.detach(), loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples
     )
     return ~((drift > threshold)[sample_ids] & (advantages < 0))

@@ -30,7 +30,7 @@ def teacher_log_ratio(*, logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: 
     return masked_log_ratio(logprobs, teacher_logprobs, loss_mask).detach()
 
 
-def with_tail(top_logprobs: Tensor) -> Tensor:
+def append_tail_logprob(top_logprobs: Tensor) -> Tensor:
     """Returns ``[tokens, k]`` log-probs with the log-prob of all other tokens appended, ``[tokens, k + 1]``.
 
     The appended value is log(1 - Σ p). Σ p is kept below 1 - 1e-6, so an empty tail has the mass 1e-6 and no gradient.
@@ -55,8 +55,8 @@ def top_k_divergence(
     import torch
 
     hidden = ~loss_mask[:, None]
-    student = with_tail(top_logprobs.masked_fill(hidden, -20.0))
-    teacher = with_tail(teacher_top_logprobs.masked_fill(hidden, -20.0))
+    student = append_tail_logprob(top_logprobs.masked_fill(hidden, -20.0))
+    teacher = append_tail_logprob(teacher_top_logprobs.masked_fill(hidden, -20.0))
     if divergence == "forward":
         value = _kl(teacher, student)
     elif divergence == "reverse":

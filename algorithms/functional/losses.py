@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from algorithms.functional.aggregation import mean_of_samples
+from algorithms.functional.aggregation import sample_means
 from algorithms.functional.ratios import masked_log_ratio
-from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, moved_too_far
+from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, outside_trust_region
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,12 +42,12 @@ def clipped_policy_loss(
 
     All inputs are ``[tokens]``. ``dual_clip`` above 0 (arXiv 1912.09729; 3.0 is usual) limits the loss to ``dual_clip``
     × |A| if A < 0. A ``trust_region`` other than "ratio" replaces the clip by a mask: the loss is then -r A, and 0
-    where `moved_too_far` is True.
+    where `outside_trust_region` is True.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     if trust_region == "ratio":
         return _clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    moved_down, moved_up = moved_too_far(
+    moved_down, moved_up = outside_trust_region(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
         advantages=advantages,
@@ -86,7 +86,7 @@ def gspo_policy_loss(
     `clipped_policy_loss`. All inputs are ``[tokens]``; ``dual_clip`` has the same meaning as there.
     """
     of_tokens = masked_log_ratio(logprobs, old_logprobs, loss_mask)
-    of_samples = mean_of_samples(
+    of_samples = sample_means(
         per_token=of_tokens.detach(), loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples
     )
     log_ratio = of_samples[sample_ids].masked_fill(~loss_mask, 0.0) + (of_tokens - of_tokens.detach())

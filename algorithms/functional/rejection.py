@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from algorithms.functional.aggregation import mean_of_samples, sum_of_samples
+from algorithms.functional.aggregation import sample_means, sample_sums
 from algorithms.functional.ratios import masked_log_ratio
 from algorithms.functional.trust_region import probability_difference
 
@@ -18,7 +18,7 @@ STATISTICS = ("ratio", "k1", "k2", "k3", "difference")
 REJECTION_RULES = tuple(f"{reduction}_{statistic}" for reduction in REDUCTIONS for statistic in STATISTICS)
 
 
-def kept_by_rejection(
+def rejection_mask(
     *,
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -47,13 +47,13 @@ def kept_by_rejection(
             low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
         values = _statistic(statistic, log_ratio, logprobs, rollout_logprobs, loss_mask)
         if reduction in ("seq_sum", "seq_mean"):
-            over_sample = sum_of_samples if reduction == "seq_sum" else mean_of_samples
+            over_sample = sample_sums if reduction == "seq_sum" else sample_means
             values = over_sample(per_token=values, loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples)[
                 sample_ids
             ]
         wrong = ((values < low) | (values > high)) & loss_mask
         if reduction == "seq_any":
-            counts = sum_of_samples(
+            counts = sample_sums(
                 per_token=wrong.float(), loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples
             )
             wrong = (counts > 0)[sample_ids] & loss_mask

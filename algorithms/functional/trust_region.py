@@ -16,7 +16,7 @@ def probability_difference(logprobs: Tensor, other_logprobs: Tensor, loss_mask: 
     return (logprobs.detach().exp() - other_logprobs.exp()).masked_fill(~loss_mask, 0.0)
 
 
-def moved_too_far(
+def outside_trust_region(
     *,
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def turn_rewards_of_tokens(
+def token_turn_rewards(
     *,
     turn_rewards: Tensor,
     turn_samples: Tensor,

@@ -16,7 +16,6 @@ from algorithms.policy_gradient.advantages import (
     token_penalties,
 )
 from algorithms.policy_gradient.checks import (
-    above_zero,
     baseline_problems,
     choice_problems,
     clip_problems,
@@ -24,6 +23,7 @@ from algorithms.policy_gradient.checks import (
     credit_problems,
     deviation_problems,
     group_problems,
+    not_positive_problems,
     refuse,
     token_clip_problems,
 )
@@ -49,7 +49,6 @@ __all__ = [
     "GroupConfig",
     "PolicyGradientConfig",
     "TokenClipConfig",
-    "above_zero",
     "baseline_problems",
     "choice_problems",
     "clip_problems",
@@ -66,6 +65,7 @@ __all__ = [
     "metric_sums",
     "normalize_group",
     "normalize_weights",
+    "not_positive_problems",
     "old_logprobs",
     "outputs",
     "penalized_rewards",

@@ -41,7 +41,7 @@ def penalized_rewards(inputs: AdvantageInputs, config: PolicyGradientConfig) -> 
     penalties = token_penalties(inputs, config)
     if penalties is None:
         return inputs.rewards
-    return inputs.rewards - F.sum_of_samples(
+    return inputs.rewards - F.sample_sums(
         per_token=penalties,
         loss_mask=inputs.loss_mask,
         sample_ids=inputs.sample_ids,
@@ -101,7 +101,7 @@ def step_advantages(
     assert turns is not None, "requirements() requests the turns"
     rewards = turns.rewards.clone()
     if penalties is not None:
-        rewards -= F.sum_of_samples(
+        rewards -= F.sample_sums(
             per_token=penalties,
             loss_mask=inputs.loss_mask,
             sample_ids=turns.of_tokens,

@@ -55,7 +55,7 @@ def baseline_problems(config: PolicyGradientConfig) -> list[str]:
 
 def credit_problems(config: CreditConfig) -> list[str]:
     """Returns the problems of ``credit``, ``gigpo_weight`` and ``gigpo_gamma``."""
-    problems = choice_problems("algo.credit", config.credit, CREDITS) + above_zero(config, gigpo_weight=1.0)
+    problems = choice_problems("algo.credit", config.credit, CREDITS) + not_positive_problems(config, gigpo_weight=1.0)
     if not 0 < config.gigpo_gamma <= 1:
         problems.append(f"algo.gigpo_gamma={config.gigpo_gamma}: must lie in (0, 1]. GiGPO uses 0.95.")
     return problems
@@ -101,7 +101,7 @@ def _update_problems(config: PolicyGradientConfig) -> list[str]:
     ]
 
 
-def above_zero(config: PolicyGradientConfig, **usual: float) -> list[str]:
+def not_positive_problems(config: PolicyGradientConfig, **usual: float) -> list[str]:
     """Returns the problems of settings that must be above 0; ``usual`` maps their names to the usual values."""
     return [
         f"algo.{key}={getattr(config, key)}: must be above 0. Use {value:g}."

@@ -91,7 +91,7 @@ def _corrected(
     if config.rejection:
         # The trainer's log-probs are the recomputed ones if they exist, else those of the step's forward pass.
         trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
-        kept = F.kept_by_rejection(
+        kept = F.rejection_mask(
             logprobs=trainer,
             rollout_logprobs=inputs.rollout_logprobs,
             loss_mask=inputs.loss_mask,
@@ -101,7 +101,7 @@ def _corrected(
         )
         per_token, extra["rejected"] = per_token.masked_fill(~kept, 0.0), ~kept
     if config.opsm_threshold > 0:
-        kept = F.kept_by_opsm(
+        kept = F.opsm_mask(
             log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.rollout_logprobs, inputs.loss_mask),
             advantages=inputs.advantages,
             loss_mask=inputs.loss_mask,

@@ -17,9 +17,9 @@ from contextlib import AsyncExitStack
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, command_words
-from relax_core.contracts.child import cause_in, ends_with_parent
-from relax_core.contracts.host_network import is_loopback_url, proxy_words
+from envs.tool_servers.server_processes import HTTP_SERVERS, McpServer, OutputTail, server_command
+from relax_core.contracts.child_process import cause_in, ends_with_parent
+from relax_core.contracts.host_network import is_loopback_url, proxy_description
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -51,7 +51,7 @@ class McpSessions:
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
         self._servers = servers
         self.clients: dict[str, Client] = {}
-        self._outputs: dict[str, LastOutput] = {}
+        self._outputs: dict[str, OutputTail] = {}
         self._opened, self._closing = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -72,7 +72,7 @@ class McpSessions:
         try:
             async with AsyncExitStack() as stack:
                 for name, server in self._servers.items():
-                    self._outputs[name] = LastOutput()
+                    self._outputs[name] = OutputTail()
                     client = await _client(name, server, self._outputs[name], stack)
                     self.clients[name] = await stack.enter_async_context(client)
                 self._opened.set()
@@ -138,17 +138,17 @@ class McpSessions:
             task.cancel()
         for task in done:
             if not task.cancelled() and (error := task.exception()) is not None and self._opened.is_set():
-                log.warning("a session with an MCP server did not close: %s", _words(error))
+                log.warning("a session with an MCP server did not close: %s", _error_text(error))
 
     def _why(self, name: str, error: BaseException | None) -> str:
         output = self._outputs[name].text() if name in self._outputs else ""
         cause = f" {cause_in(output)}." if "\n" in output else ""
-        told = f"{cause} Its output ends with: {output}" if output else ""
-        told += proxy_words(self._servers[name].url) if name in self._servers else ""
-        return f"{_words(error) if error is not None else 'its session has ended'}.{told}"
+        message = f"{cause} Its output ends with: {output}" if output else ""
+        message += proxy_description(self._servers[name].url) if name in self._servers else ""
+        return f"{_error_text(error) if error is not None else 'its session has ended'}.{message}"
 
 
-async def _client(name: str, server: McpServer, output: LastOutput, stack: AsyncExitStack) -> Client:
+async def _client(name: str, server: McpServer, output: OutputTail, stack: AsyncExitStack) -> Client:
     """Returns a client that is not open yet; an HTTP server with a command runs then.
 
     ``stack`` closes the resources of an HTTP client.
@@ -165,7 +165,7 @@ async def _client(name: str, server: McpServer, output: LastOutput, stack: Async
         limits = httpx2.Timeout(_HTTP_S, read=_HTTP_READ_S)
         http = await stack.enter_async_context(httpx2.AsyncClient(timeout=limits, trust_env=False))
         return Client(streamable_http_client(url, http_client=http))
-    command = ends_with_parent(command_words(server.command), signal.SIGKILL)
+    command = ends_with_parent(server_command(server.command), signal.SIGKILL)
     parameters = StdioServerParameters(command=command[0], args=command[1:], env=dict(server.env), cwd=server.cwd)
     return Client(stdio_client(parameters, errlog=output.file))
 
@@ -203,7 +203,7 @@ def _text(result: CallToolResult) -> str:
     return "\n".join(texts) or "[no output]"
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from relax_core.contracts.child import Child
+from relax_core.contracts.child_process import Child
 
 log = logging.getLogger(__name__)
 PORT = "{port}"
@@ -40,7 +40,7 @@ class McpServer:
     env: dict[str, str] = field(default_factory=dict, repr=False)
 
 
-class LastOutput:
+class OutputTail:
     """Holds a pipe for the output of a server, and keeps its last bytes."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class LastOutput:
         os.close(self._reader)
 
 
-def command_words(command: str) -> list[str]:
+def server_command(command: str) -> list[str]:
     """Returns a program with its arguments; the word "python" is this Python. Raises ValueError for an open quote."""
     program, *arguments = shlex.split(command)
     return [sys.executable if program == "python" else program, *arguments]
@@ -82,7 +82,7 @@ class _Running:
 
     process: Child
     url: str
-    output: LastOutput
+    output: OutputTail
 
 
 class HttpServers:
@@ -117,9 +117,9 @@ def _started(server: McpServer) -> _Running:
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    output = LastOutput()
+    output = OutputTail()
     process = Child(
-        command_words(server.command.replace(PORT, port)),
+        server_command(server.command.replace(PORT, port)),
         name=f"the server {server.url}",
         log=output.file.fileno(),
         stdin=subprocess.DEVNULL,

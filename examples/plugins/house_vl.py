@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from relax_core.contracts.family import Family, HfConfig, Only, Vision
+from relax_core.contracts.family import Family, HfConfig, RequiredValue, Vision
 
 MODEL = "transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel"
 CONFIG = "transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig"
@@ -34,7 +34,7 @@ SPEC = Family(
     name="house_vl",  # config.json's model_type
     summary="House-VL: Qwen3-VL's tower, Qwen3's decoder.",
     qk_norm=True,
-    only=(Only("attention_bias", False, "no bias of the attention is computed"),),
+    only=(RequiredValue("attention_bias", False, "no bias of the attention is computed"),),
     text_key="text_config",  # the part of config.json that describes the decoder
     prefix="model.language_model.",  # how the names of the decoder's weights begin
     vision=Vision(

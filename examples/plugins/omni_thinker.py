@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from relax_core.contracts.family import Audio, Experts, Family, HfConfig, Only, Vision
+from relax_core.contracts.family import Audio, Experts, Family, HfConfig, RequiredValue, Vision
 
 CLASSES = "transformers.models.qwen3_omni_moe"
 VISION_MODEL = f"{CLASSES}.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder"
@@ -51,7 +51,7 @@ SPEC = Family(
     name="qwen3_omni_moe_thinker",  # config.json's model_type
     summary="Qwen3-Omni's thinker alone: sees and hears.",
     qk_norm=True,
-    only=(Only("attention_bias", False, "no bias of the attention is computed"),),
+    only=(RequiredValue("attention_bias", False, "no bias of the attention is computed"),),
     experts=experts,
     text_key="text_config",  # the part of config.json that describes the decoder
     vision=Vision(

@@ -5,7 +5,7 @@ python -m relax_core model=folder model.family=examples/plugins/qwen3_5_text.py 
 
 from __future__ import annotations
 
-from relax_core.contracts.family import DeltaNet, Family, HfConfig, Only
+from relax_core.contracts.family import DeltaNet, Family, HfConfig, RequiredValue
 
 
 def delta_net(config: HfConfig) -> DeltaNet:
@@ -32,7 +32,7 @@ SPEC = Family(
     name="qwen3_5_text",  # config.json's model_type
     summary="Qwen3.5 that reads text only.",
     qk_norm=True,
-    only=(Only("attention_bias", False, "no bias of the attention is computed"),),
+    only=(RequiredValue("attention_bias", False, "no bias of the attention is computed"),),
     check=check,
     delta_net=delta_net,
     output_gate=True,  # the query projection also computes a gate for the attention's output

@@ -5,7 +5,7 @@ python -m relax_core model=folder model.family=examples/plugins/seed_oss.py mode
 
 from __future__ import annotations
 
-from relax_core.contracts.family import Family, HfConfig, Only
+from relax_core.contracts.family import Family, HfConfig, RequiredValue
 
 
 def check(config: HfConfig) -> None:
@@ -23,10 +23,10 @@ SPEC = Family(
     summary="Seed-OSS: biases on query, key and value; a head of its own.",
     qkv_bias=True,
     only=(
-        Only("attention_bias", True, "query, key and value always add a bias"),
-        Only("attention_out_bias", False, "no bias of the attention's output projection is computed"),
-        Only("mlp_bias", False, "no bias of the MLP is computed"),
-        Only("residual_dropout", 0, "nothing is dropped while training"),
+        RequiredValue("attention_bias", True, "query, key and value always add a bias"),
+        RequiredValue("attention_out_bias", False, "no bias of the attention's output projection is computed"),
+        RequiredValue("mlp_bias", False, "no bias of the MLP is computed"),
+        RequiredValue("residual_dropout", 0, "nothing is dropped while training"),
     ),
     check=check,
 )

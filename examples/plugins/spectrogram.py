@@ -17,7 +17,7 @@ import numpy as np
 from relax_core.contracts.env import EnvConfig, EnvSpec, Message
 from relax_core.contracts.media import MediaSource
 
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 QUIET_DB = 80.0  # tones this far below the loudest tone are black
 
 
@@ -37,8 +37,8 @@ def messages(row: Mapping[str, Any], config: SpectrogramConfig) -> list[Message]
 def samples_of(file: Path) -> np.ndarray:
     """Returns the first channel of a 16-bit WAV file, float64 ``[samples]`` from -1 to 1."""
     with wave.open(str(file), "rb") as sound:
-        if sound.getsampwidth() != 2 or sound.getnframes() > MOST_SECONDS * sound.getframerate():
-            raise ValueError(f"{file}: give a WAV file of 16 bits and at most {MOST_SECONDS:.0f} seconds.")
+        if sound.getsampwidth() != 2 or sound.getnframes() > MAX_SECONDS * sound.getframerate():
+            raise ValueError(f"{file}: give a WAV file of 16 bits and at most {MAX_SECONDS:.0f} seconds.")
         samples = np.frombuffer(sound.readframes(sound.getnframes()), dtype="<i2")
         return samples[:: sound.getnchannels()] / 32768.0
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from launchers.submitted import OVERRIDES
 from relax_core.config.launcher_checks import environment
 from relax_core.config.redaction import REDACTED, secret_leaves, without_address_secrets
-from relax_core.config.saved import plain, to_yaml
+from relax_core.config.saved_config import plain, to_yaml
 from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
 from relax_core.control.host.ray_session import ONE_THREAD
 

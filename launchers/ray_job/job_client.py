@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launchers.ray_job.entrypoint import entrypoint, job_text, launcher_of, variables
 from launchers.saved_run import CONFIG_VARIABLE
-from launchers.submitted import JOB_FILE, write_whole
+from launchers.submitted import JOB_FILE, write_atomically
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.private_folder import private_folder
 
@@ -75,7 +75,7 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
     if job.run_dir.parent.is_dir():  # this machine has access to the run's folder
         private_folder(job.run_dir, key="run.dir")
         record = {"launcher": "ray_job", "job_id": job_id, "address": job.address, "token_file": job.token_file}
-        write_whole(job.run_dir / JOB_FILE, json.dumps(record | {"run_dir": str(job.run_dir)}))
+        write_atomically(job.run_dir / JOB_FILE, json.dumps(record | {"run_dir": str(job.run_dir)}))
     return job
 
 

@@ -57,8 +57,8 @@ def follow(run: SlurmRun, *, output: bool = True) -> int:
         while True:
             state = job_state(run.job_id)
             printed.show()
-            if state.words() != shown:
-                shown, since = state.words(), time.monotonic()
+            if state.describe() != shown:
+                shown, since = state.describe(), time.monotonic()
                 print(f"relax: job {run.job_id} {shown}", flush=True)
             if state.ended:
                 return _report_end(run, state, printed)
@@ -78,7 +78,7 @@ def _report_end(run: SlurmRun, state: JobState, output: Output) -> int:
     end = _await_end(run, expected=state.state in ("COMPLETED", "FAILED", "UNKNOWN"))
     output.show()
     if end is None:
-        print(f"relax: the run reported no exit code: it {state.words()}; resume=auto resumes its newest checkpoint")
+        print(f"relax: the run reported no exit code: it {state.describe()}; resume=auto resumes its newest checkpoint")
         return FAILED
     cause = f": {end.cause}" if end.cause else ""
     print(f"relax: the run ended with exit code {end.code}{cause}; its files are in {run.run_dir}", flush=True)

@@ -53,7 +53,7 @@ class JobState:
         """Returns whether the job neither runs nor waits any more."""
         return self.state in ENDED
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Returns the state as a clause without its subject, such as "ran out of memory"."""
         again = f", started again {self.restarts} times" if self.restarts else ""
         if self.ended:

@@ -27,9 +27,9 @@ from types import FrameType
 
 from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
-from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
+from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_atomically, write_end
 from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
-from relax_core.contracts.child import Child, cause_in_log
+from relax_core.contracts.child_process import Child, cause_in_log
 from relax_core.contracts.private_folder import set_private_files
 from relax_core.contracts.process_trees import become_subreaper, end_children
 from relax_core.control.host.ray_session import (
@@ -153,7 +153,7 @@ class _Task:
         named = self._folder / "ray" / "ray_current_cluster"  # Ray writes it when the head listens
         self._await(lambda: named.exists() and bool(named.read_text()), head, "the Ray head", HEAD_S)
         address = named.read_text().strip()
-        write_whole(self._attempt / HEAD, f"{address} {self._folder}")
+        write_atomically(self._attempt / HEAD, f"{address} {self._folder}")
         return address, head
 
     def _start_run(self, address: str | None) -> Child:
@@ -163,7 +163,7 @@ class _Task:
         if self._identity.restarts:
             command.append("--again")
         run = self._child("the run", command, joined=address is not None)
-        write_whole(self._attempt / RUN, str(run.pid))
+        write_atomically(self._attempt / RUN, str(run.pid))
         self._undo.callback(remove_run_folders, run.pid, SHARED_MEMORY, self._run_dir)
         self._undo.callback(end_children)
         return run
@@ -233,7 +233,7 @@ class _Task:
         log = self._attempt / f"node-{rank}.log"
         why = cause_in_log(log)
         report = f"{node}: its Ray node ended with {code}{why and f': {why}'}; see {log}"
-        write_whole(self._attempt / f"{LOST}-{rank}", report)
+        write_atomically(self._attempt / f"{LOST}-{rank}", report)
         deadline = time.monotonic() + DONE_S
         while not (self._attempt / DONE).exists() and time.monotonic() < deadline:
             self._raise_if_ended()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from launchers.slurm.follow import follow
 from launchers.slurm.job_state import SlurmRun
 from launchers.slurm.node_task import SlurmTask
-from launchers.submitted import JOB_FILE, make_folder, write_whole
+from launchers.submitted import JOB_FILE, make_folder, write_atomically
 from relax_core.config.launcher_checks import sbatch_arguments, script_path_problem
 from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 
@@ -84,7 +84,7 @@ def submit(
     for config, job_id in zip(prepared, ids, strict=True):
         run = SlurmRun(job_id=job_id, run_dir=Path(config.run.dir), output=files / f"{job_id}_0_log.out")
         record = {"launcher": "slurm", "job_id": job_id, "output": str(run.output)}
-        write_whole(run.run_dir / JOB_FILE, json.dumps(record))
+        write_atomically(run.run_dir / JOB_FILE, json.dumps(record))
         runs.append(run)
     return runs
 

@@ -94,7 +94,7 @@ def _remove_stale_folders(base: Path) -> None:
     found_folders = {
         folder: found[1]
         for folder in base.glob(f"{PREFIX}*-*")
-        if (found := re.fullmatch(rf"{PREFIX}(\d+)-{RANDOM}", folder.name)) and _is_own_folder(folder)
+        if (found := re.fullmatch(rf"{PREFIX}(\d+)-{RANDOM}", folder.name)) and _is_folder_of_user(folder)
     }
     if not found_folders:
         return
@@ -104,7 +104,7 @@ def _remove_stale_folders(base: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # another task on this node may remove the same folder
 
 
-def _is_own_folder(folder: Path) -> bool:
+def _is_folder_of_user(folder: Path) -> bool:
     """Returns whether a path in a folder of all users is a folder of this user, and not a link to a folder."""
     try:
         found = folder.lstat()

@@ -20,7 +20,7 @@ from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, functi
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.api.run_child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.child import Child, import_path, module_command
+from relax_core.contracts.child_process import Child, import_path, module_command
 from relax_core.observe.event_log import ACTOR, EventReader, MetricRecord
 from relax_core.observe.summary import SUMMARY_FILE
 
@@ -57,7 +57,7 @@ def run(
     Raises `ConfigError` for a mistake in the configuration, before anything is started, and `RunFailed` for a failed
     run. An error of ``on_step`` and KeyboardInterrupt are raised after the run has stopped with a checkpoint.
     """
-    words = _checked_words(overrides, reward=reward)
+    words = _checked_overrides(overrides, reward=reward)
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="relax-run-") as name:  # only this user may enter it
         staging = Path(name)
@@ -76,7 +76,7 @@ def run(
         return _outcome(child, started=started)
 
 
-def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
+def _checked_overrides(overrides: Sequence[str], *, reward: object) -> list[str]:
     """Returns the overrides as strings. Raises `ConfigError` if they are not a list of key=value."""
     if isinstance(overrides, str):
         raise ConfigError([f"relax_core.run({overrides!r}): give a list, [{overrides!r}]."])

@@ -16,7 +16,7 @@ from relax_core.api.function_reward import FUNCTION_FILE, write_private
 from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.override_words import without_secrets
+from relax_core.config.hydra_overrides import without_secrets
 from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.private_folder import set_private_files

@@ -1,4 +1,4 @@
-"""The bus process: one asynchronous Ray actor that wraps `BusCore` and holds its waiting calls.
+"""The bus process: one asynchronous Ray actor that wraps `ReplayBuffer` and holds its waiting calls.
 
 It imports no torch and holds the run's groups and ledger. A waiting call is woken only if it can proceed, fails, or
 reaches its deadline. For each waiting call the process can report the cause and the tasks that have to act.
@@ -30,7 +30,7 @@ from relax_core.bus.ray_bus import (
     WriteMessage,
     encode,
 )
-from relax_core.bus.replay_buffer import BusCore, HeldLease, OpenGroup
+from relax_core.bus.replay_buffer import HeldLease, OpenGroup, ReplayBuffer
 from relax_core.bus.settings import ACTOR, BusSettings
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import (
@@ -174,9 +174,9 @@ def explain_ledger(task: str, journal: Journal, *, waited_s: float) -> str:
     return f"{head}: {journal.waiting_bytes >> 20} MiB wait for the disk: {journal.problem or 'it is slow'}"
 
 
-def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
+def explain_admit(core: ReplayBuffer, worker: int, *, waited_s: float) -> str:
     """Returns a text such as "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
-    if core.room_of(worker) <= 0:
+    if core.free_slots_of(worker) <= 0:
         return f"{ROLLOUT}-{worker} has its part of the groups in flight for {waited_s:.1f} s at version {core.version}"
     head = f"rollout waits for credit for {waited_s:.1f} s at version {core.version}"
     if not core.groups:
@@ -190,7 +190,7 @@ def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
     return f"{head}: {len(core.groups)} groups are outstanding: {', '.join(parts)}; {owes}"
 
 
-def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> str:
+def explain_lease(core: ReplayBuffer, request: LeaseRequest, *, waited_s: float) -> str:
     """Returns a text such as "actor waits for 8 groups at step 12 for 30.0 s: 3 in flight in rollout (…), …"."""
     at_step = f" at step {request.step}" if request.task == ACTOR else ""
     groups = "group" if request.min_groups == 1 else "groups"
@@ -210,15 +210,15 @@ def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> s
     return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
 
 
-def admit_owed_by(core: BusCore, worker: int) -> list[str]:
+def admit_owed_by(core: ReplayBuffer, worker: int) -> list[str]:
     """Returns the tasks that have to act before this rollout worker gets an admission.
 
     The trainer's ack frees credits. If the worker has its limit of groups in flight, only the worker itself can act.
     """
-    return [ACTOR] if core.room_of(worker) > 0 else []
+    return [ACTOR] if core.free_slots_of(worker) > 0 else []
 
 
-def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
+def lease_owed_by(core: ReplayBuffer, request: LeaseRequest) -> list[str]:
     """Returns the tasks that have to act before this lease can be granted, with rollout workers as "rollout-1"."""
     if request.task == ACTOR and request.step != core.version:
         return [ACTOR]
@@ -230,7 +230,7 @@ def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
     return [*(workers or ([] if writers else [ROLLOUT])), *writers]
 
 
-def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
+def _in_flight(core: ReplayBuffer, groups: list[OpenGroup]) -> list[str]:
     if not groups:
         return []
     oldest = groups[0]
@@ -251,11 +251,11 @@ def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:
     return [f"{len(uids)} lack column {column} (first {uids[0]})" for column, uids in sorted(lacking.items())]
 
 
-def _leases(core: BusCore, task: str) -> list[str]:
+def _leases(core: ReplayBuffer, task: str) -> list[str]:
     return [_describe(core, lease) for lease in core.leases.of_task(task)]
 
 
-def _describe(core: BusCore, lease: HeldLease) -> str:
+def _describe(core: ReplayBuffer, lease: HeldLease) -> str:
     step = f" for step {lease.step}" if lease.step is not None else ""
     age = core.clock() - lease.leased_at
     return f"{len(lease.group_uids)} leased by {lease.task}{step} (lease {lease.lease_id}, {age:.0f} s ago)"
@@ -314,7 +314,7 @@ class BusActor:
         self._settings = msgspec.msgpack.decode(settings, type=BusSettings)
         self._journal = Journal(Path(ledger_path))
         ledger = Ledger(group_size=self._settings.group_size, journal=self._journal)
-        self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
+        self._core = ReplayBuffer(self._settings, ledger=ledger, clock=time.monotonic)
         self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
         self._drain: asyncio.TimerHandle | None = None  # the next check of a journal with too many unwritten events
@@ -403,16 +403,16 @@ class BusActor:
         return await media.missing(list(items))
 
     @answers
-    async def let_go(self, digests: list[str], worker: int) -> None:
-        self._core.let_go(digests, worker=worker)
+    async def release_items(self, digests: list[str], worker: int) -> None:
+        self._core.release_items(digests, worker=worker)
 
     @answers
     async def open_media(self, node_id: str) -> None:
         await self._media_nodes().open(node_id)
 
     @answers
-    async def bring_media(self, digests: list[str], node_id: str, timeout_s: float) -> None:
-        await self._media_nodes().bring(digests, node_id=node_id, timeout_s=timeout_s)
+    async def fetch_media(self, digests: list[str], node_id: str, timeout_s: float) -> None:
+        await self._media_nodes().fetch(digests, node_id=node_id, timeout_s=timeout_s)
 
     def _stored_media(self) -> MediaFiles | MediaNodes | None:
         folder = Path(self._settings.media_folder)
@@ -520,7 +520,7 @@ class BusActor:
         """Waits at most ``timeout_s`` until the version changes or the bus is closed, and returns the counts."""
 
         def attempt() -> BusProgress | None:
-            moved = self._core.version != since_version or self._core.closed_because is not None
+            moved = self._core.version != since_version or self._core.close_reason is not None
             return self._progress() if moved else None
 
         try:

@@ -23,11 +23,11 @@ from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import LeaseRequest
 
 if TYPE_CHECKING:
-    from relax_core.bus.replay_buffer import BusCore, OpenGroup
+    from relax_core.bus.replay_buffer import OpenGroup, ReplayBuffer
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class PromptDraw:
     """Describes a group that may be issued.
 
     With data.mix, ``drawn`` is the index of its prompt in the mixed order and ``modality`` is the prompt's modality;
@@ -48,22 +48,22 @@ class DataCursor:
         self.next_index = 0
         self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a snapshot's open groups
 
-    def admit(self, core: BusCore, max_groups: int) -> list[Draw]:
+    def admit(self, core: ReplayBuffer, max_groups: int) -> list[PromptDraw]:
         """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
         return [self._draw(min_version) for min_version in admissible_versions(core, max_groups)]
 
-    def _draw(self, min_version: int) -> Draw:
+    def _draw(self, min_version: int) -> PromptDraw:
         if self._reissue:
             index, last_attempt = self._reissue.popleft()
-            return Draw(index, last_attempt + 1, min_version)
+            return PromptDraw(index, last_attempt + 1, min_version)
         self.next_index += 1
-        return Draw(self.next_index - 1, 0, min_version)
+        return PromptDraw(self.next_index - 1, 0, min_version)
 
     def waiting(self) -> list[int]:
         """Returns the indices of a snapshot's open groups that have not been issued again yet."""
         return [index for index, _ in self._reissue]
 
-    def state(self, core: BusCore) -> Snapshot:
+    def state(self, core: ReplayBuffer) -> Snapshot:
         """Returns the snapshot of a bus."""
         groups = core.groups.values()
         return Snapshot(
@@ -95,21 +95,23 @@ class MixedCursor(DataCursor):
         self._given = dict.fromkeys(self._order.names, 0)
         self._drawn: dict[int, int] = {}  # group index → prompt index, of groups that must be issued again
 
-    def admit(self, core: BusCore, max_groups: int) -> list[Draw]:
+    def admit(self, core: ReplayBuffer, max_groups: int) -> list[PromptDraw]:
         """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
-        found: list[tuple[int, int, Draw]] = []  # (sort key, sort key, draw): a snapshot's groups keep their old order
+        found: list[
+            tuple[int, int, PromptDraw]
+        ] = []  # (sort key, sort key, draw): a snapshot's groups keep their old order
         for modality in self._order.names:
             again = [entry for entry in self._reissue if self._order.at(self._drawn[entry[0]])[0] == modality]
             versions = self._admissible_versions(core, modality, max_groups)
             for (index, attempt), version in zip(again, versions, strict=False):
-                found.append((0, index, Draw(index, attempt + 1, version, self._drawn[index], modality)))
+                found.append((0, index, PromptDraw(index, attempt + 1, version, self._drawn[index], modality)))
             for number, version in enumerate(versions[len(again) :], start=self._given[modality]):
                 drawn = self._order.index(modality, number)
-                found.append((1, drawn, Draw(-1, 0, version, drawn, modality)))
+                found.append((1, drawn, PromptDraw(-1, 0, version, drawn, modality)))
         found.sort(key=lambda entry: (entry[2].min_version, entry[0], entry[1]))
         return [self._take(draw) for _, _, draw in found[:max_groups]]
 
-    def _take(self, draw: Draw) -> Draw:
+    def _take(self, draw: PromptDraw) -> PromptDraw:
         if draw.attempt:
             del self._drawn[draw.index]
             self._reissue = deque(entry for entry in self._reissue if entry[0] != draw.index)
@@ -118,7 +120,7 @@ class MixedCursor(DataCursor):
         self.next_index += 1
         return replace(draw, index=self.next_index - 1)
 
-    def _admissible_versions(self, core: BusCore, modality: str, max_groups: int) -> list[int]:
+    def _admissible_versions(self, core: ReplayBuffer, modality: str, max_groups: int) -> list[int]:
         settings, version = self._settings, core.version
         steps = window_steps(version, settings)
         open_groups = [group for group in core.groups.values() if group.modality == modality]
@@ -144,7 +146,7 @@ class MixedCursor(DataCursor):
         """Returns a modality's number of slots in steps ``first`` to ``end`` - 1, if each step has ``each`` slots."""
         return self._order.count(modality, end * each) - self._order.count(modality, first * each)
 
-    def choose(self, core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
+    def choose(self, core: ReplayBuffer, request: LeaseRequest) -> list[OpenGroup]:
         """Returns the groups that a lease gets now. The actor gets one group for each slot of each modality.
 
         Over-sampling drops the slowest groups of each modality: a slot waits for the groups that were admitted for its
@@ -167,7 +169,7 @@ class MixedCursor(DataCursor):
             )
         return sorted(chosen, key=lambda group: group.admission.index)[: request.max_groups]
 
-    def state(self, core: BusCore) -> Snapshot:
+    def state(self, core: ReplayBuffer) -> Snapshot:
         """Returns the snapshot of a bus."""
         drawn = {group.admission.index: group.admission.data_index for group in core.groups.values()} | self._drawn
         state = super().state(core)

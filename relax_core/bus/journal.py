@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from relax_core.contracts.bus import BusTimeout
 from relax_core.contracts.columns import PERSISTED_COLUMNS
-from relax_core.contracts.outage import RETRY_S, Outage, sqlite_code, wait_out
+from relax_core.contracts.outage import RETRY_S, Outage, retry_through_outage, sqlite_code
 
 GATHER_S = 0.2  # the thread gathers events for this long and writes them as one batch
 OPEN_S = 60.0  # longest outage or lock while the file is opened
-MOST_WAITING_BYTES = 256 << 20  # while more events than this wait for the disk, the bus admits no group
+MAX_WAITING_BYTES = 256 << 20  # while more events than this wait for the disk, the bus admits no group
 EVENT_BYTES, UID_BYTES = 512, 160  # estimates of an event and of each of its uids in memory
 
 _COLUMNS = "id, event, uid, group_uid, step, version, reason, time"
@@ -113,7 +113,7 @@ class Journal:
         self._database: sqlite3.Connection | None = None
         self._uncertain = False  # whether a failed attempt may have written the batch
         try:
-            self.position: int = wait_out(self._prepare, self._outage, limit_s=OPEN_S)
+            self.position: int = retry_through_outage(self._prepare, self._outage, limit_s=OPEN_S)
         except sqlite3.OperationalError as error:
             raise LedgerUnwritable(f"the ledger could not be opened at {path}: {error}") from error
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
@@ -139,7 +139,7 @@ class Journal:
     @property
     def overfull(self) -> bool:
         """Returns whether too many events wait for the disk to admit new groups."""
-        return self.waiting_bytes > MOST_WAITING_BYTES
+        return self.waiting_bytes > MAX_WAITING_BYTES
 
     def append(
         self,
@@ -227,7 +227,9 @@ class Journal:
             items = [item for item in batch if not isinstance(item, _Flushed)]
             if self._failure is None and items:
                 try:
-                    wait_out(partial(self._write_once, items), self._outage, limit_s=math.inf, given_up=self._given_up)
+                    retry_through_outage(
+                        partial(self._write_once, items), self._outage, limit_s=math.inf, given_up=self._given_up
+                    )
                 except sqlite3.Error as failure:
                     self._failure = failure
             self._written_bytes += sum(item.size() for item in items)
@@ -260,7 +262,7 @@ class Journal:
 
     def _connection(self) -> sqlite3.Connection:
         if self._database is None:
-            # The connection waits for a lock; `wait_out` counts that time.
+            # The connection waits for a lock; `retry_through_outage` counts that time.
             self._database = sqlite3.connect(self._path, timeout=RETRY_S, check_same_thread=False)
             self._database.execute("PRAGMA synchronous=NORMAL")
         return self._database

@@ -18,10 +18,10 @@ from relax_core.contracts.tree import Episode
 
 TABLES = {"events", "rolled_back", "generated", "restores"}
 BUSY_S = 10.0  # a read waits this long for a writer's lock
-MOST_ROW_BYTES = 128 * 2**20  # limit of one query's rows for the dashboard page
-MOST_KINDS = 20  # limit of the event kinds that `event_counts` returns
+MAX_ROW_BYTES = 128 * 2**20  # limit of one query's rows for the dashboard page
+MAX_KINDS = 20  # limit of the event kinds that `event_counts` returns
 AFTER_S = 60.0  # longest time from the end of a step until the bus records the ends of its samples
-MOST_DROPS, MOST_LIVES, MOST_LIVES_EVENTS = 200_000, 1024, 500_000  # limits of one result
+MAX_DROPS, MAX_LIVES, MAX_LIVES_EVENTS = 200_000, 1024, 500_000  # limits of one result
 _TIMES = {"issued": "issued_s", "put": "put_s", "leased": "leased_s", "trained": "ended_s", "dropped": "ended_s"}
 SETTLE_S = 2.0  # all ends of a group are on disk this long after the first end
 FILTERS = ("uid", "group", "step", "reason")
@@ -71,7 +71,7 @@ class SampleLife(msgspec.Struct, kw_only=True):
     ended_s: float | None = None
 
 
-class Drops(NamedTuple):
+class DroppedSamples(NamedTuple):
     """Holds the samples that were dropped by events up to ``position``, as (uid, reason).
 
     ``restores`` counts the rollbacks of resumes; ``anew`` is True if earlier results are invalid.
@@ -83,7 +83,7 @@ class Drops(NamedTuple):
     anew: bool
 
 
-class FileCounts(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerFileCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of samples, computed only from the events in the file.
 
     ``open`` counts the open samples by their last event. ``lost`` lists the open samples of groups in which another
@@ -112,16 +112,16 @@ class EngineShare(msgspec.Struct, kw_only=True):
 class LedgerFile:
     """Reads a ledger file, as a context manager, and never writes to it.
 
-    All reads together may take ``seconds``, and the rows of each read ``most_bytes`` of memory; None means no limit.
-    A read waits for a writer's lock for ``busy_s``. Raises as `foreign_database` does. The methods raise sqlite3.Error
-    for a damaged file or when the time is over, and ValueError for too many rows.
+    All reads together may take ``seconds``, and the rows of each read ``max_bytes`` of memory; None means no limit.
+    A read waits for a writer's lock for ``busy_s``. Raises as `open_untrusted_database` does. The methods raise
+    sqlite3.Error for a damaged file or when the time is over, and ValueError for too many rows.
     """
 
     def __init__(
-        self, path: Path, *, seconds: float | None = None, most_bytes: int | None = None, busy_s: float = BUSY_S
+        self, path: Path, *, seconds: float | None = None, max_bytes: int | None = None, busy_s: float = BUSY_S
     ) -> None:
-        self._database = foreign_database(path, tables=TABLES, busy_s=busy_s, seconds=seconds)
-        self._most_bytes = most_bytes
+        self._database = open_untrusted_database(path, tables=TABLES, busy_s=busy_s, seconds=seconds)
+        self._max_bytes = max_bytes
         self._made: dict[int, dict[str, Episode]] = {}
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class LedgerFile:
         ]
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        return bounded_rows(self._database.execute(query, values), most_bytes=self._most_bytes)
+        return bounded_rows(self._database.execute(query, values), max_bytes=self._max_bytes)
 
     def _sample_events(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleHistory:
         events = [
@@ -194,7 +194,7 @@ class LedgerFile:
             self._made[row[0]] = {episode.uid: episode for episode in decode_episodes(row[1])}
         return self._made[row[0]].get(uid)
 
-    def counts(self, *, run_over: bool) -> FileCounts:
+    def counts(self, *, run_over: bool) -> LedgerFileCounts:
         """Counts all samples in one pass over the events.
 
         ``run_over`` means that all steps are done, so no sample may be open.
@@ -216,7 +216,7 @@ class LedgerFile:
         lost = [uid for uid in still_open if run_over or group_ended.get(uid.rpartition(".")[0], settled) < settled]
         for uid in lost:
             del still_open[uid]
-        return FileCounts(
+        return LedgerFileCounts(
             issued=len(samples),
             trained=len(trained),
             dropped=dict(sorted(dropped.items())),
@@ -240,17 +240,19 @@ class LedgerFile:
         return self._rows("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
 
     def event_counts(self) -> dict[str, int]:
-        """Returns the number of events in force by kind, for at most `MOST_KINDS` kinds."""
-        return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MOST_KINDS,)))
+        """Returns the number of events in force by kind, for at most `MAX_KINDS` kinds."""
+        return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MAX_KINDS,)))
 
-    def drops(self, *, after: int, restores: int) -> Drops:
+    def drops(self, *, after: int, restores: int) -> DroppedSamples:
         """Returns the drops after event ``after``, or all drops if ``restores`` has changed."""
         now = self._database.execute("SELECT COUNT(*) FROM restores").fetchone()[0]
         after = after if now == restores else 0
         last = self._database.execute("SELECT IFNULL(MAX(id), 0) FROM events").fetchone()[0]
-        last = min(last, after + MOST_DROPS)
+        last = min(last, after + MAX_DROPS)
         query = "SELECT uid, reason FROM events WHERE id > ? AND id <= ? AND event = 'dropped'"
-        return Drops([(uid, reason) for uid, reason in self._rows(query, (after, last))], last, now, after == 0)
+        return DroppedSamples(
+            [(uid, reason) for uid, reason in self._rows(query, (after, last))], last, now, after == 0
+        )
 
     def lives(self, *, step: int, from_s: float, to_s: float) -> list[SampleLife]:
         """Returns the samples that ended at a train step, in order of issue.
@@ -263,7 +265,7 @@ class LedgerFile:
             self._rows(
                 "SELECT event, uid, group_uid, version, reason, time, step FROM events WHERE id >= ? AND id < ? "
                 "ORDER BY id DESC LIMIT ?",
-                (low, high, MOST_LIVES_EVENTS),
+                (low, high, MAX_LIVES_EVENTS),
             )
         )
         wanted = {uid for event, uid, *_, at in rows if event in ("trained", "dropped") and at == step}
@@ -277,7 +279,7 @@ class LedgerFile:
                 life.version = version
             life.reason = reason or life.reason
         ordered = sorted(found.values(), key=lambda life: (life.issued_s or life.put_s or 0.0, len(life.uid), life.uid))
-        return ordered[:MOST_LIVES]
+        return ordered[:MAX_LIVES]
 
     def _first_at(self, time_s: float) -> int:
         """Returns the id of the first event at or after a time; events are in order of time up to a few ms."""
@@ -316,16 +318,16 @@ def _issue_order(uid: str) -> tuple[str, int]:
     return group, int(number)
 
 
-BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to a database
+SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to a database
 HEAP_BYTES = 256 * 2**20  # limit of SQLite's memory in this process
 VALUE_BYTES = 16 * 2**20  # limit of one value
 ROW_BYTES = 250  # estimated memory of a row of a few short values
 CHECK_OPCODES = 1000  # SQLite operations between two checks of the deadline
-MOST_SCHEMA = 100_000  # limit of an SQL statement in bytes, including a table's CREATE statement
+MAX_SCHEMA = 100_000  # limit of an SQL statement in bytes, including a table's CREATE statement
 _FUNCTIONS = {"count", "min", "max", "ifnull"}
 _LIMITS: Mapping[int, int] = {
     sqlite3.SQLITE_LIMIT_LENGTH: VALUE_BYTES,
-    sqlite3.SQLITE_LIMIT_SQL_LENGTH: MOST_SCHEMA,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: MAX_SCHEMA,
     sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 50,
     sqlite3.SQLITE_LIMIT_COLUMN: 100,
     sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 10,
@@ -335,11 +337,11 @@ _LIMITS: Mapping[int, int] = {
 }
 
 
-class ForeignDatabase(sqlite3.Connection):
-    """A read-only connection; `foreign_database` makes it."""
+class UntrustedDatabase(sqlite3.Connection):
+    """A read-only connection; `open_untrusted_database` makes it."""
 
 
-def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: float | None) -> ForeignDatabase:
+def open_untrusted_database(path: Path, *, tables: Set[str], busy_s: float, seconds: float | None) -> UntrustedDatabase:
     """Opens an untrusted database to read these ``tables``, as immutable if no process has it open.
 
     All reads together may take ``seconds``, and SQLite may use `HEAP_BYTES`; None for ``seconds`` means no limits. A
@@ -352,7 +354,7 @@ def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: fl
     immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     deadline = None if seconds is None else time.monotonic() + seconds
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
-    database = sqlite3.connect(address, uri=True, timeout=busy_s, factory=ForeignDatabase)
+    database = sqlite3.connect(address, uri=True, timeout=busy_s, factory=UntrustedDatabase)
     try:
         for limit, value in _LIMITS.items():
             database.setlimit(limit, value)
@@ -371,13 +373,13 @@ def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: fl
     return database
 
 
-def bounded_rows(cursor: sqlite3.Cursor, *, most_bytes: int | None) -> Iterator[tuple[Any, ...]]:
-    """Yields the rows of a query. Raises ValueError once they take more than ``most_bytes`` bytes of memory."""
+def bounded_rows(cursor: sqlite3.Cursor, *, max_bytes: int | None) -> Iterator[tuple[Any, ...]]:
+    """Yields the rows of a query. Raises ValueError once they take more than ``max_bytes`` bytes of memory."""
     taken = 0
     for row in cursor:
         taken += ROW_BYTES + sum(len(value) for value in row if isinstance(value, str | bytes))
-        if most_bytes is not None and taken > most_bytes:
-            raise ValueError(f"the rows take more than {most_bytes} bytes; request fewer rows")
+        if max_bytes is not None and taken > max_bytes:
+            raise ValueError(f"the rows take more than {max_bytes} bytes; request fewer rows")
         yield row
 
 
@@ -389,7 +391,7 @@ def check_plain(path: Path) -> None:
         raise FileNotFoundError(path) from None
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path.name} is no plain file")
-    for ending in BESIDE:
+    for ending in SQLITE_SUFFIXES:
         beside = path.with_name(f"{path.name}{ending}")
         try:
             mode = beside.lstat().st_mode

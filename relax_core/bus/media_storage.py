@@ -261,7 +261,7 @@ class MediaNodes:
         self._record([digest for digest in digests if digest not in missing], node_id)
         return missing
 
-    async def bring(self, digests: Sequence[str], *, node_id: str, timeout_s: float) -> None:
+    async def fetch(self, digests: Sequence[str], *, node_id: str, timeout_s: float) -> None:
         """Waits until a node has the files of items, each of which is copied once.
 
         Raises `MediaGone` for an item without references or without a file on any node, and `BusTimeout` after

@@ -42,7 +42,7 @@ class NamedMedia:
         """Names items (digest → bytes) for a rollout worker."""
         self._name(("worker", worker), items)
 
-    def let_go(self, worker: int, digests: Iterable[str]) -> None:
+    def release_items(self, worker: int, digests: Iterable[str]) -> None:
         """Removes the worker's names from these items."""
         self._forget(("worker", worker), digests)
 

@@ -155,8 +155,8 @@ class RayBus:
         call = self._call("hold", dict(items), worker, self._node(), timeout_s=timeout_s)
         return _decode(await call, list[str])
 
-    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
-        await self._call("let_go", list(digests), worker, timeout_s=timeout_s)
+    async def release_items(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+        await self._call("release_items", list(digests), worker, timeout_s=timeout_s)
 
     async def media_folder(self, *, timeout_s: float) -> Path:
         folder = Path(self.settings.media_folder)
@@ -165,9 +165,9 @@ class RayBus:
         await self._call("open_media", self._node(), timeout_s=timeout_s)
         return node_folder(folder, self._node())
 
-    async def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+    async def fetch_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
         if self.settings.media_nodes:
-            await self._call("bring_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
+            await self._call("fetch_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
 
     def media_reader(self, *, timeout_s: float) -> MediaReader:
         folder = Path(self.settings.media_folder)
@@ -175,9 +175,9 @@ class RayBus:
             return FolderReader(folder)
 
         def bring(digests: Sequence[str]) -> None:
-            blocking(self.bring_media(digests, timeout_s=timeout_s))
+            blocking(self.fetch_media(digests, timeout_s=timeout_s))
 
-        return NodeReader(node_folder(folder, self._node()), bring=bring)
+        return NodeReader(node_folder(folder, self._node()), fetch=bring)
 
     def _node(self) -> str:
         """Returns the id of this process's Ray node, or "" if all nodes read one folder."""

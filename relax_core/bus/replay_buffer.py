@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from relax_core.bus.data_cursor import DataCursor, Draw, MixedCursor, Snapshot
+from relax_core.bus.data_cursor import DataCursor, MixedCursor, PromptDraw, Snapshot
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.named_media import NamedMedia
 from relax_core.bus.settings import ACTOR, BusSettings
@@ -34,7 +34,7 @@ from relax_core.contracts.media_file import is_digest
 from relax_core.contracts.tree import group_uid, sample_uid
 
 
-class BusCore:
+class ReplayBuffer:
     """Holds all state of a bus.
 
     ``clock`` returns seconds and never goes back. A payload may be any object that has a length in bytes.
@@ -49,7 +49,7 @@ class BusCore:
         self.groups: dict[str, OpenGroup] = {}
         self.leases = LeaseTable(clock)
         self.media = NamedMedia()
-        self.closed_because: str | None = None
+        self.close_reason: str | None = None
         self._mixed = MixedCursor(settings) if settings.mix else None
         self._cursor = self._mixed or DataCursor()
         self.staleness: Counter[int] = Counter()
@@ -63,10 +63,10 @@ class BusCore:
         """
         self._require_running()
         check_admit(max_groups)
-        draws = self._cursor.admit(self, min(max_groups, self.room_of(worker)))
+        draws = self._cursor.admit(self, min(max_groups, self.free_slots_of(worker)))
         return [self._issue(draw, worker) for draw in draws]
 
-    def _issue(self, draw: Draw, worker: int) -> Admission:
+    def _issue(self, draw: PromptDraw, worker: int) -> Admission:
         admission = Admission(
             index=draw.index,
             group_uid=group_uid(draw.index),
@@ -165,10 +165,10 @@ class BusCore:
         check_digests(items)
         self.media.hold(worker, items)
 
-    def let_go(self, digests: Sequence[str], *, worker: int = 0) -> None:
+    def release_items(self, digests: Sequence[str], *, worker: int = 0) -> None:
         """Removes a rollout worker's names from media items."""
         self._require_open()
-        self.media.let_go(worker, digests)
+        self.media.release_items(worker, digests)
 
     # -- calls of workers that lease --------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
@@ -261,7 +261,7 @@ class BusCore:
 
     def expire(self) -> None:
         """Ends every expired lease and returns its groups to the buffer. Does nothing on a closed bus."""
-        if self.closed_because is not None:
+        if self.close_reason is not None:
             return
         for lease in self.leases.overdue():
             self._end_lease(lease, reason="expired")
@@ -277,9 +277,9 @@ class BusCore:
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
 
-    def room_of(self, worker: int) -> int:
+    def free_slots_of(self, worker: int) -> int:
         """Returns how many more groups a rollout worker may have in flight, regardless of the staleness window."""
-        most = self.settings.most_in_flight
+        most = self.settings.max_in_flight
         if most is None:
             return sys.maxsize
         return most - sum(group.in_flight and group.worker == worker for group in self.groups.values())
@@ -313,8 +313,8 @@ class BusCore:
 
     def close(self, *, reason: str) -> None:
         """Closes the bus: later calls raise `BusClosed` with the first ``reason``."""
-        if self.closed_because is None:
-            self.closed_because = reason
+        if self.close_reason is None:
+            self.close_reason = reason
 
     # -- ends of groups and leases ------------------------------------------------------------------------------
     def _end_as_trained(self, group: OpenGroup, *, step: int, masked: Mapping[str, str]) -> None:
@@ -376,8 +376,8 @@ class BusCore:
 
     # -- checks of calls ----------------------------------------------------------------------------------------
     def _require_open(self) -> None:
-        if self.closed_because is not None:
-            raise BusClosed(f"the bus is closed: {self.closed_because}")
+        if self.close_reason is not None:
+            raise BusClosed(f"the bus is closed: {self.close_reason}")
 
     def _require_running(self) -> None:
         self._require_open()
@@ -385,7 +385,9 @@ class BusCore:
             raise BusClosed(f"all {self.settings.total_steps} train steps are done")
 
 
-def run_progress(core: BusCore, *, admitted: int, staleness: Mapping[int, int], ledger: LedgerCounts) -> BusProgress:
+def run_progress(
+    core: ReplayBuffer, *, admitted: int, staleness: Mapping[int, int], ledger: LedgerCounts
+) -> BusProgress:
     """Returns the state of the run; ``staleness`` counts the trained samples by staleness."""
     in_flight = sum(group.in_flight for group in core.groups.values())
     leased = sum(group.actor_step is not None for group in core.groups.values())

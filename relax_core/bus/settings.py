@@ -61,7 +61,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def most_in_flight(self) -> int | None:
+    def max_in_flight(self) -> int | None:
         """Returns how many groups one of several rollout workers may have in flight; None if there is one worker.
 
         This is the worker's share of all groups that can be admitted, up to one step past the window.

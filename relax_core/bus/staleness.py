@@ -6,7 +6,7 @@ token is at most ``max_staleness``. This module applies the rule in three places
 - admission admits a group only if some step inside the window can consume it;
 - selection gives the actor the groups first that leave the window next;
 - a group that left the window ends as ``stale``, and a group that is not needed after over-sampling ends as
-  ``over_sampled``. The rollout ends an episode of several turns early if it would become stale (`TooOld`).
+  ``over_sampled``. The rollout ends an episode of several turns early if it would become stale (`StalenessCheck`).
 
 With mode.on_stale=mask the actor also leases stale groups, and `relax_core.train.micro_batches.decode_train_tree` masks
 the tokens that are too old.
@@ -23,14 +23,14 @@ from relax_core.contracts.bus import LeaseRequest
 from relax_core.contracts.columns import EPISODES, decode_episodes
 
 if TYPE_CHECKING:
-    from relax_core.bus.replay_buffer import BusCore, OpenGroup
+    from relax_core.bus.replay_buffer import OpenGroup, ReplayBuffer
 
 STALE = "stale"
 OVER_SAMPLED = "over_sampled"
 log = logging.getLogger(__name__)
 
 
-class Window(Protocol):
+class StalenessWindow(Protocol):
     """Declares the size of the staleness window; `BusSettings` and the section ``mode`` of a configuration have it."""
 
     @property
@@ -38,12 +38,12 @@ class Window(Protocol):
         """Returns how many versions a trained token may lag behind the step that trains it."""
 
 
-def oldest_version(step: int, window: Window) -> int:
+def oldest_version(step: int, window: StalenessWindow) -> int:
     """Returns the version of the oldest token that train step ``step`` may train."""
     return step - window.max_staleness
 
 
-def admissible_versions(core: BusCore, max_groups: int) -> list[int]:
+def admissible_versions(core: ReplayBuffer, max_groups: int) -> list[int]:
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``."""
     supply = [group.ready_from(core.version) for group in core.groups.values() if group.actor_step != core.version]
     return plan_admissions(
@@ -79,7 +79,7 @@ def window_steps(version: int, settings: BusSettings) -> int:
 
 
 def fill(
-    wanted: Sequence[int], supply_versions: Iterable[int], window: Window, *, version: int, max_groups: int
+    wanted: Sequence[int], supply_versions: Iterable[int], window: StalenessWindow, *, version: int, max_groups: int
 ) -> list[int]:
     """Returns the ``min_version`` of each new group, if ``wanted[k]`` groups are wanted up to step version + k."""
     # supply[k] counts the groups with the first possible train step version + k.
@@ -102,7 +102,7 @@ def keeps_order(settings: BusSettings) -> bool:
     return settings.max_staleness == 0 and not settings.spare_groups
 
 
-def choose(core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
+def choose(core: ReplayBuffer, request: LeaseRequest) -> list[OpenGroup]:
     """Returns the groups that a lease gets now; the actor's request is for the step that is due.
 
     With over-sampling there are more groups than the step needs, so the step does not wait for groups in flight.
@@ -206,15 +206,15 @@ def newest_version(columns: Mapping[str, bytes]) -> int | None:
     return max(version for turn in turns for version, _ in turn.versions)
 
 
-class TooOld:
+class StalenessCheck:
     """Detects episodes that are too old to be trained, from the newest weight version among all responses.
 
-    Such an episode has a token that is more than ``most_lag`` weight versions older than the newest version. If
-    ``most_lag`` is None, no episode is too old.
+    Such an episode has a token that is more than ``max_lag`` weight versions older than the newest version. If
+    ``max_lag`` is None, no episode is too old.
     """
 
-    def __init__(self, most_lag: int | None) -> None:
-        self._most_lag = most_lag
+    def __init__(self, max_lag: int | None) -> None:
+        self._max_lag = max_lag
         self._newest = 0
         self._told = False
 
@@ -222,14 +222,14 @@ class TooOld:
         """Records the weight version of a response."""
         self._newest = max(self._newest, version)
 
-    def words(self, uid: str, versions: Sequence[int]) -> str:
+    def describe(self, uid: str, versions: Sequence[int]) -> str:
         """Returns why an episode is too old, or an empty text; the first time it also logs how to avoid this.
 
         ``versions`` has the version of the oldest token of each of its turns.
         """
-        if self._most_lag is None or not versions or self._newest - min(versions) <= self._most_lag:
+        if self._max_lag is None or not versions or self._newest - min(versions) <= self._max_lag:
             return ""
-        words = f"its first tokens have version {min(versions)}, and the weights have version {self._newest}"
+        message = f"its first tokens have version {min(versions)}, and the weights have version {self._newest}"
         if not self._told:
             self._told = True
             log.warning(
@@ -237,6 +237,6 @@ class TooOld:
                 "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
                 uid,
                 len(versions),
-                words,
+                message,
             )
-        return words
+        return message

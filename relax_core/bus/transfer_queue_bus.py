@@ -314,6 +314,6 @@ class TransferQueueBusActor(BusActor):
 
     def _lose(self, text: str) -> None:
         """Makes all waiting and later calls raise `BusLost`, because the stored payloads can no longer be read."""
-        if self._lost is None and self._core.closed_because is None:
+        if self._lost is None and self._core.close_reason is None:
             self._lost = BusLost(text)
             self._waiting.fail_all(self._lost)

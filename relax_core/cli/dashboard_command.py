@@ -62,28 +62,28 @@ def _listener(port: int | None) -> socket.socket:
 
 
 def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
-    from relax_core.server.guard import Guard, Session
     from relax_core.server.http_server import HttpServer
     from relax_core.server.page_routes import Page, page_app
+    from relax_core.server.request_guard import RequestGuard, Session
     from relax_core.server.run_reader import cache_folder
 
     port = listener.getsockname()[1]
     session = Session()
 
-    def tell_link() -> None:
+    def print_link() -> None:
         print(f"http://{LOOPBACK}:{port}/#token={session.link_token}", flush=True)
 
-    def tell_next_link() -> None:
+    def print_next_link() -> None:
         print("The link was used and is no longer valid. The next link, for another browser:", flush=True)
-        tell_link()
+        print_link()
 
-    page = Page(folders, cache=cache_folder(), session=session, on_exchange=tell_next_link)
+    page = Page(folders, cache=cache_folder(), session=session, on_exchange=print_next_link)
     print("The page is at this link, which works once. Ctrl-C ends it.", flush=True)
-    tell_link()
+    print_link()
     host = f"{getpass.getuser()}@{socket.gethostname()}"
     print(f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {host}", flush=True)
     try:
-        asyncio.run(HttpServer(Guard(page_app(page), session, port=lambda: port)).serve(listener))
+        asyncio.run(HttpServer(RequestGuard(page_app(page), session, port=lambda: port)).serve(listener))
     except KeyboardInterrupt:  # uvicorn has closed the connections already
         pass
     finally:

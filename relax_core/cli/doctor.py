@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from relax_core.config.compose import load_config
-from relax_core.contracts.child import cause_in, module_command
+from relax_core.contracts.child_process import cause_in, module_command
 from relax_core.control.host.run_paths import SHARED_MEMORY, find_stale_runs, remove_stale_runs, temporary_folder
 from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.build_plan import make_plan
-from relax_core.plan.memory_terms import size_words
+from relax_core.plan.memory_terms import size_text
 
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
@@ -54,19 +54,19 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Holds one finding; ``words`` describes it and, if it is not good, the fix."""
+class DoctorFinding:
+    """Holds one finding; ``message`` describes it and, if it is not good, the fix."""
 
     topic: str
     verdict: Verdict
-    words: str
+    message: str
 
 
-def main(words: Sequence[str]) -> int:
+def main(message: Sequence[str]) -> int:
     """Runs `relax doctor [--clean]`; returns the exit code. Argparse ends the process for unknown arguments."""
     parser = argparse.ArgumentParser(prog="relax doctor", description=__doc__)
     parser.add_argument("--clean", action="store_true", help="first remove the remains of killed runs")
-    return doctor_command(clean=parser.parse_args(words).clean)
+    return doctor_command(clean=parser.parse_args(message).clean)
 
 
 def doctor_command(*, clean: bool = False) -> int:
@@ -78,136 +78,146 @@ def doctor_command(*, clean: bool = False) -> int:
         print(stale_run.removal())
     findings = [finding for check in _CHECKS for finding in check()]
     for finding in findings:
-        print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.words}")
+        print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.message}")
     bad = sum(finding.verdict is Verdict.bad for finding in findings)
     print(f"\n{bad} of {len(findings)} findings keep a run from working." if bad else "\nA run can work here.")
     return 1 if bad else 0
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[DoctorFinding]:
     found = ".".join(map(str, sys.version_info[:3]))
     right = sys.version_info[:2] == (3, 11)
-    words = f"{found} at {sys.executable}" + (
+    message = f"{found} at {sys.executable}" + (
         "" if right else "; Relax needs 3.11: make env PYTHON=/path/to/python3.11"
     )
-    yield Finding(topic="python", verdict=Verdict.good if right else Verdict.bad, words=words)
+    yield DoctorFinding(topic="python", verdict=Verdict.good if right else Verdict.bad, message=message)
 
 
-def _libraries() -> Iterator[Finding]:
+def _libraries() -> Iterator[DoctorFinding]:
     for library in versions():
         if library.found is None:
-            words = f"{library.name} is missing. Install it: make env"
-            yield Finding(topic="library", verdict=Verdict.bad, words=words)
+            message = f"{library.name} is missing. Install it: make env"
+            yield DoctorFinding(topic="library", verdict=Verdict.bad, message=message)
         elif library.tested not in (None, library.found):
-            words = f"{library.name} {library.found}, tested with {library.tested} (constraints.txt)"
-            yield Finding(topic="library", verdict=Verdict.note, words=words)
+            message = f"{library.name} {library.found}, tested with {library.tested} (constraints.txt)"
+            yield DoctorFinding(topic="library", verdict=Verdict.note, message=message)
     count = len(versions())
-    yield Finding(topic="libraries", verdict=Verdict.good, words=f"{count} checked; those not named are as tested")
+    yield DoctorFinding(
+        topic="libraries", verdict=Verdict.good, message=f"{count} checked; those not named are as tested"
+    )
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[DoctorFinding]:
     cores = len(os.sched_getaffinity(0))
-    words = f"{cores} cores" + ("" if cores >= CORES else f"; rollout and trainer need one each. Give it {CORES}")
-    yield Finding(topic="cores", verdict=Verdict.good if cores >= CORES else Verdict.note, words=words)
+    message = f"{cores} cores" + ("" if cores >= CORES else f"; rollout and trainer need one each. Give it {CORES}")
+    yield DoctorFinding(topic="cores", verdict=Verdict.good if cores >= CORES else Verdict.note, message=message)
     free, demo = available_bytes(), make_plan(load_config()).total_bytes
-    words = f"{size_words(free)} free, the demo takes {size_words(demo)}"
+    message = f"{size_text(free)} free, the demo takes {size_text(demo)}"
     verdict = Verdict.good if free >= demo else Verdict.bad
-    yield Finding(topic="memory", verdict=verdict, words=words + ("" if free >= demo else ". Close other programs"))
+    yield DoctorFinding(
+        topic="memory", verdict=verdict, message=message + ("" if free >= demo else ". Close other programs")
+    )
 
 
-def _shared_memory() -> Iterator[Finding]:
+def _shared_memory() -> Iterator[DoctorFinding]:
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
-        words = f"{SHARED_MEMORY} does not exist or cannot be written to, but weights need it. Mount a tmpfs"
-        yield Finding(topic="shared memory", verdict=Verdict.bad, words=words)
+        message = f"{SHARED_MEMORY} does not exist or cannot be written to, but weights need it. Mount a tmpfs"
+        yield DoctorFinding(topic="shared memory", verdict=Verdict.bad, message=message)
         return
     free = shutil.disk_usage(SHARED_MEMORY).free
     enough = free >= SHARED_BYTES
-    words = f"{size_words(free)} free in {SHARED_MEMORY}"
-    more = f"; a run needs at least {size_words(SHARED_BYTES)}. In a container: --shm-size=2g"
-    yield Finding(
+    message = f"{size_text(free)} free in {SHARED_MEMORY}"
+    more = f"; a run needs at least {size_text(SHARED_BYTES)}. In a container: --shm-size=2g"
+    yield DoctorFinding(
         topic="shared memory",
         verdict=Verdict.good if enough else Verdict.bad,
-        words=words + ("" if enough else more),
+        message=message + ("" if enough else more),
     )
 
 
-def _disk() -> Iterator[Finding]:
+def _disk() -> Iterator[DoctorFinding]:
     for topic, folder in (("disk, runs", Path.cwd()), ("disk, /tmp", temporary_folder())):
         free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
-        words = f"{size_words(free)} free in {folder}" + ("" if writable else ", which cannot be written to")
+        message = f"{size_text(free)} free in {folder}" + ("" if writable else ", which cannot be written to")
         enough = Verdict.good if free >= DISK_BYTES else Verdict.note
         verdict = enough if writable else Verdict.bad
-        yield Finding(topic=topic, verdict=verdict, words=words)
+        yield DoctorFinding(topic=topic, verdict=verdict, message=message)
 
 
-def _ports() -> Iterator[Finding]:
+def _ports() -> Iterator[DoctorFinding]:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
     except OSError as error:
-        words = f"no free port on 127.0.0.1: {error.strerror}. Engines and Ray need loopback"
-        yield Finding(topic="ports", verdict=Verdict.bad, words=words)
+        message = f"no free port on 127.0.0.1: {error.strerror}. Engines and Ray need loopback"
+        yield DoctorFinding(topic="ports", verdict=Verdict.bad, message=message)
         return
-    yield Finding(topic="ports", verdict=Verdict.good, words=f"127.0.0.1 has free ports, such as {port}")
+    yield DoctorFinding(topic="ports", verdict=Verdict.good, message=f"127.0.0.1 has free ports, such as {port}")
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> Iterator[DoctorFinding]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        yield Finding(topic="GPUs", verdict=Verdict.good, words="none (no nvidia-smi); runs use CPU cores")
+        yield DoctorFinding(topic="GPUs", verdict=Verdict.good, message="none (no nvidia-smi); runs use CPU cores")
         return
     query = [tool, "--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_S, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding(topic="GPUs", verdict=Verdict.note, words=f"nvidia-smi gave no answer in {_NVIDIA_S:.0f} s")
+        yield DoctorFinding(
+            topic="GPUs", verdict=Verdict.note, message=f"nvidia-smi gave no answer in {_NVIDIA_S:.0f} s"
+        )
         return
     if done.returncode != 0:
         reason = (done.stdout + done.stderr).strip().split("\n")[0]
-        yield Finding(topic="GPUs", verdict=Verdict.note, words=f"nvidia-smi fails: {reason}")
+        yield DoctorFinding(topic="GPUs", verdict=Verdict.note, message=f"nvidia-smi fails: {reason}")
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; a run uses it with placement=gpu")
+        yield DoctorFinding(
+            topic="GPU", verdict=Verdict.good, message=f"{line.strip()}; a run uses it with placement=gpu"
+        )
 
 
-def _media() -> Iterator[Finding]:
+def _media() -> Iterator[DoctorFinding]:
     missing = [name for module, name in _MEDIA_LIBRARIES.items() if find_spec(module) is None]
     if missing:
-        words = f"{' and '.join(missing)} missing. Only multimodal models need them: pip install 'relax-core[omni]'"
-        yield Finding(topic="media", verdict=Verdict.note, words=words)
+        message = f"{' and '.join(missing)} missing. Only multimodal models need them: pip install 'relax-core[omni]'"
+        yield DoctorFinding(topic="media", verdict=Verdict.note, message=message)
         return
     command = module_command("relax_core.data.media.media_trial_main")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MEDIA_S, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding(topic="media", verdict=Verdict.bad, words=f"six small files were not decoded in {_MEDIA_S:.0f} s")
+        yield DoctorFinding(
+            topic="media", verdict=Verdict.bad, message=f"six small files were not decoded in {_MEDIA_S:.0f} s"
+        )
         return
     if done.returncode != 0:
         reason = cause_in(done.stderr) or f"the process ended with {done.returncode}"
-        words = f"media cannot be decoded: {reason}. Install again: pip install 'relax-core[omni]'"
-        yield Finding(topic="media", verdict=Verdict.bad, words=words)
+        message = f"media cannot be decoded: {reason}. Install again: pip install 'relax-core[omni]'"
+        yield DoctorFinding(topic="media", verdict=Verdict.bad, message=message)
         return
-    yield Finding(topic="media", verdict=Verdict.good, words=f"{done.stdout.strip()} are decoded")
+    yield DoctorFinding(topic="media", verdict=Verdict.good, message=f"{done.stdout.strip()} are decoded")
 
 
-def _optional() -> Iterator[Finding]:
+def _optional() -> Iterator[DoctorFinding]:
     """Yields the installed and missing optional packages and data of rewards and environments."""
     found = []
     for package, (what, extra) in _OPTIONAL.items():
         if _is_installed(package):
             found.append(package)
             continue
-        words = f"{package} is missing. Only {what} needs it: pip install 'relax-core[{extra}]'"
-        yield Finding(topic="optional", verdict=Verdict.note, words=words)
+        message = f"{package} is missing. Only {what} needs it: pip install 'relax-core[{extra}]'"
+        yield DoctorFinding(topic="optional", verdict=Verdict.note, message=message)
     missing = [resource for resource in _NLTK_DATA if not _has_nltk_data(resource)] if _INSTRUCTIONS in found else []
     if missing:
-        words = (
+        message = (
             f"data of nltk is missing: {', '.join(missing)}. Only some instructions of reward=ifeval and ifbench need "
             f"it: python -m nltk.downloader {' '.join(missing)}"
         )
-        yield Finding(topic="optional", verdict=Verdict.note, words=words)
+        yield DoctorFinding(topic="optional", verdict=Verdict.note, message=message)
     if found:
-        yield Finding(topic="optional", verdict=Verdict.good, words=f"{', '.join(found)} there")
+        yield DoctorFinding(topic="optional", verdict=Verdict.good, message=f"{', '.join(found)} there")
 
 
 def _is_installed(package: str) -> bool:
@@ -228,16 +238,16 @@ def _has_nltk_data(name: str) -> bool:
     return True
 
 
-def _stale_runs() -> Iterator[Finding]:
+def _stale_runs() -> Iterator[DoctorFinding]:
     found = find_stale_runs()
     for stale_run in found:
-        words = f"{stale_run}. The next run removes it, or: relax doctor --clean"
-        yield Finding(topic="left behind", verdict=Verdict.note, words=words)
+        message = f"{stale_run}. The next run removes it, or: relax doctor --clean"
+        yield DoctorFinding(topic="left behind", verdict=Verdict.note, message=message)
     if not found:
-        yield Finding(topic="left behind", verdict=Verdict.good, words="nothing of killed runs")
+        yield DoctorFinding(topic="left behind", verdict=Verdict.good, message="nothing of killed runs")
 
 
-_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
     _python,
     _libraries,
     _machine,

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from relax_core.config.compose import Settle, run
 from relax_core.config.errors import ConfigError
+from relax_core.config.hydra_overrides import CommandLine, hub_download_hint, is_hub_name
 from relax_core.config.modality import media_kinds
 from relax_core.config.options import COMMANDS, conf_folder, yaml_options
-from relax_core.config.override_words import CommandLine, is_hub_name, of_hub
 from relax_core.config.rerun import marked, rerun_line
-from relax_core.config.saved import to_yaml
+from relax_core.config.saved_config import to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.validate import Check
 from relax_core.contracts.bus import CALL_TIMEOUT_S
@@ -50,7 +50,7 @@ from relax_core.observe.panel import ShownConsole
 from relax_core.observe.summary import library_versions
 from relax_core.plan.unused_keys import unread_by_evaluation
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.env_workers.configured_env import ConfiguredEnv
 from relax_core.rollout.eval_metrics import Estimate, mean_reward, shadow_values
 from relax_core.rollout.evaluator import PreparedSet, SetAnswers, answer_sets, prepared_sets
 from relax_core.rollout.item_cache import CACHE_BYTES, HeldItems, ItemCache
@@ -62,7 +62,7 @@ from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore, recover_replaced
 
 USAGE = f"relax {COMMANDS['eval'][0]}"
-_BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
+_TIME_FOLDER = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
 def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settle) -> int:
@@ -99,7 +99,7 @@ def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
         return _checkpoint(folder, folder.parent.parent, overrides)
     if (folder / CONFIG).is_file() and (folder / "checkpoints").is_dir():
         recover_replaced(folder / "checkpoints")
-        newest = CheckpointStore(folder / "checkpoints", keep_last=1).newest_whole(requirements=(CONFIG,))
+        newest = CheckpointStore(folder / "checkpoints", keep_last=1).newest_valid(requirements=(CONFIG,))
         if newest is None:
             raise ValueError(f"{folder} has no checkpoint.")
         for left in newest.left:
@@ -114,7 +114,7 @@ def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
     if word in yaml_options("model"):
         return Target(), CommandLine.of([_in_folder("evaluations/${name}"), f"model={word}", *overrides])
     if is_hub_name(word) and not folder.exists():
-        raise ValueError(f"{word}: no such folder. A model of the hub: {of_hub(word, then='relax eval ')}.")
+        raise ValueError(f"{word}: no such folder. A model of the hub: {hub_download_hint(word, then='relax eval ')}.")
     raise ValueError(
         f"{word}: neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models "
         f"{', '.join(yaml_options('model'))}. {USAGE}"
@@ -132,7 +132,7 @@ def _checkpoint(checkpoint: Path, run_folder: Path, overrides: Sequence[str]) ->
 
 
 def _in_folder(folder: str) -> str:
-    return f"run.dir={folder}/{_BESIDE}"
+    return f"run.dir={folder}/{_TIME_FOLDER}"
 
 
 def _option_for(folder: Path, *, also: str | None) -> str:
@@ -220,14 +220,14 @@ def _remarks(eval_set: Mapping[str, Any]) -> list[str]:
 
 def _set(set_answers: SetAnswers) -> dict[str, Any]:
     answers = [answer for of_prompt in set_answers.answers for answer in of_prompt]
-    figures = _figures(set_answers)
+    metrics = _metrics(set_answers)
     for part, its in set_answers.by_part().items():
-        figures |= {f"{part}/{name}": figure for name, figure in _figures(its).items()}
+        metrics |= {f"{part}/{name}": figure for name, figure in _metrics(its).items()}
     return {
         "name": set_answers.of.name,
         "rows": len(set_answers.answers),
         "answers": len(answers),
-        "figures": figures,
+        "figures": metrics,
         "truncated": fmean(answer.cut for answer in answers) if answers else 0.0,
         "response_tokens": fmean(answer.tokens for answer in answers) if answers else 0.0,
         "unscored": set_answers.unscored,
@@ -237,10 +237,10 @@ def _set(set_answers: SetAnswers) -> dict[str, Any]:
     }
 
 
-def _figures(set_answers: SetAnswers) -> dict[str, dict[str, float]]:
-    figures = {name: _as_dict(estimate) for name, estimate in set_answers.estimates().items()}
+def _metrics(set_answers: SetAnswers) -> dict[str, dict[str, float]]:
+    metrics = {name: _as_dict(estimate) for name, estimate in set_answers.estimates().items()}
     reward = mean_reward(set_answers.answers)
-    return figures if reward is None else figures | {"reward": _as_dict(reward)}
+    return metrics if reward is None else metrics | {"reward": _as_dict(reward)}
 
 
 def _as_dict(estimate: Estimate) -> dict[str, float]:
@@ -271,7 +271,7 @@ def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Ite
         folder = paths.weights_folder
         with open_encoders(config, model_folder=model_folder, media_folder=folder, log_dir=log_dir) as encoders:
             held = HeldItems(encoders, ItemFiles(folder), worker=0, timeout_s=CALL_TIMEOUT_S)
-            items = ItemCache(held, most_bytes=CACHE_BYTES, let_go=held.let_go)
+            items = ItemCache(held, max_bytes=CACHE_BYTES, release_items=held.release_items)
             yield EvalMedia(items=items, folder=folder, work=item_work_of(config, model_folder=model_folder))
 
 
@@ -285,7 +285,7 @@ class ItemFiles:
         """Returns the digests of the items that have no file."""
         return [digest for digest in items if not (self._folder / digest).exists()]
 
-    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def release_items(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Removes the files of items."""
         for digest in digests:
             await asyncio.to_thread((self._folder / digest).unlink, missing_ok=True)
@@ -449,8 +449,8 @@ async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSe
     """Prepares the prompts of every set. Raises ValueError for unusable data."""
     if asks_held_out(config) and (rows := unsplit_rows(config.data)) is not None:
         first = "all" if len(rows) <= config.eval.rows else f"the first eval.rows={config.eval.rows}"
-        told = f"the data has {len(rows)} rows, too few to hold data.eval_size={config.data.eval_size} of them out"
-        print(f"relax: {told}, so {first} of them are evaluated", flush=True)
+        message = f"the data has {len(rows)} rows, too few to hold data.eval_size={config.data.eval_size} of them out"
+        print(f"relax: {message}, so {first} of them are evaluated", flush=True)
     return await prepared_sets(config, eval_sets_alone(config), prompts)
 
 
@@ -497,7 +497,7 @@ def _ask(
             concurrency=REWARD_CALLS,
             media_folder=str(media_folder or ""),
         ) as rewards,
-        RunEnv(config, log_dir=log_dir) as env,
+        ConfiguredEnv(config, log_dir=log_dir) as env,
         eval_engines(config, model, log_dir=log_dir, media_folder=media_folder) as engines,
     ):
         asked = _ask_engines(config, engines, prompts, sets, rewards, env, total=total, media=media)
@@ -510,7 +510,7 @@ async def _ask_engines(
     prompts: PromptMaker,
     sets: Sequence[PreparedSet],
     rewards: RewardPool,
-    env: RunEnv,
+    env: ConfiguredEnv,
     *,
     total: int,
     media: EvalMedia | None,

@@ -18,7 +18,7 @@ from relax_core.config.help import DocumentedKey, keys_of_option, keys_of_plugin
 from relax_core.config.options import conf_folder, groups
 from relax_core.config.ranges import OF_LAUNCHER, OPTIONAL, RANGES
 from relax_core.config.redaction import shown
-from relax_core.config.saved import plain
+from relax_core.config.saved_config import plain
 from relax_core.config.schema import LAUNCHERS, RelaxConfig
 from relax_core.config.schema_keys import known_keys, section_types, unknown_key
 from relax_core.registry import KINDS, find
@@ -75,8 +75,8 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
     yield f"  {'meaning':<8} {comments[0] if comments else 'see the section of the key'}"
     holder, leaf = _holder(config, key)
     kind = typing.get_type_hints(type(holder))[leaf] if dataclasses.is_dataclass(holder) else Any
-    yield f"  {'type':<8} {_words_of(kind)}"
-    yield f"  {'range':<8} {_range_words(key, config)}"
+    yield f"  {'type':<8} {_type_text(kind)}"
+    yield f"  {'range':<8} {_range_text(key, config)}"
     yield f"  {'set in':<8} {_set_in(key, overrides, said)}"
     yield f"  {'class':<8} {_declared_in(holder, leaf)}"
 
@@ -138,21 +138,21 @@ def _declared_in(holder: Any, leaf: str) -> str:
     return f"{declared.__name__} in {file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file}"
 
 
-def _words_of(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind.__members__)}"
     if typing.get_origin(kind) in (list, dict):
         return "a list" if typing.get_origin(kind) is list else "a mapping"
     if arguments := typing.get_args(kind):
-        choices = [repr(argument) if isinstance(argument, str) else _words_of(argument) for argument in arguments]
+        choices = [repr(argument) if isinstance(argument, str) else _type_text(argument) for argument in arguments]
         return " or ".join(choices)
     return _TYPES.get(kind, "any value")
 
 
-def _range_words(key: str, config: RelaxConfig) -> str:
+def _range_text(key: str, config: RelaxConfig) -> str:
     allowed = (RANGES | OPTIONAL | OF_LAUNCHER[config.launcher.name.value]).get(key)
     if allowed is not None:
-        return (allowed.words() or "any") + (f" ({allowed.why})" if allowed.why else "")
+        return (allowed.describe() or "any") + (f" ({allowed.why})" if allowed.why else "")
     kind = key.split(".")[0]
     if kind in KINDS:
         name = getattr(config, kind).name

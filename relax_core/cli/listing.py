@@ -95,10 +95,10 @@ def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
 def _summary(kind: Kind, name: str) -> str:
     """Returns a plug-in's summary, with the tools of an environment; raises `PluginError` if it is broken."""
     spec = find(kind, name)
-    return spec.summary + (_tools_words(spec) if isinstance(spec, EnvSpec) else "")
+    return spec.summary + (_tools_text(spec) if isinstance(spec, EnvSpec) else "")
 
 
-def _tools_words(env: EnvSpec) -> str:
+def _tools_text(env: EnvSpec) -> str:
     """Returns the names of the tools with default settings; each data row may have its own tools."""
     if env.tools is None:
         return ""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.observe.alarms import read_receivers, tell
+from relax_core.observe.alarms import read_receivers, send_message
 
 _NOT_TAKEN, _UNUSABLE = 1, 2
 
@@ -30,7 +30,9 @@ def main(words: Sequence[str]) -> int:
         return _UNUSABLE
     not_taken = 0
     for name, notify in receivers:
-        lines = tell([(name, notify)], title="Relax: a test", text="A run would send its notifications like this.")
+        lines = send_message(
+            [(name, notify)], title="Relax: a test", text="A run would send its notifications like this."
+        )
         not_taken += bool(lines)
         print(lines[0] if lines else f"{name} accepted the message")
     return _NOT_TAKEN if not_taken else 0

@@ -20,9 +20,9 @@ from yaml import MarkedYAMLError
 
 from relax_core.config.error_messages import explain
 from relax_core.config.errors import ConfigError
+from relax_core.config.hydra_overrides import PATHS, CommandLine, hydra_arguments, without_secrets
 from relax_core.config.model_checks import set_banned_tokens
 from relax_core.config.options import conf_folder, plugin_options, shipped
-from relax_core.config.override_words import PATHS, CommandLine, hydra_words, without_secrets
 from relax_core.config.plugin_types import give_task_to_source, typed_plugin, with_absolute_paths
 from relax_core.config.redaction import as_text, escaped, references, shown, with_variable
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
@@ -83,22 +83,22 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
 
     register_schema()
     try:
-        words = hydra_words(without_secrets(overrides))
+        args = hydra_arguments(without_secrets(overrides))
         with initialize_config_dir(str(conf_folder()), version_base=_VERSION_BASE):
-            composed = hydra_compose("config", overrides=words, return_hydra_config=with_hydra)
-        _refuse_both_lengths(composed, words)
+            composed = hydra_compose("config", overrides=args, return_hydra_config=with_hydra)
+        _refuse_both_lengths(composed, args)
         return composed
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise explain(error) from error
 
 
-def _refuse_both_lengths(cfg: DictConfig, words: Sequence[str]) -> None:
+def _refuse_both_lengths(cfg: DictConfig, args: Sequence[str]) -> None:
     """Raises `ConfigError` if the words set run.steps although run.epochs is set anywhere."""
     epochs = cfg.run.get("epochs")
-    typed = [word for word in words if word.lstrip("+").startswith("run.steps=")]
+    typed = [word for word in args if word.lstrip("+").startswith("run.steps=")]
     if epochs is not None and typed:
-        told = f"{typed[-1].lstrip('+')} with run.epochs={epochs}, which sets the number of train steps itself."
-        raise ConfigError([f"{told} Drop one of them, or add run.epochs=null."])
+        message = f"{typed[-1].lstrip('+')} with run.epochs={epochs}, which sets the number of train steps itself."
+        raise ConfigError([f"{message} Drop one of them, or add run.epochs=null."])
 
 
 def load_config(
@@ -109,7 +109,10 @@ def load_config(
 
 
 def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
-    """Reads the YAML of `relax_core.config.saved.to_whole_yaml`, and validates it again. Raises `ConfigError`."""
+    """Reads the YAML of `relax_core.config.saved_config.to_yaml_with_secrets`, and validates it again.
+
+    Raises `ConfigError`.
+    """
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
         root[kind] = DictConfig({}, flags={"struct": False})
@@ -408,7 +411,7 @@ def _path(key: str, text: Any) -> Any:
         raise ConfigError([f"{key} is empty. Give a path, or leave it out."])
     shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
     if _ADDRESS.match(text):
-        raise ConfigError([f"{key}={shown}: this is an address, not a local path. {_copy_words(text)}"])
+        raise ConfigError([f"{key}={shown}: this is an address, not a local path. {_copy_hint(text)}"])
     try:
         path = Path(text).expanduser().absolute()
         with suppress(FileNotFoundError, NotADirectoryError):  # another check reports a file that must exist
@@ -420,7 +423,7 @@ def _path(key: str, text: Any) -> Any:
     return str(path)
 
 
-def _copy_words(address: str) -> str:
+def _copy_hint(address: str) -> str:
     """Returns how to copy the content of an address to this machine."""
     if address.startswith("hf://"):
         return "Download it with hf download, and give the path of the copy."

@@ -98,7 +98,7 @@ def attached_problems(config: RelaxConfig) -> Iterator[str]:
         yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
 
 
-def unseen_media(config: RelaxConfig) -> list[MediaKind]:
+def media_not_sent(config: RelaxConfig) -> list[MediaKind]:
     """Returns the kinds of media that prompts may have but that external servers do not get."""
     kinds, gets = media_kinds(config), find_engine(config.engine.name).attached_media
     if not gets:
@@ -110,7 +110,7 @@ def unseen_media(config: RelaxConfig) -> list[MediaKind]:
 
 def no_media_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a problem if prompts have media and the servers of engine.urls cannot read the run's media folder."""
-    if config.engine.urls and (unseen_media(config) or config.data.task in MEDIA_TASKS):
+    if config.engine.urls and (media_not_sent(config) or config.data.task in MEDIA_TASKS):
         yield (
             f"engine.urls with media in prompts: a server of engine={config.engine.name} that the run did not start "
             "does not get them. Drop engine.urls, or use engine=sglang, whose servers get images."

@@ -20,22 +20,22 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError
 
 from relax_core.config.errors import ConfigError, nearest
+from relax_core.config.hydra_overrides import DOUBLE, SINGLE, SUFFIXES, file_override_hint, quoted
 from relax_core.config.options import COMMANDS, group_options, groups
-from relax_core.config.override_words import DOUBLE, SINGLE, SUFFIXES, of_file, quoted
+from relax_core.config.other_frameworks import COMMANDS_ELSEWHERE, OPTIONS_ELSEWHERE
 from relax_core.config.rerun import OPTION
 from relax_core.config.schema_keys import known_keys, section_keys, section_types, types_of, unknown_key, without_null
-from relax_core.config.synonyms import COMMANDS_ELSEWHERE, OPTIONS_ELSEWHERE
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException
 _NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
-_TYPE_WORDS = {
+_TYPE_NAMES = {
     "Integer": "a whole number",
     "Float": "a number",
     "Boolean": "true or false",
     "String": "text",
 }
-_SCALAR_WORDS = {int: _TYPE_WORDS["Integer"], float: _TYPE_WORDS["Float"], bool: _TYPE_WORDS["Boolean"]}
+_SCALAR_NAMES = {int: _TYPE_NAMES["Integer"], float: _TYPE_NAMES["Float"], bool: _TYPE_NAMES["Boolean"]}
 
 
 def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
@@ -65,8 +65,8 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
         if ambiguous[1].partition("=")[0] in groups():
             mix = " Several rewards in one run: reward=mix." if ambiguous[1].startswith("reward=") else ""
             return ConfigError([f"{ambiguous[1]}: several options. Add -m to run one after the other.{mix}"])
-        told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
-        return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
+        message = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
+        return ConfigError([f"{message} {_right_form(ambiguous[1], what='A text with a comma')}."])
     if group := re.match(r"Could not override '([^']*)'", text):
         return ConfigError([unknown_key(group[1])])
     if inside := re.match(r"In '([^']+)': Could not override '([^'@]*)(@?)", text):
@@ -90,7 +90,7 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
     if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text, re.DOTALL):
         if wrong[1].startswith("["):
             return f"{key}={wrong[1]}: it takes one value. Several, one run after the other: -m {key}=VALUE,VALUE."
-        return f"{key}={wrong[1]}: expected {_TYPE_WORDS.get(wrong[2], wrong[2])}.{chooser}"
+        return f"{key}={wrong[1]}: expected {_TYPE_NAMES.get(wrong[2], wrong[2])}.{chooser}"
     if choice := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text, re.DOTALL):
         return f"{key}={choice[1]}: expected one of {choice[2]}.{chooser}"
     if boolean := re.match(r"Value '(.*)' is not a valid bool", text, re.DOTALL):
@@ -159,28 +159,28 @@ def _in_file(error: Exception) -> str:
 
 def _bad_syntax(override: str) -> str:
     override = override.removeprefix("++")  # Relax adds it to keys of open mappings
-    told = f"{override!r} is not key=value."
+    message = f"{override!r} is not key=value."
     if override.endswith((".yaml", ".yml")) and "=" not in override:
-        return f"{told} {of_file(override)}."
+        return f"{message} {file_override_hint(override)}."
     if override.endswith(SUFFIXES) and "=" not in override:
-        return f"{told} The rows are a file: data=file data.path={override}"
+        return f"{message} The rows are a file: data=file data.path={override}"
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
-        return f"{told} {_right_form(override)}"
+        return f"{message} {_right_form(override)}"
     for commands, here in COMMANDS_ELSEWHERE.items():
         if override in commands.split():
             return f"relax has no command {override!r}. Here it is: {here}"
     key = re.split("[=:]", override)[0].strip("+-")
     if key in known_keys() or key in groups():
-        return f"{told} Write {key}=VALUE, in one word."
+        return f"{message} Write {key}=VALUE, in one word."
     if not key.isascii():
-        return f"{told} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
+        return f"{message} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
     if (Path(override) / "config.yaml").is_file():
-        return f"{told} It is a run's folder: relax rerun {override}, or run.dir={override} resume=auto"
-    told += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
+        return f"{message} It is a run's folder: relax rerun {override}, or run.dir={override} resume=auto"
+    message += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
     if not re.fullmatch(r"[\w-]+", override):
-        return told
+        return message
     near = nearest(override, COMMANDS, count=1)
-    return f"{told}. Commands: {', '.join(COMMANDS)}." + (f" Nearest: relax {near[0]}." if near else "")
+    return f"{message}. Commands: {', '.join(COMMANDS)}." + (f" Nearest: relax {near[0]}." if near else "")
 
 
 def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ] { } or a quote in it") -> str:
@@ -190,10 +190,10 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
     if kinds and kinds[0] in (int, float, bool):
         if value.endswith(","):
             several = f"with -m there is no blank after a comma: {key}={value}VALUE"
-            return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={value[:-1]}; {several}"
+            return f"{key} takes {_SCALAR_NAMES[kinds[0]]} alone, such as {key}={value[:-1]}; {several}"
         if re.fullmatch(r"\d+(,\d+)+", value):
             return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
-        return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={'true' if kinds[0] is bool else '1'}"
+        return f"{key} takes {_SCALAR_NAMES[kinds[0]]} alone, such as {key}={'true' if kinds[0] is bool else '1'}"
     if not kinds and re.fullmatch(r"-?[\d.]+(e-?\d+)?(,-?[\d.]+(e-?\d+)?)+", value):
         return f"{key} takes one number, such as {key}={value.partition(',')[0]}"
     if kinds and typing.get_origin(kinds[0]) is list:

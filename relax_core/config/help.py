@@ -184,7 +184,7 @@ def help_text(chosen: Sequence[str] = ()) -> str:
     options = [word.partition("=") for word in chosen if word.partition("=")[0].removesuffix(".name") in groups()]
     if options:
         return "\n".join(_option_help(key, choice) for key, _, choice in options)
-    return _whole_page()
+    return _full_page()
 
 
 def _option_help(key: str, choice: str) -> str:
@@ -215,7 +215,7 @@ def _key_lines(keys: Sequence[DocumentedKey]) -> list[str]:
     return [f"  {word:<{width}}  {comment}".rstrip() for word, comment in zip(typed, comments, strict=True)]
 
 
-def _whole_page() -> str:
+def _full_page() -> str:
     from omegaconf import OmegaConf
 
     defaults: dict[str, str] = {}

@@ -31,15 +31,15 @@ _KEYS_OF_OURS = {  # option of sbatch → key of Relax
 }
 
 
-def sbatch_arguments(words: list[str]) -> dict[str, str | bool]:
+def sbatch_arguments(args: list[str]) -> dict[str, str | bool]:
     """Turns ``["--exclusive", "--reservation=mine"]`` into ``{"exclusive": True, "reservation": "mine"}``."""
-    split = [word.removeprefix("--").partition("=") for word in words]
+    split = [arg.removeprefix("--").partition("=") for arg in args]
     return {name: value if equals else True for name, equals, value in split}
 
 
-def environment(words: list[str]) -> dict[str, str]:
+def environment(args: list[str]) -> dict[str, str]:
     """Turns ``["NAME=value"]`` into ``{"NAME": "value"}``."""
-    return dict(word.split("=", 1) for word in words)
+    return dict(arg.split("=", 1) for arg in args)
 
 
 def launcher_problems(config: RelaxConfig) -> Iterator[str]:
@@ -85,11 +85,11 @@ def script_path_problem(key: str, path: str) -> str | None:
 def python_problems(python: str | None) -> Iterator[str]:
     """Yields the problems of launcher.python, which becomes part of a shell command."""
     try:
-        words = shlex.split(python or "python")
+        args = shlex.split(python or "python")
     except ValueError as error:
         yield f"launcher.python={python}: {error}. Close the quote, or escape it."
         return
-    if not words or words[0].startswith("-"):
+    if not args or args[0].startswith("-"):
         yield f"launcher.python={python!r}: give a program, and its arguments after it."
 
 
@@ -102,19 +102,19 @@ def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterato
     if problem := script_path_problem("run.dir", run_dir):
         yield problem
     yield from python_problems(launcher.python)
-    for word in launcher.srun:
-        if not word.startswith("--"):
-            yield f"launcher.srun has {word!r}: write it as --name or --name=value."
-    for word in launcher.sbatch:
-        name = word.removeprefix("--").partition("=")[0]
-        if not _OPTION.fullmatch(word):
-            yield f"launcher.sbatch has {word!r}: write it as --name or --name=value. No value has quotes."
+    for arg in launcher.srun:
+        if not arg.startswith("--"):
+            yield f"launcher.srun has {arg!r}: write it as --name or --name=value."
+    for arg in launcher.sbatch:
+        name = arg.removeprefix("--").partition("=")[0]
+        if not _OPTION.fullmatch(arg):
+            yield f"launcher.sbatch has {arg!r}: write it as --name or --name=value. No value has quotes."
         elif name in _NO_RUN:
-            yield f"launcher.sbatch has {word!r}, with which no run is submitted. Drop it."
+            yield f"launcher.sbatch has {arg!r}, with which no run is submitted. Drop it."
         elif name in _KEYS_OF_OURS:
-            yield f"launcher.sbatch has {word!r}: use launcher.{_KEYS_OF_OURS[name]}."
+            yield f"launcher.sbatch has {arg!r}: use launcher.{_KEYS_OF_OURS[name]}."
         elif name in _NAMES_OF_OURS:
-            yield f"launcher.sbatch has {word!r}, which Relax sets itself. Drop it."
+            yield f"launcher.sbatch has {arg!r}, which Relax sets itself. Drop it."
     if launcher.checkpoint_s >= launcher.time_limit_min * 60:
         yield (
             f"launcher.checkpoint_s={launcher.checkpoint_s} is not less than launcher.time_limit_min="
@@ -123,8 +123,8 @@ def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterato
 
 
 def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[str]:
-    for number, word in enumerate(launcher.env):
-        if not re.match(r"[A-Za-z_]\w*=", word) or "\0" in word:  # the message omits the value, which may be secret
+    for number, arg in enumerate(launcher.env):
+        if not re.match(r"[A-Za-z_]\w*=", arg) or "\0" in arg:  # the message omits the value, which may be secret
             yield f"launcher.env[{number}] is not NAME=value. Write it so, with letters, digits and _ in the name."
     yield from python_problems(launcher.python)
     if not launcher.address.startswith(("http://", "https://")):

@@ -28,11 +28,11 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
-def jump_words(before: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> str | None:
+def learning_rate_jump_message(before: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> str | None:
     """Returns a sentence if the learning rate jumps at ``step`` because a changed run.steps stretches its schedule.
 
-    Both configurations have the form of `relax_core.config.saved.plain`. Changed keys of `optimizer` are reported
-    elsewhere.
+    Both configurations have the form of `relax_core.config.saved_config.plain`. Changed keys of `optimizer` are
+    reported elsewhere.
     """
     was, steps = int(before["run"]["steps"]), int(now["run"]["steps"])
     if was == steps:

@@ -17,7 +17,7 @@ from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind
 from relax_core.registry import find_engine
 
-LEAST_SHARE = 0.001
+MIN_SHARE = 0.001
 LONGEST_BLOCK = 1000  # prompts; the shares are exact to a thousandth
 
 
@@ -56,9 +56,9 @@ def mix_problem(mix: Any) -> str | None:
     for name in mix:
         if name not in MODALITIES:
             return f"{told}: {name} is not a modality. Use some of: {', '.join(MODALITIES)}."
-    if not min(mix.values()) >= LEAST_SHARE or not abs(sum(mix.values()) - 1.0) <= 1e-9:
+    if not min(mix.values()) >= MIN_SHARE or not abs(sum(mix.values()) - 1.0) <= 1e-9:
         total = sum(mix.values())
-        return f"{told}: the shares sum to {total:g}. They are at least {LEAST_SHARE:g} each and sum to 1. {example}"
+        return f"{told}: the shares sum to {total:g}. They are at least {MIN_SHARE:g} each and sum to 1. {example}"
     return None
 
 
@@ -105,8 +105,8 @@ LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
 SOUND_LIBRARIES = {"soundfile": "soundfile", "soxr": "soxr"}
 INSTALL = "pip install 'relax-core[omni]'"
 LONGEST_SOUND_S = 600.0
-_SEES, _HEARS = "sees, e.g. model=qwen3_vl", "hears, e.g. model=qwen3_omni"
-MODELS_THAT: dict[MediaKind, str] = {"image": _SEES, "video": _SEES, "audio": _HEARS}
+_VISION_MODEL, _OMNI_MODEL = "sees, e.g. model=qwen3_vl", "hears, e.g. model=qwen3_omni"
+MODELS_THAT: dict[MediaKind, str] = {"image": _VISION_MODEL, "video": _VISION_MODEL, "audio": _OMNI_MODEL}
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
@@ -127,15 +127,15 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads {reads}"
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
-            told = f"data.media_keys.{kind}={column}: {why}."
-            yield f"{told} Choose a model that {MODELS_THAT[kind]}, with modality=auto; or drop the key."
+            message = f"data.media_keys.{kind}={column}: {why}."
+            yield f"{message} Choose a model that {MODELS_THAT[kind]}, with modality=auto; or drop the key."
     if config.data.media_place is not None and not config.data.media_keys.columns:
-        told = f"data.media_place={config.data.media_place.value}: no column has media."
-        yield f"{told} Name it, such as data.media_keys.image=images; or drop data.media_place."
+        message = f"data.media_place={config.data.media_place.value}: no column has media."
+        yield f"{message} Name it, such as data.media_keys.image=images; or drop data.media_place."
     if task in MEDIA_TASKS and not set(MEDIA_TASKS[task].kinds) <= set(kinds):
         builtin = "tiny_qwen3_omni" if "audio" in MEDIA_TASKS[task].kinds else "tiny_qwen3_vl"
-        told = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."
-        yield f"{told} Choose model={builtin} with modality=auto."
+        message = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."
+        yield f"{message} Choose model={builtin} with modality=auto."
     else:
         yield from _warm_start_problems(config)
     yield from _mix_problems(config, kinds, why)
@@ -178,18 +178,18 @@ def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> 
     """Yields the problems of data.mix that can be found without the data."""
     if config.data.mix is None:
         return
-    told = f"data.mix={config.data.mix}"
+    message = f"data.mix={config.data.mix}"
     if problem := mix_problem(config.data.mix):
         yield problem
         return
     for name in config.data.mix:
         if not set(kinds_of(name)) <= set(kinds):
-            yield f"{told}: {why}, so no prompt has modality {name}. Choose a model that reads it, or drop data.mix."
+            yield f"{message}: {why}, so no prompt has modality {name}. Choose a model that reads it, or drop data.mix."
     if config.data.media_place is not None:
-        yield f"{told} with data.media_place: the shares are those of the places in the prompts. Drop one of them."
+        yield f"{message} with data.media_place: the shares are those of the places in the prompts. Drop one of them."
     if isinstance(config.data.paths, dict):
         yield (
-            f"{told} with weights in data.paths={config.data.paths}: only one of them can say how often a row is "
+            f"{message} with weights in data.paths={config.data.paths}: only one of them can say how often a row is "
             "drawn. Use data.paths=[…] without weights, or data.mix=null."
         )
 

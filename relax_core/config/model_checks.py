@@ -17,17 +17,17 @@ import msgspec
 
 from relax_core.config.choices import AUDIO, LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, TEXT, VISION, LauncherKind
 from relax_core.config.errors import NotYet
-from relax_core.config.override_words import is_hub_name, of_model
+from relax_core.config.hydra_overrides import is_hub_name, model_override_hint
 from relax_core.config.schema import DtypeByMachine, RelaxConfig
 from relax_core.contracts.family import Family, HfConfig
-from relax_core.contracts.foreign_files import read_regular
-from relax_core.contracts.foreign_values import decode_json
+from relax_core.contracts.untrusted_files import read_regular
+from relax_core.contracts.untrusted_values import decode_json
 from relax_core.families.folder import ADAPTER_FILE, WEIGHT_INDEX, WHOLE_WEIGHTS, family_key, weight_files
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.registry import find_family, is_builtin, names
 
-MOST_TOKENIZER_BYTES = 256 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # of model.dtype: `settle_dtype` chooses one of DTYPES
 CPUINFO = Path("/proc/cpuinfo")
@@ -94,7 +94,7 @@ def _textless_ids(folder: Path, tokenizer: _TokenizerFile) -> set[int]:
 def _tokenizer_file(folder: Path) -> _TokenizerFile:
     file = folder / "tokenizer.json"
     try:
-        return decode_json(read_regular(file, most_bytes=MOST_TOKENIZER_BYTES), _TokenizerFile)
+        return decode_json(read_regular(file, max_bytes=MAX_TOKENIZER_BYTES), _TokenizerFile)
     except ValueError as error:
         raise ValueError(f"{file} is not a valid tokenizer file: {error}.") from error
 
@@ -218,7 +218,9 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
     key = f"{key}={folder}"
     if not folder.exists():
         typed = os.path.relpath(folder)
-        yield f"{key}: no such folder." + (f" A model of the hub: {of_model(typed)}." if is_hub_name(typed) else "")
+        yield f"{key}: no such folder." + (
+            f" A model of the hub: {model_override_hint(typed)}." if is_hub_name(typed) else ""
+        )
         return
     if not has_hf_config(folder):
         what = "the folder has no config.json" if folder.is_dir() else "not a folder"
@@ -280,12 +282,12 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
     rate = config.optimizer.tower_lr
     towers = {VISION, AUDIO} & set(parts)
     if rate is not None and parts and towers <= set(frozen):
-        words = "the vision tower" if AUDIO not in towers else "the towers"
-        why = f"modality={TEXT} does not train {words}"
+        message = "the vision tower" if AUDIO not in towers else "the towers"
+        why = f"modality={TEXT} does not train {message}"
         if not towers:
             why = f"model={name} has no vision tower"
         elif towers <= set(asked):
-            why = f"{written} freezes {words}"
+            why = f"{written} freezes {message}"
         yield f"optimizer.tower_lr={rate:g}: {why}. Use optimizer.tower_lr=null."
 
 

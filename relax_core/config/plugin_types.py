@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from relax_core.config.choices import CALCULATOR, NUMBER_GUESS, SEEDS
 from relax_core.config.error_messages import explain_value
 from relax_core.config.errors import ConfigError, nearest
+from relax_core.config.other_frameworks import equivalent_keys_of
 from relax_core.config.redaction import escaped
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import REMOVED, unknown_key
-from relax_core.config.synonyms import meaning_of
 from relax_core.registry import Kind, PluginError, find, is_builtin, is_file_plugin, key_of
 
 WARM_START_OF_SOURCES = "arithmetic"  # model.task of builtin models for questions that come from a data source
@@ -73,7 +73,7 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
             problems.append(unknown_key(f"{section}.{key}"))
         elif key not in fields:
             near = nearest(key, fields) or [field for field in fields if field.startswith(f"{key}_")]
-            if (meaning := meaning_of(key)) is not None and not near:
+            if (meaning := equivalent_keys_of(key)) is not None and not near:
                 near = [name for long_key in meaning.keys if (name := long_key.removeprefix(f"{section}.")) in fields]
             hint = (
                 f"Nearest: {', '.join(f'{section}.{k}' for k in near)}."

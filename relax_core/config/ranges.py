@@ -29,7 +29,7 @@ class Range:
         under = value < self.high if self.below else value <= self.high
         return math.isfinite(value) and over and under
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Returns the range as text for an error."""
         parts = []
         if self.low > -math.inf:
@@ -197,7 +197,7 @@ def usual_problems(config: RelaxConfig) -> Iterator[str]:
             continue
         if math.isfinite(value) and (key not in RANGES or RANGES[key].holds(value)):  # otherwise it is reported already
             yield (
-                f"{key}={value}: runs use {usual.words()} ({usual.why}). Give another value, or confirm this one: "
+                f"{key}={value}: runs use {usual.describe()} ({usual.why}). Give another value, or confirm this one: "
                 f"run.confirm=[{','.join([*confirmed, key])}]."
             )
 
@@ -239,15 +239,15 @@ def range_problems(config: RelaxConfig) -> Iterator[str]:
             continue
         assert isinstance(value, int | float)
         if not math.isfinite(value):
-            yield f"{key}={value}: must be finite, and {allowed.words()}."
+            yield f"{key}={value}: must be finite, and {allowed.describe()}."
         elif not allowed.holds(value):
             why = f" ({allowed.why})" if allowed.why else ""
-            yield f"{key}={value}: must be {allowed.words()}{why}."
+            yield f"{key}={value}: must be {allowed.describe()}{why}."
     for key, allowed in OPTIONAL.items():
         value = value_of(config, key)
         assert value is None or isinstance(value, int | float)
         if value is not None and not allowed.holds(value):
-            yield f"{key}={value}: must be {allowed.words()}. {allowed.why}."
+            yield f"{key}={value}: must be {allowed.describe()}. {allowed.why}."
     if config.rollout.top_k == 0:
         yield "rollout.top_k=0 keeps no token. Use -1 to keep all."
     if config.rollout.top_k == 1:

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from relax_core.config.errors import ConfigError
+from relax_core.config.hydra_overrides import CommandLine, hydra_arguments
 from relax_core.config.options import groups
-from relax_core.config.override_words import CommandLine, hydra_words
 from relax_core.config.redaction import as_text, secret_leaves, variable_of
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import REMOVED
@@ -58,7 +58,7 @@ def marked(text: str) -> str:
         return f"{_UNMARKED}{error.strerror}\n{text}"
 
 
-def is_own(text: str) -> bool:
+def is_marked_by_user(text: str) -> bool:
     """Returns whether the text has a valid mark of this user."""
     first, _, rest = text.partition("\n")
     if not first.startswith(_MARK):
@@ -140,26 +140,26 @@ USAGE = f"relax rerun RUN [{TRUST}] [key=value ...], where RUN is a run's folder
 _OF_ITS_START = ("resume", "plan")  # and run.dir, because the next start sets its own
 
 
-def rerun_line(words: Sequence[str]) -> CommandLine:
-    """Returns the command line for Hydra. ``words`` are the run's folder, then overrides and flags.
+def rerun_line(args: Sequence[str]) -> CommandLine:
+    """Returns the command line for Hydra. ``args`` are the run's folder, then overrides and flags.
 
     A group that the overrides choose anew takes nothing from the saved run. Raises `ConfigError` for a folder without a
     run, for a redacted secret, and without ``--trust`` for an unmarked run that would run programs or contact servers.
     """
-    if not words or words[0].startswith("-") or "=" in words[0].split("/")[0]:
+    if not args or args[0].startswith("-") or "=" in args[0].split("/")[0]:
         raise ConfigError([USAGE + "."])
-    folder, overrides = Path(words[0]).expanduser(), [word for word in words[1:] if word != TRUST]
+    folder, overrides = Path(args[0]).expanduser(), [arg for arg in args[1:] if arg != TRUST]
     values, own_run = _read(folder)
     chosen = _chosen(overrides)
     if "experiment" in chosen:
         raise ConfigError([f"experiment={chosen['experiment']}: {folder} has its own. Give single keys, or drop it."])
     _drop_what_follows(values, chosen)
     _drop_removed(values)
-    typed = {word.lstrip("+~").partition("=")[0] for word in overrides}
+    typed = {arg.lstrip("+~").partition("=")[0] for arg in overrides}
     if missing := [key for key in secret_leaves(values) if not _is_typed(key, typed)]:
         file = folder / CONFIG_FILE
         raise ConfigError([f"{key} is a secret that {file} does not hold. Add {key}=..." for key in missing])
-    if not own_run and TRUST not in words:
+    if not own_run and TRUST not in args:
         check_powers(values, folder / CONFIG_FILE, but=typed)
     _drop_secrets(values, typed)
     _store(as_text(values))
@@ -167,9 +167,9 @@ def rerun_line(words: Sequence[str]) -> CommandLine:
     own = [f"{kind}=plugin" for kind in KINDS if kind in values]
     own += [f"launcher={values['launcher']['name']}"] if "launcher" in values else []
     return CommandLine(
-        typed=("rerun", words[0], *overrides),
-        hydra=tuple(hydra_words([*own, f"experiment={OPTION}", *overrides])),
-        command=("rerun", words[0]),
+        typed=("rerun", args[0], *overrides),
+        hydra=tuple(hydra_arguments([*own, f"experiment={OPTION}", *overrides])),
+        command=("rerun", args[0]),
     )
 
 
@@ -216,12 +216,12 @@ def _read(folder: Path) -> tuple[dict[str, Any], bool]:
     known = {field.name for field in dataclasses.fields(RelaxConfig)}
     if odd := [str(key) for key in values if key not in known]:  # such as hydra, whose settings name code
         raise ConfigError([f"{file}: {', '.join(odd)}: a run's configuration has no such key. Remove it."])
-    return values, is_own(text)
+    return values, is_marked_by_user(text)
 
 
 def _chosen(overrides: Sequence[str]) -> dict[str, str]:
     """Maps each group that the overrides choose to its option; a plug-in's name counts as a choice."""
-    pairs = [word.partition("=") for word in overrides if not word.startswith("-")]
+    pairs = [arg.partition("=") for arg in overrides if not arg.startswith("-")]
     chosen = {key: value for key, _, value in pairs if key in groups()}
     return chosen | {key.removesuffix(".name"): value for key, _, value in pairs if key in {f"{k}.name" for k in KINDS}}
 

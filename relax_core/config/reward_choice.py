@@ -9,7 +9,7 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.reward import (
     AUTO,
-    MOST_WHY,
+    MAX_WHY,
     REPORT,
     SHADOW,
     RewardConfig,
@@ -20,7 +20,7 @@ from relax_core.contracts.reward import (
     reward_part,
     reward_parts,
 )
-from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_words
+from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_error_text
 from relax_core.sandbox.worker_sandbox import worker_refusal
 
 Outcome = tuple[RewardOutput, Exception | None]  # the output, and the exception that the reward raised
@@ -205,7 +205,7 @@ class RewardChoice:
             except ValueError as error:
                 raise BadRow.because("label", f"{where}: reward {scorer.label}: {error}") from error
             except Exception as error:  # plug-in code
-                raise BadRow.because("label", f"{where}: reward {scorer.label}: {plugin_words(error)}") from error
+                raise BadRow.because("label", f"{where}: reward {scorer.label}: {plugin_error_text(error)}") from error
 
     def combined(self, given: RewardInput, found: Mapping[str, Outcome]) -> Outcome:
         """Returns the outcome of a combined reward, given the outcomes of its parts by label.
@@ -218,14 +218,14 @@ class RewardChoice:
         for label, (output, error) in found.items():
             if output.reward is None and not self._parts[label].optional:
                 reason = f"{label}: {output.reason}"
-                return RewardOutput(reward=None, reason=reason, why=_why(found)[:MOST_WHY], cause=output.cause), error
+                return RewardOutput(reward=None, reason=reason, why=_why(found)[:MAX_WHY], cause=output.cause), error
         try:
             made = combine(given, outputs, self.own.config)
         except Exception as error:  # plug-in code
-            return RewardOutput(reward=None, reason=plugin_words(error), cause="raised"), error
+            return RewardOutput(reward=None, reason=plugin_error_text(error), cause="raised"), error
         assert isinstance(made, RewardOutput), "the registry checks what a reward returns"
         parts = {name: value for label, output in outputs.items() for name, value in labelled(label, output).items()}
-        return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MOST_WHY]), None
+        return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MAX_WHY]), None
 
     def routed(self, chosen: ChosenReward, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Returns the outcomes of a row's reward. If rows name their rewards, each reward becomes a separate part."""

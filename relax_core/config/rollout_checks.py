@@ -127,7 +127,7 @@ _KEPT = (
 )
 
 
-def command_words(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> list[str]:
+def agent_command_line(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> list[str]:
     """Returns the words of the agent's command: ``of_env``, or else those of agent.command; empty without a command.
 
     A leading "python" becomes agent.python, or the interpreter of the run. Raises ValueError for an empty command and
@@ -193,7 +193,7 @@ def agent_problems(config: RelaxConfig) -> Iterator[str]:
     if config.data.media_keys.columns or config.data.task in MEDIA_TASKS:
         yield f"env={env.name} with images, videos or sounds in the data: the endpoint takes only text. Use text rows."
     try:
-        words = command_words(agent, of_env=env.agent(config.env))
+        words = agent_command_line(agent, of_env=env.agent(config.env))
     except ValueError as error:
         yield str(error)
         return
@@ -215,7 +215,7 @@ def agent_file_problems(config: RelaxConfig) -> Iterator[str]:
     if env.agent is None:
         return
     try:
-        words = command_words(config.agent, of_env=env.agent(config.env))
+        words = agent_command_line(config.agent, of_env=env.agent(config.env))
     except ValueError:
         return  # `agent_problems` has reported it
     if words and (problem := command_problem(config.agent, words)) is not None:

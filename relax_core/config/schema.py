@@ -52,18 +52,24 @@ class MediaTask:
     exchanged: tuple[MediaKind, ...] = ()
 
 
-_SEEN: tuple[MediaKind, ...] = ("image", "video")
-_HEARD: tuple[MediaKind, ...] = (*_SEEN, "audio")
-_BOTH: tuple[MediaKind, ...] = ("image", "audio")
+_VISION: tuple[MediaKind, ...] = ("image", "video")
+_VISION_AND_AUDIO: tuple[MediaKind, ...] = (*_VISION, "audio")
+_IMAGE_AND_AUDIO: tuple[MediaKind, ...] = ("image", "audio")
 SEE, FOUR_MODALITIES, TONE_OF_PICTURE = "see", "four_modalities", "tone_of_picture"
 MEDIA_TASKS = {
-    SEE: MediaTask(kinds=_SEEN),
-    f"{SEE}_exchanged": MediaTask(kinds=_SEEN, exchanged=_SEEN),
-    FOUR_MODALITIES: MediaTask(kinds=_HEARD),
-    **{f"{FOUR_MODALITIES}_{kind}_exchanged": MediaTask(kinds=_HEARD, exchanged=(kind,)) for kind in _HEARD},
-    f"{FOUR_MODALITIES}_exchanged": MediaTask(kinds=_HEARD, exchanged=_HEARD),
-    TONE_OF_PICTURE: MediaTask(kinds=_BOTH),
-    **{f"{TONE_OF_PICTURE}_{kind}_exchanged": MediaTask(kinds=_BOTH, exchanged=(kind,)) for kind in _BOTH},
+    SEE: MediaTask(kinds=_VISION),
+    f"{SEE}_exchanged": MediaTask(kinds=_VISION, exchanged=_VISION),
+    FOUR_MODALITIES: MediaTask(kinds=_VISION_AND_AUDIO),
+    **{
+        f"{FOUR_MODALITIES}_{kind}_exchanged": MediaTask(kinds=_VISION_AND_AUDIO, exchanged=(kind,))
+        for kind in _VISION_AND_AUDIO
+    },
+    f"{FOUR_MODALITIES}_exchanged": MediaTask(kinds=_VISION_AND_AUDIO, exchanged=_VISION_AND_AUDIO),
+    TONE_OF_PICTURE: MediaTask(kinds=_IMAGE_AND_AUDIO),
+    **{
+        f"{TONE_OF_PICTURE}_{kind}_exchanged": MediaTask(kinds=_IMAGE_AND_AUDIO, exchanged=(kind,))
+        for kind in _IMAGE_AND_AUDIO
+    },
 }
 
 
@@ -165,7 +171,7 @@ class ModeConfig:
         return self.max_staleness + 1
 
     @property
-    def most_lag(self) -> int | None:
+    def max_lag(self) -> int | None:
         """Returns the maximum staleness of an episode in versions; None if stale tokens are masked instead."""
         return self.max_staleness if self.on_stale is OnStale.drop else None
 

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from relax_core.config.errors import nearest
+from relax_core.config.other_frameworks import synonym
 from relax_core.config.schema import LAUNCHERS, RelaxConfig
-from relax_core.config.synonyms import synonym
 
 _FIXED = "It is fixed now"
 _CODE_LIMITS = {"wall_s": "10 s", "cpu_s": "5 s", "memory_mib": "512 MiB", "output_bytes": "16 KiB"}

@@ -30,7 +30,7 @@ from relax_core.config.plugin_types import plugin_config, plugins_of
 from relax_core.config.ranges import range_problems, usual_problems
 from relax_core.config.redaction import secret_leaves
 from relax_core.config.rollout_checks import agent_file_problems, agent_problems, reward_problems, turn_problems
-from relax_core.config.saved import plain
+from relax_core.config.saved_config import plain
 from relax_core.config.schema import EVENTS, RelaxConfig, kept_groups
 from relax_core.registry import (
     FILE_SINKS,
@@ -94,17 +94,17 @@ def _odd(text: str) -> str:
 def transport_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields the problems of engine.weight_transport."""
     wanted, taken = config.engine.weight_transport, find_engine(config.engine.name).transports
-    words = f"engine.weight_transport={wanted.value}"
+    message = f"engine.weight_transport={wanted.value}"
     if wanted is WeightTransportName.cuda_ipc:
-        yield NotYet(f"{words} is not built yet. Use engine.weight_transport=auto.")
+        yield NotYet(f"{message} is not built yet. Use engine.weight_transport=auto.")
     elif config.engine.urls and wanted not in (WeightTransportName.auto, WeightTransportName.disk):
-        yield f"{words} with engine.urls: servers that the run did not start load from its folder. Use disk, or auto."
+        yield f"{message} with engine.urls: servers that the run did not start load from its folder. Use disk, or auto."
     elif wanted is WeightTransportName.nccl and ("nccl" not in taken or config.placement.gpus_per_node == 0):
-        yield f"{words}: NCCL needs trainer and engines on GPUs. Use engine.weight_transport=auto."
+        yield f"{message}: NCCL needs trainer and engines on GPUs. Use engine.weight_transport=auto."
     elif wanted is WeightTransportName.nccl and config.mode.name is ModeName.colocate:
-        yield f"{words} with mode=colocate: they share GPUs, and NCCL wants one rank a GPU. Use disk, or auto."
+        yield f"{message} with mode=colocate: they share GPUs, and NCCL wants one rank a GPU. Use disk, or auto."
     elif wanted is not WeightTransportName.auto and wanted.value not in taken:
-        yield f"{words}: engine.name={config.engine.name} takes {', '.join(sorted(taken))} only. Use one of these."
+        yield f"{message}: engine.name={config.engine.name} takes {', '.join(sorted(taken))} only. Use one of these."
     elif wanted is WeightTransportName.auto and config.launcher.ray_address is not None and "disk" not in taken:
         yield (
             f"launcher.ray_address with engine.name={config.engine.name}: engines may be on other nodes, and it takes "
@@ -162,9 +162,9 @@ _BUILT = {
     "gateway": ("none", "local"),
 }
 PLANS = (False, True, "json")
-MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # limits of the engines
+MAX_STOP_STRINGS, MAX_STOP_BYTES = 16, 1024  # limits of the engines
 EVAL_SOURCE = "eval"  # source of the records of evaluations
-_MOST_DIVISOR = 1024  # largest divisor in a message
+_MAX_DIVISOR = 1024  # largest divisor in a message
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
@@ -273,7 +273,7 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
 
 
 def _divisors(number: int, *, most: int) -> str:
-    return either([divisor for divisor in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % divisor == 0])
+    return either([divisor for divisor in range(1, min(number, most, _MAX_DIVISOR) + 1) if number % divisor == 0])
 
 
 def _check_engine(config: RelaxConfig) -> Iterator[str]:
@@ -321,8 +321,8 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
     if is_file_plugin(data.name) or data.name in names("data"):
         yield from _check_source(config)
     elif data.config:
-        told = f"data.config={data.config} with data={data.name}, which is no plug-in."
-        yield f"{told} Drop it, or name a plug-in in data.name."
+        message = f"data.config={data.config} with data={data.name}, which is no plug-in."
+        yield f"{message} Drop it, or name a plug-in in data.name."
     elif data.task is None and data.path is None and data.paths is None:
         yield NotYet("data.path is not set: data=file needs data.path=train.jsonl, or a .json list, .csv, .parquet.")
     elif data.task is not None and data.path is not None:
@@ -332,8 +332,8 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
     elif data.path is not None and data.paths is not None:
         yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
     elif data.task is not None and (unread := _file_keys(config)):
-        told = f"{', '.join(unread)} with data={data.name}, which is generated and has no columns or files."
-        yield f"{told} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
+        message = f"{', '.join(unread)} with data={data.name}, which is generated and has no columns or files."
+        yield f"{message} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
     elif data.task is None and data.size:
         yield f"data.size={data.size} with data={data.name}: a file has the rows that it has. Drop data.size."
     elif config.rollout.max_new_tokens == 1:
@@ -383,15 +383,15 @@ def _check_schedule(config: RelaxConfig) -> Iterator[str]:
 
 def _check_stop_strings(config: RelaxConfig) -> Iterator[str]:
     stop = config.rollout.stop
-    if len(stop) > MOST_STOP_STRINGS:
-        yield f"rollout.stop has {len(stop)} strings. Give {MOST_STOP_STRINGS} at most."
+    if len(stop) > MAX_STOP_STRINGS:
+        yield f"rollout.stop has {len(stop)} strings. Give {MAX_STOP_STRINGS} at most."
     for string in stop:
         if not isinstance(string, str):  # OmegaConf accepts a nested list
             yield f"rollout.stop has {string!r}, which is not text. Put each text in quotes."
         elif not string:
             yield "rollout.stop has an empty string, which would end every response at once. Leave it out."
-        elif len(string.encode()) > MOST_STOP_BYTES:
-            yield f"rollout.stop has a string of {len(string.encode())} bytes. Give {MOST_STOP_BYTES} at most."
+        elif len(string.encode()) > MAX_STOP_BYTES:
+            yield f"rollout.stop has a string of {len(string.encode())} bytes. Give {MAX_STOP_BYTES} at most."
 
 
 def _check_evaluation(config: RelaxConfig) -> Iterator[str]:

@@ -59,7 +59,7 @@ class Requirements:
     every_token: bool = True
 
     @property
-    def sees_turns(self) -> bool:
+    def needs_turns(self) -> bool:
         """Returns whether the advantages need the turns of the group's episodes, with or without their states."""
         return self.turns or self.state_keys
 

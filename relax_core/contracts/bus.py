@@ -247,13 +247,13 @@ class Bus(Protocol):
         written.
         """
 
-    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def release_items(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Removes a rollout worker's references to media items. Ignores items that it does not hold."""
 
     async def media_folder(self, *, timeout_s: float) -> Path:
         """Returns this node's folder, in which a rollout worker writes the files of items."""
 
-    async def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+    async def fetch_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
         """Waits until a node has the files of items, for a reader without a bus client, such as an engine.
 
         ``node_id`` is Ray's node id, by default that of this process. Raises `MediaGone` if no node stores an item.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from relax_core.contracts.foreign_values import clean_text
+from relax_core.contracts.untrusted_values import clean_text
 
 DataRow = Mapping[str, Any]  # at least "prompt" (str or list of messages) and "answer" (str)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from relax_core.contracts.child import OPENMP_WAITS
+from relax_core.contracts.child_process import OPENMP_WAITS
 from relax_core.contracts.media import MediaKind
 from relax_core.contracts.private_folder import set_compile_cache
 
@@ -146,7 +146,7 @@ class EngineSpec:
     ``transports`` are the supported weight transports (engine.weight_transport). ``memory_mib`` is the memory of the
     process without a model, for the memory plan. ``whole_cache`` means that it allocates memory for all
     engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts for a multimodal model may
-    contain, and ``feature_mib`` is the most memory for its cache of vision-tower outputs. ``deals_items`` means that
+    contain, and ``feature_mib`` is the most memory for its cache of vision-tower outputs. ``shards_items`` means that
     the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`).
     ``takes_listener`` means that the process serves from `EngineStart.listener`, which its owner keeps open during
     restarts, so that no other process can take the port. A process that connects to itself before it is ready prints an
@@ -171,5 +171,5 @@ class EngineSpec:
     media: frozenset[MediaKind] = frozenset()
     attached_media: frozenset[MediaKind] = frozenset()
     feature_mib: int = 0
-    deals_items: bool = False
+    shards_items: bool = False
     takes_listener: bool = False

@@ -129,7 +129,7 @@ class InteractionConfig(TurnsConfig):
         return OBSERVATION_TOKENS if self.max_observation_tokens is None else self.max_observation_tokens
 
     @property
-    def most_observed_tokens(self) -> int:
+    def max_observed_tokens(self) -> int:
         """Returns the largest number of tokens in all observations of an episode; none follows the last turn."""
         return (self.max_turns - 1) * self.observation_tokens
 

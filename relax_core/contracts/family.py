@@ -80,7 +80,7 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class RequiredValue:
     """Holds a key of config.json and its only supported ``value``. ``why`` is the last clause of the error."""
 
     key: str
@@ -139,8 +139,9 @@ class Family:
     ``name`` is config.json's model_type, and ``summary`` lists its models in one line. With ``qkv_bias`` the query, key
     and value projections have a bias; with ``qk_norm`` the query and key heads are normalised. ``tied_by_default`` says
     whether the embedding is also the output weight if config.json has no tie_word_embeddings. ``only`` lists required
-    values of config.json keys, in addition to those of all families (relax_core/families/table.py). ``experts`` reads
-    the mixture of experts of a family that has one. ``check`` raises ValueError for invalid combinations of keys.
+    values of config.json keys, in addition to those of all families (relax_core/families/builtin_families.py).
+    ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for invalid
+    combinations of keys.
 
     ``text_key`` is the section of config.json that describes the language model, None for the whole file, and
     ``prefix`` is the name prefix of its weights; ``output_weight`` is the name of the output weight. If config.json
@@ -157,8 +158,8 @@ class Family:
 
     ``option`` is the option of `model` for folders of this family, if it is not named like the family.
 
-    ``passed`` lists the name prefixes of a folder's additional tensors that Relax does not compute with; every export
-    copies them from the source folder.
+    ``copied_prefixes`` lists the name prefixes of a folder's additional tensors that Relax does not compute with;
+    every export copies them from the source folder.
     """
 
     name: str
@@ -166,7 +167,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     tied_by_default: bool = False
-    only: tuple[Only, ...] = ()
+    only: tuple[RequiredValue, ...] = ()
     experts: Callable[[HfConfig], Experts] | None = None
     check: Callable[[HfConfig], None] | None = None
     text_key: str | None = None
@@ -180,7 +181,7 @@ class Family:
     zero_centered: bool = False
     rotary_part: float | None = None
     float32: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
+    copied_prefixes: tuple[str, ...] = ()
     option: str | None = None
 
     @property
@@ -201,7 +202,7 @@ def checked_family(family: Family) -> Family:
     """
     if not family.name or not all(isinstance(text, str) for text in (family.name, family.summary)):
         raise ValueError(f"SPEC.name={family.name!r}: a family's name is config.json's model_type.")
-    if not isinstance(family.only, tuple) or not all(isinstance(only, Only) for only in family.only):
+    if not isinstance(family.only, tuple) or not all(isinstance(only, RequiredValue) for only in family.only):
         raise ValueError(f"SPEC.only={family.only!r}: give a tuple of Only(key, value, why).")
     for name in ("qkv_bias", "qk_norm", "tied_by_default"):
         if not isinstance(value := getattr(family, name), bool):

@@ -154,7 +154,7 @@ def is_loopback_url(url: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def proxy_words(url: str) -> str:
+def proxy_description(url: str) -> str:
     """Describes the proxy for requests to a URL, without its password, for errors; empty without a proxy."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
@@ -167,7 +167,7 @@ def proxy_words(url: str) -> str:
     )
 
 
-def except_loopback(environ: MutableMapping[str, str] | None = None) -> None:
+def exempt_loopback_from_proxy(environ: MutableMapping[str, str] | None = None) -> None:
     """Adds loopback to no_proxy if proxy variables are set, for libraries and child processes."""
     variables = os.environ if environ is None else environ
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in variables):

@@ -89,7 +89,7 @@ class Verdict:
     cause: str = ""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Returns the verdict with the judge's name and text, for `RewardOutput.why`."""
         value = "no verdict" if self.value is None else f"{self.value:g}"
         return f"judge {self.judge}: {value}" + (f" ({' '.join(self.text.split())!r})" if self.text else "")

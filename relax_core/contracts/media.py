@@ -21,7 +21,7 @@ MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 BAD_MEDIA = "bad_media"
-_MOST_SHOWN = 200  # characters of a path in an error
+_MAX_SHOWN = 200  # characters of a path in an error
 # The reasons why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
 MediaReason = Literal[
     "missing_file",
@@ -78,15 +78,15 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"media of kind {self.kind} need a path or their bytes, and not both: give one of them.")
 
     def __repr__(self) -> str:
-        return f"MediaSource({self.words})"
+        return f"MediaSource({self.description})"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Returns the source for errors and logs, without its content; the middle of a long path is cut."""
         if self.path is None:
             return f"{len(self.data or b'')} bytes of {self.kind}"
-        half = _MOST_SHOWN // 2
-        return self.path if len(self.path) <= _MOST_SHOWN else f"{self.path[:half]}…{self.path[-half:]}"
+        half = _MAX_SHOWN // 2
+        return self.path if len(self.path) <= _MAX_SHOWN else f"{self.path[:half]}…{self.path[-half:]}"
 
 
 class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +161,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.offsets, dtype="<f4" if self.fractional else "<i4").reshape(3, -1)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Returns the item for logs and tables, such as "[image 333×201]" or "[audio 2.3 s]"."""
         if self.kind == "audio":
             return f"[audio {self.audio_seconds:.1f} s]"
@@ -181,7 +181,7 @@ class Media(msgspec.Struct, frozen=True):
 class MediaReader(Protocol):
     """Gives access to the tensors of items, for the trainer and the engines."""
 
-    def bring(self, items: Sequence[MediaItem]) -> None:
+    def fetch(self, items: Sequence[MediaItem]) -> None:
         """Waits until this node has the tensors of items, so that `tensors` need not wait. Raises `MediaGone`."""
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:

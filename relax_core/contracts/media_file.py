@@ -117,7 +117,7 @@ class FolderReader:
             raise MediaGone(f"media {digest}: there is no such item in {self._folder}.") from None
         return read_item(memoryview(mapped))
 
-    def bring(self, items: Sequence[MediaItem]) -> None:
+    def fetch(self, items: Sequence[MediaItem]) -> None:
         """Does nothing, because the folder has every item."""
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
@@ -128,20 +128,20 @@ class FolderReader:
 class NodeReader:
     """Maps the files of a node's media folder, and fetches missing items. It implements `MediaReader`.
 
-    ``bring(digests)`` copies items from other nodes and returns when the folder has them, or raises `MediaGone`.
+    ``fetch(digests)`` copies items from other nodes and returns when the folder has them, or raises `MediaGone`.
     """
 
-    def __init__(self, folder: Path, *, bring: Callable[[Sequence[str]], None]) -> None:
+    def __init__(self, folder: Path, *, fetch: Callable[[Sequence[str]], None]) -> None:
         self._folder = folder
         self._files = FolderReader(folder)
-        self._bring = bring
+        self._fetch = fetch
 
-    def bring(self, items: Sequence[MediaItem]) -> None:
-        """Waits until the node has these items, with one call of ``bring`` for the missing items."""
+    def fetch(self, items: Sequence[MediaItem]) -> None:
+        """Waits until the node has these items, with one call of ``fetch`` for the missing items."""
         if lacking := [item.digest for item in items if not (self._folder / item.digest).exists()]:
-            self._bring(lacking)
+            self._fetch(lacking)
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
         """Returns read-only views of an item's tensors by name."""
-        self.bring([item])
+        self.fetch([item])
         return self._files.tensors(item)

@@ -30,16 +30,16 @@ def not_recorded(what: str, *, on: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Describes a failure: ``blames`` names the failed part, and ``how`` is a clause that follows this name."""
+    """Describes a failure: ``failed_part`` names the failed part, and ``how`` is a clause that follows this name."""
 
-    blames: str
+    failed_part: str
     how: str
 
     def __post_init__(self) -> None:
-        assert self.blames and self.how, "an empty cause is a mistake of Relax"
+        assert self.failed_part and self.how, "an empty cause is a mistake of Relax"
 
     def __str__(self) -> str:
-        return f"{self.blames} {self.how}"
+        return f"{self.failed_part} {self.how}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Check:
     """Holds one row of a table.
 
     ``look`` is called every ``every_s`` seconds. It returns None or a finding; an exception ends the loop. ``act`` gets
-    the finding; a row whose ``look`` never returns a finding needs no ``act``. A check with ``beside`` runs in a
+    the finding; a row whose ``look`` never returns a finding needs no ``act``. A check with ``in_thread`` runs in a
     separate thread and stops after its first finding; ``at_end`` is called in that thread at its end.
     """
 
@@ -55,7 +55,7 @@ class Check:
     every_s: float
     look: Callable[[], Finding | None]
     act: Callable[[Finding], None] | None = None
-    beside: bool = False
+    in_thread: bool = False
     at_end: Callable[[], None] | None = None
 
     def found(self, finding: Finding) -> None:
@@ -69,13 +69,13 @@ class Monitor:
 
     def __init__(self, checks: Sequence[Check], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._due = {check: 0.0 for check in checks if not check.beside}
+        self._due = {check: 0.0 for check in checks if not check.in_thread}
         self._ended = threading.Event()
         self._broken: BaseException | None = None  # the exception of a check in a separate thread
         self._threads = [
-            threading.Thread(target=self._beside, args=(check,), name=f"monitor-{check.name}", daemon=True)
+            threading.Thread(target=self._run_in_thread, args=(check,), name=f"monitor-{check.name}", daemon=True)
             for check in checks
-            if check.beside
+            if check.in_thread
         ]
 
     def start(self) -> Self:
@@ -110,7 +110,7 @@ class Monitor:
                 if (finding := check.look()) is not None:
                     check.found(finding)
 
-    def _beside(self, check: Check) -> None:
+    def _run_in_thread(self, check: Check) -> None:
         try:
             while not self._ended.wait(check.every_s):
                 finding = check.look()

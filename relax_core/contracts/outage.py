@@ -93,7 +93,9 @@ class Outage:
             self._now = None
 
 
-def wait_out(action: Callable[[], T], outage: Outage, *, limit_s: float, given_up: threading.Event | None = None) -> T:
+def retry_through_outage(
+    action: Callable[[], T], outage: Outage, *, limit_s: float, given_up: threading.Event | None = None
+) -> T:
     """Repeats ``action`` every `RETRY_S` while it fails because of an outage, and returns its value.
 
     Raises the newest error once ``limit_s`` seconds have passed since the first error, or once ``given_up`` is set.

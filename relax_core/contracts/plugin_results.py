@@ -17,10 +17,10 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
-from relax_core.contracts.foreign_values import shown
+from relax_core.contracts.untrusted_values import shown
 
 # The largest absolute value of a reward. Its square, and a sum of some thousand squares, are finite in float32.
-MOST_REWARD = 1e15
+MAX_REWARD = 1e15
 
 
 class WrongResult(TypeError):
@@ -116,17 +116,17 @@ def contained_spec(spec: Any) -> Any:
     return replace(spec, **{name: contained(value) for name, value in values.items() if callable(value)})
 
 
-def own_copy(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """Returns a copy of a data row's value with new lists and mappings; texts, bytes and media are shared.
 
     So a plug-in's changes do not affect other samples, epochs or evaluations.
     """
     if isinstance(value, Mapping):
-        return {name: own_copy(inner) for name, inner in value.items()}
+        return {name: copy_containers(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [own_copy(element) for element in value]
+        return [copy_containers(element) for element in value]
     if type(value) is tuple:
-        return tuple(map(own_copy, value))
+        return tuple(map(copy_containers, value))
     if isinstance(value, set | bytearray) or hasattr(value, "__array__"):
         return deepcopy(value)
     return value
@@ -176,11 +176,11 @@ def as_number(value: object) -> float | None:
 
 
 def too_large(number: float) -> str | None:
-    """Returns why a number cannot be trained on; None if it is finite and its absolute value at most `MOST_REWARD`."""
+    """Returns why a number cannot be trained on; None if it is finite and its absolute value at most `MAX_REWARD`."""
     if not math.isfinite(number):
         return "which is no number to train on"
-    if abs(number) > MOST_REWARD:
-        return f"which is larger than {MOST_REWARD:g}, so sums of its squares overflow"
+    if abs(number) > MAX_REWARD:
+        return f"which is larger than {MAX_REWARD:g}, so sums of its squares overflow"
     return None
 
 

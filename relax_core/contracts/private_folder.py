@@ -20,7 +20,7 @@ CACHE_KEY = "XDG_CACHE_HOME"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton keep compiled code below it
 _OTHERS = 0o077  # the permissions of group and others
 _ROOT = 0
-_MOST_LINKS = 40  # as many as the kernel follows in one path
+_MAX_LINKS = 40  # as many as the kernel follows in one path
 _ALL_USERS = ["0", "0", str(2**32 - 1)]
 
 
@@ -47,8 +47,8 @@ def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
             is_new, state = _made(entry)
         except OSError as error:
             what = "Relax's cache" if key == CACHE_KEY else "the folder"
-            told = f"{error.strerror}: {named}: {what} cannot be made. Set {key} to a folder that you may write to"
-            raise type(error)(error.errno, told, str(entry)) from error
+            message = f"{error.strerror}: {named}: {what} cannot be made. Set {key} to a folder that you may write to"
+            raise type(error)(error.errno, message, str(entry)) from error
         if stat.S_ISLNK(state.st_mode):
             links += 1
             target = _target(entry, state, named=named, links=links)
@@ -79,7 +79,7 @@ def _made(entry: Path) -> tuple[bool, os.stat_result]:
 
 def _target(link: Path, state: os.stat_result, *, named: str, links: int) -> Path:
     """Returns the target of a link that belongs to this user or to root; ``links`` counts the links of the path."""
-    if links > _MOST_LINKS:
+    if links > _MAX_LINKS:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
     if state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
         raise ValueError(

@@ -88,7 +88,7 @@ class RewardInput:
         item = self.media[number]
         tensors = FolderReader(Path(self.media_folder)).tensors(item)
         if name not in tensors:
-            raise ValueError(f"media[{number}] is {item.words}, which has no {name}, only {', '.join(tensors)}.")
+            raise ValueError(f"media[{number}] is {item.description}, which has no {name}, only {', '.join(tensors)}.")
         return tensors[name]
 
 
@@ -104,8 +104,8 @@ class RewardOutput:
     reward by cause.
 
     Numbers must be finite and at most 1e15 in absolute value, otherwise there is no reward. ``why``, ``reason``,
-    ``answer`` and ``cause`` are cut at `MOST_WHY`, `MOST_REASON`, `MOST_ANSWER` and `MOST_CAUSE` characters. There are
-    at most `MOST_PARTS` parts.
+    ``answer`` and ``cause`` are cut at `MAX_WHY`, `MAX_REASON`, `MAX_ANSWER` and `MAX_CAUSE` characters. There are
+    at most `MAX_PARTS` parts.
     """
 
     reward: float | None
@@ -182,11 +182,11 @@ class RewardConfig:
 SHADOW, SHADOW_GAP = "shadow", "shadow_gap"  # parts of an answer's reward, see `with_shadow`
 UNCONFIRMED = "unconfirmed"  # the cause if an answer has no reward because the shadow rejects it
 Scored = RewardOutput | float
-MOST_WHY = 300  # characters
-MOST_REASON = 2000  # characters
-MOST_ANSWER = 10_000  # characters
-MOST_CAUSE = 100  # characters; also the limit of a part's name
-MOST_PARTS = 256
+MAX_WHY = 300  # characters
+MAX_REASON = 2000  # characters
+MAX_ANSWER = 10_000  # characters
+MAX_CAUSE = 100  # characters; also the limit of a part's name
+MAX_PARTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)

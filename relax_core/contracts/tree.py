@@ -318,7 +318,7 @@ def _fault_of_media(tree: TokenTree) -> str | None:
     """
     runs, behind = tree.runs, 0
     for medium in tree.media:
-        what = f"item {medium.item.digest} {medium.item.words} of rows {medium.start} to {medium.end}"
+        what = f"item {medium.item.digest} {medium.item.description} of rows {medium.start} to {medium.end}"
         if not 0 <= medium.start < medium.end <= tree.rows or medium.end - medium.start != medium.item.rows:
             return f"{what}: it stands for {medium.item.rows} rows, and its group has {tree.rows}"
         if medium.start < behind:

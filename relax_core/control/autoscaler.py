@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engine_set import autoscaler_bounds
-from relax_core.control.worker_health import Beat
+from relax_core.control.worker_health import WorkerHeartbeat
 from relax_core.observe.event_log import ACTOR, MetricRecord
-from relax_core.server.order_book import OrderBook
-from relax_core.server.orders import Refusal, ScaleDecision
+from relax_core.server.engine_order_store import EngineOrderStore
+from relax_core.server.order_types import Refusal, ScaleDecision
 
 OUT_WAIT, IN_WAIT = 0.20, 0.05  # trainer's wait, as a fraction of step time: one engine more above, one fewer below
 FULL_CACHE = 0.85  # fraction of cache tokens in use above which engines count as full even if no sample waits
@@ -98,24 +98,24 @@ class ScaleRules:
         """Returns the target number of engines and the reason; call `changed` if the change is made."""
         if signals is None:
             return engines, "the window is not full yet"
-        told = f"the trainer waits {signals.wait_share:.0%} of its steps' time"
+        message = f"the trainer waits {signals.wait_share:.0%} of its steps' time"
         if now - self._changed < self._cooldown_s:
-            return engines, f"{told}; the last change is less than cooldown_s={self._cooldown_s:g} ago"
+            return engines, f"{message}; the last change is less than cooldown_s={self._cooldown_s:g} ago"
         if signals.wait_share > OUT_WAIT:
             if not signals.waiting and signals.cache_share <= FULL_CACHE:
-                return engines, f"{told}, but no sample waits in an engine, so another engine would get none"
+                return engines, f"{message}, but no sample waits in an engine, so another engine would get none"
             if engines >= self._most:
-                return engines, f"{told}; more than {self._most} engines are not allowed or would get no samples"
+                return engines, f"{message}; more than {self._most} engines are not allowed or would get no samples"
             full = f"{signals.waiting:.1f} samples wait in engines, whose caches are {signals.cache_share:.0%} full"
-            return engines + 1, f"{told}, more than {OUT_WAIT:.0%}, and {full}"
+            return engines + 1, f"{message}, more than {OUT_WAIT:.0%}, and {full}"
         if signals.wait_share < IN_WAIT and signals.idle_share > IN_IDLE:
-            told += f", less than {IN_WAIT:.0%}, and engines were idle {signals.idle_share:.0%} of the time"
+            message += f", less than {IN_WAIT:.0%}, and engines were idle {signals.idle_share:.0%} of the time"
             if engines <= self._least:
-                return engines, f"{told}; {self._least} engines stay"
+                return engines, f"{message}; {self._least} engines stay"
             if now - self._too_few.get(engines - 1, -math.inf) < HELD * self._cooldown_s:
-                return engines, f"{told}; {engines - 1} engines were too few before"
-            return engines - 1, told
-        return engines, told
+                return engines, f"{message}; {engines - 1} engines were too few before"
+            return engines - 1, message
+        return engines, message
 
     def changed(self, now: float, *, engines: int, target: int) -> None:
         """Records a change of the number of engines."""
@@ -133,7 +133,7 @@ class Autoscaler:
     def __init__(
         self,
         config: RelaxConfig,
-        book: OrderBook,
+        order_store: EngineOrderStore,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,11 +141,11 @@ class Autoscaler:
         least, most = autoscaler_bounds(config)
         self._rules = ScaleRules(least=least, most=most, cooldown_s=settings.cooldown_s)
         self._window = SignalWindow(settings.cooldown_s / 2)
-        self._book, self._clock = book, clock
+        self._order_store, self._clock = order_store, clock
         self._looked = -math.inf
         self._began = time.time()
 
-    def tick(self, records: Iterable[MetricRecord], beats: Mapping[str, Beat], *, stopping: bool) -> None:
+    def tick(self, records: Iterable[MetricRecord], beats: Mapping[str, WorkerHeartbeat], *, stopping: bool) -> None:
         """Records new train steps and loads, and decides once a second; ``records`` are the new metrics.
 
         If an order cannot be written, the decision is made again in the next second.
@@ -159,7 +159,7 @@ class Autoscaler:
             return
         self._looked = now
         try:
-            if not self._book.autoscaler or stopping:
+            if not self._order_store.autoscaler or stopping:
                 self._window.clear()
                 return
             self._note_load(now, beats)
@@ -167,7 +167,7 @@ class Autoscaler:
         except OSError as error:
             log.info("the autoscaler waits, because its order cannot be written: %s", error)
 
-    def _note_load(self, now: float, beats: Mapping[str, Beat]) -> None:
+    def _note_load(self, now: float, beats: Mapping[str, WorkerHeartbeat]) -> None:
         statuses = [status for beat in beats.values() if (status := beat.alive) is not None]
         loads = [
             worker_status.engine
@@ -183,11 +183,11 @@ class Autoscaler:
             )
 
     def _decide(self, now: float) -> None:
-        engines = sum(row.present for row in self._book.engines())
-        if busy := next((order.request_id for order in self._book.open_orders()), None):
+        engines = sum(row.present for row in self._order_store.engines())
+        if busy := next((order.request_id for order in self._order_store.open_orders()), None):
             self._window.clear()
             reason = f"order {busy} is under way"
-            self._book.decided(
+            self._order_store.decided(
                 ScaleDecision(at=time.time(), action="none", reason=reason, engines=engines, target=engines)
             )
             return
@@ -208,7 +208,7 @@ class Autoscaler:
         if target != engines:
             self._rules.changed(now, engines=engines, target=target)
             self._window.clear()
-        self._book.decided(decision)
+        self._order_store.decided(decision)
 
     def _place(self, target: int, *, more: bool) -> str | None:
         """Places the order and returns its id; None if the book refuses it, because a client was faster."""
@@ -218,6 +218,6 @@ class Autoscaler:
             else {"num_replicas": target, "engine_ids": None, "force": False, "timeout_secs": None}
         )
         try:
-            return self._book.place("scale_out" if more else "scale_in", body).request_id
+            return self._order_store.place("scale_out" if more else "scale_in", body).request_id
         except Refusal:
             return None

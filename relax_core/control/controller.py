@@ -38,11 +38,11 @@ from relax_core.control.engine_changes import DRAIN_TIMEOUT_S, EngineChanges, En
 from relax_core.control.engine_orders import EngineOrders
 from relax_core.control.engine_set import EngineSet
 from relax_core.control.host.run_paths import SHARED_MEMORY
-from relax_core.control.process_numbers import RECORD_S, EngineNumbers, ProcessNumbers
+from relax_core.control.process_metrics import RECORD_S, EngineMetrics, ProcessMetrics
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, RunFailed, ServicesLost, run_failed
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.control.run_alarms import LOOK_S, RunAlarms
-from relax_core.control.run_view import TRACKERS_S, RunView
+from relax_core.control.run_reporter import TRACKERS_S, RunReporter
 from relax_core.control.services import Services
 from relax_core.control.stall_report import Watchdog
 from relax_core.control.worker_health import BusHealth, WorkerHealth
@@ -50,7 +50,7 @@ from relax_core.observe.event_log import PROCESS, EventWriter
 from relax_core.observe.process_usage import USAGE_S
 from relax_core.observe.stall_requests import StallRequests
 from relax_core.roles.role_context import ENGINE, RunContext, worker_name
-from relax_core.server.order_book import OrderBook
+from relax_core.server.engine_order_store import EngineOrderStore
 
 if TYPE_CHECKING:  # it imports Ray Serve
     from relax_core.control.serve_deployments import ServeDeployments
@@ -69,19 +69,19 @@ class RunParts:
     """Holds the parts of a run that outlive the attempts of its services.
 
     ``events`` writes the controller's records. ``ray_lost`` ends this process, so that the supervisor starts a new
-    controller with a new Ray. ``book`` holds the orders for ``engines`` and the autoscaler's decisions, None without a
-    gateway. ``alarms`` sends notifications. ``serve`` has the roles' Serve deployments, None without ``run.serve``.
-    ``checks`` monitor processes that outlive the attempts.
+    controller with a new Ray. ``order_store`` holds the orders for ``engines`` and the autoscaler's decisions, None
+    without a gateway. ``alarms`` sends notifications. ``serve`` has the roles' Serve deployments, None without
+    ``run.serve``. ``checks`` monitor processes that outlive the attempts.
     """
 
     events: EventWriter
     serve: ServeDeployments | None
-    view: RunView
+    view: RunReporter
     recoveries: Recoveries
     supervisor: SupervisorPipe
     ray_lost: Callable[[str], NoReturn]
     engines: EngineSet
-    book: OrderBook | None
+    order_store: EngineOrderStore | None
     alarms: RunAlarms
     checks: Sequence[Check] = ()
 
@@ -190,7 +190,7 @@ def _run_attempt(context: RunContext, point: ResumePoint | None, parts: RunParts
         raise
     except KeyboardInterrupt:  # the user sent a second stop signal
         with suppress(LedgerUnwritable, BusTimeout):
-            services.close_at_once(reason="the run was ended at once")
+            services.close_immediately(reason="the run was ended at once")
         raise
     except BaseException as error:
         failed = error.worker if isinstance(error, RunFailed) else None
@@ -246,27 +246,27 @@ class Controller:
             drain_timeout_s=DRAIN_TIMEOUT_S,
             probe=EngineProbe(context),
         )
-        self._engine_numbers = EngineNumbers(
+        self._engine_numbers = EngineMetrics(
             parts.engines,
             record=partial(parts.events.record, ENGINE),
             add_decoding=parts.view.stragglers.add_decoding,
         )
-        self._process_numbers = ProcessNumbers(
+        self._process_numbers = ProcessMetrics(
             bus_pid=services.bus_pid if config.launcher.ray_address is None else None,
             record=partial(parts.events.record, PROCESS),
         )
         self._orders: EngineOrders | None = None
         self._autoscaler: Autoscaler | None = None
-        if parts.book is not None:
+        if parts.order_store is not None:
             self._orders = EngineOrders(
-                parts.book,
+                parts.order_store,
                 self._engines,
                 parts.engines,
                 kind=config.engine.name,
                 steps=config.run.steps,
                 stop=parts.supervisor.order_stop,
             )
-            self._autoscaler = Autoscaler(config, parts.book)
+            self._autoscaler = Autoscaler(config, parts.order_store)
 
     def checks(self) -> list[Check]:
         """Returns the checks of one attempt, in the order of execution."""
@@ -287,7 +287,7 @@ class Controller:
             Check(name="disk, lost engines, failed orders", every_s=LOOK_S, look=self._parts.alarms.look),
             Check(name="train steps and records", every_s=0.0, look=self._read),
             Check(name="stragglers", every_s=0.0, look=view.report_stragglers),
-            Check(name="alarms and learning signal", every_s=0.0, look=view.tell_alarms),
+            Check(name="alarms and learning signal", every_s=0.0, look=view.send_alarms),
             Check(name="panel", every_s=0.0, look=self._draw),
             Check(name="limit of the stop", every_s=0.0, look=self._look_at_stop, act=_run_failed),
             Check(name="stall", every_s=0.0, look=self._look_at_stall, act=_services_lost),
@@ -404,7 +404,9 @@ class Controller:
             return None
         if time.monotonic() - self._stopping_since <= limit_s:
             return None
-        return Finding(blames="the trainer", how=f"did not stop within {limit_s:.0f} s, a tenth of run.stall_timeout_s")
+        return Finding(
+            failed_part="the trainer", how=f"did not stop within {limit_s:.0f} s, a tenth of run.stall_timeout_s"
+        )
 
     def _await_last_evaluation(self, monitor: Monitor) -> None:
         """Waits for the last evaluation; returns at once if a stop is requested.

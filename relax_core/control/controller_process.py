@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from relax_core.contracts.child import end_starter
+from relax_core.contracts.child_process import end_starter
 from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
 from relax_core.contracts.process_trees import PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 
 FAILED = 1
 POLL_S = 0.2  # maximum delay until an end, a finding or a signal is noticed
-AT_ONCE_S = 5.0  # how long a controller may take to end at once
+IMMEDIATE_END_S = 5.0  # how long a controller may take to end at once
 ANSWER_S = 10.0  # how long a controller may take to report after a stop message whether a train step is done
 CONTROLLER = "relax-control"  # process name in `ps` and `top`, at most 15 characters
 
@@ -84,7 +84,7 @@ class ControllerProcess:
             self._spoke = False
             if self._silent_s <= frozen_after_s:
                 return None
-            return Finding(blames="the controller", how=f"sent no heartbeat for {self._silent_s:.0f} s")
+            return Finding(failed_part="the controller", how=f"sent no heartbeat for {self._silent_s:.0f} s")
 
         return Check(name="controller", every_s=0.0, look=look, act=lambda finding: os.kill(self._pid, signal.SIGKILL))
 
@@ -133,8 +133,8 @@ class ControllerProcess:
         if self._has_own_ray and not self._trained and answered:
             return "stopped before a train step was done: nothing was written, and earlier checkpoints stay"
         if self._signals.again and self._killed_at is None:
-            self._killed_at = time.monotonic() + AT_ONCE_S
-            self._send(AT_ONCE)
+            self._killed_at = time.monotonic() + IMMEDIATE_END_S
+            self._send(END_NOW)
         if self._killed_at is not None and time.monotonic() > self._killed_at:
             return "ended at once, without a checkpoint"
         return ""
@@ -186,7 +186,7 @@ READ_BYTES = 4096
 # exit code or the cause.
 TRAINED, ENDED, LOST, RAY_UNSTARTED = "trained", "ended", "lost", "ray-unstarted"
 UNTRAINED = "untrained"  # the answer of the controller to a stop message before a train step is done
-STOP, AT_ONCE = "stop", "at-once"  # messages of the supervisor
+STOP, END_NOW = "stop", "at-once"  # messages of the supervisor
 
 
 class SupervisorPipe:
@@ -277,7 +277,7 @@ class SupervisorPipe:
             if not self._watches_steps:
                 self._send(UNTRAINED)
         else:
-            assert word == AT_ONCE, line
+            assert word == END_NOW, line
             _thread.interrupt_main()  # raises KeyboardInterrupt in the main thread
 
 

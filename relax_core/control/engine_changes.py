@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from relax_core.contracts.engine import EngineError
 from relax_core.control.engine_set import EngineSet
-from relax_core.control.worker_health import Beat
+from relax_core.control.worker_health import WorkerHeartbeat
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.protocol.engine_client import TokenScores, TokensToScore
 from relax_core.roles.engine_directory import engine_client
@@ -169,7 +169,7 @@ class EngineChanges:
         """Returns all leaving engines, including those with ending processes."""
         return {*self._leaving, *self._ending}
 
-    def tick(self, beats: Mapping[str, Beat], *, ended: Mapping[str, str]) -> None:
+    def tick(self, beats: Mapping[str, WorkerHeartbeat], *, ended: Mapping[str, str]) -> None:
         """Advances each engine by its owner's newest heartbeat; ``ended`` maps owners that have ended to the reason."""
         for number in self._engines.added("joining", "serving", "leaving", "moving"):
             if why := ended.get(worker_name(ENGINE, number)):
@@ -183,7 +183,7 @@ class EngineChanges:
                 del self._ending[number]
                 self._services.remove_engine(number)
 
-    def _tick_joining(self, number: int, joining: _Joining, beats: Mapping[str, Beat]) -> None:
+    def _tick_joining(self, number: int, joining: _Joining, beats: Mapping[str, WorkerHeartbeat]) -> None:
         beat, report = beats.get(worker_name(ENGINE, number)), _report(beats, number)
         if beat is not None and beat.life == "alive":
             joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
@@ -211,7 +211,7 @@ class EngineChanges:
             had = "was not compared with another engine" if ready else had
             self.fail(number, f"it {had} after {self._join_timeout_s:g} s{_because(joining)}")
 
-    def _reference(self, beats: Mapping[str, Beat]) -> str | None:
+    def _reference(self, beats: Mapping[str, WorkerHeartbeat]) -> str | None:
         """Returns the address of an engine of the configuration that has weights, or None."""
         reports = (_report(beats, number) for number in range(self._engines.count))
         return next((report.url for report in reports if report is not None and report.version >= 0), None)
@@ -266,7 +266,7 @@ def _because(joining: _Joining) -> str:
     return f": {joining.told}" if joining.told else ""
 
 
-def _report(beats: Mapping[str, Beat], number: int) -> EngineReport | None:
+def _report(beats: Mapping[str, WorkerHeartbeat], number: int) -> EngineReport | None:
     """Returns the report of an engine's owner, or None if the owner or the engine is not up."""
     beat = beats.get(worker_name(ENGINE, number))
     return beat.alive.engine if beat is not None and beat.alive is not None else None

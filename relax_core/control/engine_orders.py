@@ -18,49 +18,53 @@ from pathlib import Path
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engine_changes import EngineChanges
 from relax_core.control.engine_set import EngineSet, limits_of
-from relax_core.control.worker_health import Beat
+from relax_core.control.worker_health import WorkerHeartbeat
 from relax_core.roles.role_context import ENGINE, worker_name
-from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk, answering
-from relax_core.server.orders import EngineRow, Order, RunRow, State, engine_id, read_room
+from relax_core.server.engine_order_service import EngineOrderService, answering
+from relax_core.server.engine_order_store import EngineOrderStore
+from relax_core.server.order_types import EngineRow, Order, RunRow, State, engine_id, read_room
 from relax_core.weights.engine_members import EngineMember
 
 FAILED_ORDERS = 20  # failures among this many newest orders are reported
 log = logging.getLogger(__name__)
 
 
-def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, EngineSet]:
+def open_order_store(run_dir: Path, *, count: int, anew: bool) -> tuple[EngineOrderStore, EngineSet]:
     """Opens the order book of a run and returns it with the run's engines according to the book.
 
     ``count`` is engine.count. ``anew`` says that a new command begins: then the open orders of an earlier command are
     ended, and the run has only the engines of the configuration.
     """
-    book = OrderBook(run_dir)
+    order_store = EngineOrderStore(run_dir)
     if anew:
-        book.end_orders()
-    rows = [row for row in book.engines() if row.origin != "start"]
+        order_store.end_orders()
+    rows = [row for row in order_store.engines() if row.origin != "start"]
     present = {row.number: row.url if row.origin == "external" else "" for row in rows if row.present}
-    engines = EngineSet(count, added=present, used=book.newest_engine())
+    engines = EngineSet(count, added=present, used=order_store.newest_engine())
     engines.failures |= {row.number: row.last_failure for row in rows if row.state == "failed"}
-    return book, engines
+    return order_store, engines
 
 
-def end_book(book: OrderBook) -> None:
+def end_open_orders(order_store: EngineOrderStore) -> None:
     """Ends the open orders at the end of the run; if the book cannot be written, the next command ends them."""
     try:
-        book.end_orders()
+        order_store.end_orders()
     except OSError as error:
         log.warning("orders for engines stay open until the next command in this folder: %s", error)
 
 
-def failed_orders(book: OrderBook) -> dict[str, str]:
+def failed_orders(order_store: EngineOrderStore) -> dict[str, str]:
     """Returns order id → reason for the failed orders among the newest."""
-    return {order.request_id: order.failure for order in book.orders()[:FAILED_ORDERS] if order.status == "FAILED"}
+    return {
+        order.request_id: order.failure for order in order_store.orders()[:FAILED_ORDERS] if order.status == "FAILED"
+    }
 
 
-def order_answers(config: RelaxConfig, book: OrderBook, gateway: socket.socket) -> AbstractContextManager[None]:
+def order_answers(
+    config: RelaxConfig, order_store: EngineOrderStore, gateway: socket.socket
+) -> AbstractContextManager[None]:
     """Answers the gateway's requests while the block runs."""
-    desk = OrderDesk(book, limits_of(config), read_room(Path(config.run.dir)))
+    desk = EngineOrderService(order_store, limits_of(config), read_room(Path(config.run.dir)))
     return answering(gateway, desk.answer)
 
 
@@ -73,7 +77,7 @@ class EngineOrders:
 
     def __init__(
         self,
-        book: OrderBook,
+        order_store: EngineOrderStore,
         changes: EngineChanges,
         engines: EngineSet,
         *,
@@ -82,14 +86,14 @@ class EngineOrders:
         stop: Callable[[], None],
     ) -> None:
         self._kind = kind
-        self._book = book
+        self._order_store = order_store
         self._changes = changes
         self._engines = engines
         self._steps = steps
         self._stop = stop
         self._unwritable = ""  # why the last tick could not write
 
-    def tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
+    def tick(self, beats: Mapping[str, WorkerHeartbeat], *, step: int, trained: bool, stopping: bool) -> None:
         """Advances each open order; ``trained`` says that a train step of this attempt is done.
 
         An unwritable file is logged. Training continues, and the orders continue at the first tick that can write.
@@ -103,17 +107,17 @@ class EngineOrders:
         else:
             self._unwritable = ""
 
-    def _tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
+    def _tick(self, beats: Mapping[str, WorkerHeartbeat], *, step: int, trained: bool, stopping: bool) -> None:
         write = partial(self._write, beats, step=step, stopping=stopping)
         write()
-        orders = self._book.open_orders()
+        orders = self._order_store.open_orders()
         for order in orders:
             if order.kind == "stop":
                 self._tick_stop(order, trained=trained, stopping=stopping)
         for place, order in enumerate(open_order for open_order in orders if open_order.kind != "stop"):
             if place:  # it waits for the first order
                 if order.cancel_requested:
-                    self._book.move(order, "CANCELLED")
+                    self._order_store.move(order, "CANCELLED")
             elif order.kind == "scale_out":
                 self._tick_out(order)
             else:
@@ -123,9 +127,9 @@ class EngineOrders:
         if order.status == "STOPPING" and stopping:
             return
         if order.cancel_requested:
-            self._book.move(order, "CANCELLED")
+            self._order_store.move(order, "CANCELLED")
         elif trained or stopping:
-            self._book.move(order, "STOPPING")
+            self._order_store.move(order, "STOPPING")
             self._stop()
 
     # -- orders that add engines --------------------------------------------------------------------------------------
@@ -135,10 +139,10 @@ class EngineOrders:
         elif order.failure and not (_keeps(order) and set(order.engines) - self._engines.failures.keys()):
             self._take_back(order, "FAILED")
         elif order.status == "PENDING" and order.body.get("engine_urls"):
-            self._follow(self._book.move(order, "CONNECTING", engines=self._numbered(order.body["engine_urls"])))
+            self._follow(self._order_store.move(order, "CONNECTING", engines=self._numbered(order.body["engine_urls"])))
         elif order.status == "PENDING":
             missing = int(order.body["num_replicas"]) - len(self._engines.present())
-            self._follow(self._book.move(order, "CREATING", engines=self._engines.reserve(max(0, missing))))
+            self._follow(self._order_store.move(order, "CREATING", engines=self._engines.reserve(max(0, missing))))
         else:
             self._follow(order)
 
@@ -153,7 +157,7 @@ class EngineOrders:
         }
         new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
         now = time.time()
-        self._book.write_engines(
+        self._order_store.write_engines(
             EngineRow(id=engine_id(number), origin="external", state="joining", since=now, kind=self._kind, url=url)
             for url, number in new.items()
         )
@@ -167,7 +171,7 @@ class EngineOrders:
         if failures := {engine: why for engine, why in self._engines.failures.items() if engine in order.engines}:
             self._give_up(order, failures)
             return
-        rows = {row.number: row for row in self._book.engines()}
+        rows = {row.number: row for row in self._order_store.engines()}
         for number in set(order.engines) - set(self._engines.present()):
             row = rows.get(number)  # an external engine has a row before it joins
             # The order is new, or a controller was killed before it started the engine.
@@ -175,7 +179,7 @@ class EngineOrders:
         age_s = time.time() - order.history[:2][-1].at  # since the order left the queue
         stages: list[State] = [self._changes.stage(number) for number in order.engines]
         if set(stages) <= {"ACTIVE"}:
-            self._book.move(self._book.move(order, "READY"), "ACTIVE")
+            self._order_store.move(self._order_store.move(order, "READY"), "ACTIVE")
         elif age_s > (limit := float(order.body["timeout_secs"])):
             for number in order.engines:
                 if self._changes.stage(number) != "ACTIVE":
@@ -184,7 +188,7 @@ class EngineOrders:
             order_of: list[State] = ["CREATING", "CONNECTING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
             least = min(stages, key=order_of.index)
             if order_of.index(least) > order_of.index(order.status):
-                self._book.move(order, least)
+                self._order_store.move(order, least)
 
     def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
         """Writes why engines of an order failed; kept engines stay in the order."""
@@ -192,22 +196,22 @@ class EngineOrders:
         text = "; ".join([order.failure, *words] if order.failure else words)
         kept = [number for number in order.engines if number not in failures]
         engines = kept if _keeps(order) and kept else order.engines
-        self._book.move(order, order.status, engines=engines, failure=text)
+        self._order_store.move(order, order.status, engines=engines, failure=text)
 
     def _take_back(self, order: Order, end: State) -> None:
         """Removes the engines of an order, and ends the order when all are removed."""
         for number in set(order.engines) & set(self._engines.present()):
             self._changes.leave(number)
         if not set(order.engines) & {*self._engines.present(), *self._changes.leaving()}:
-            self._book.move(order, end)
+            self._order_store.move(order, end)
 
     # -- orders that remove engines -----------------------------------------------------------------------------------
     def _tick_in(self, order: Order, write: Callable[[], None]) -> None:
         if order.status == "PENDING":
             if order.cancel_requested:
-                self._book.move(order, "CANCELLED")
+                self._order_store.move(order, "CANCELLED")
                 return
-            order = self._book.move(order, "DRAINING", engines=self._chosen(order))
+            order = self._order_store.move(order, "DRAINING", engines=self._chosen(order))
         if not order.cancel_requested:
             for number in set(order.engines) & set(self._engines.present()):
                 self._changes.leave(number, at_once=bool(order.body["force"]), timeout_s=order.body["timeout_secs"])
@@ -217,11 +221,11 @@ class EngineOrders:
                 self._changes.stay(number)
             write()  # readers of the order's end, and the next order, then find these engines serving
             left = [number for number in order.engines if number not in open_ones]
-            self._book.move(order, "CANCELLED", engines=left)
+            self._order_store.move(order, "CANCELLED", engines=left)
         elif not set(order.engines) & set(self._changes.leaving()):
-            self._book.move(self._book.move(order, "REMOVING"), "COMPLETED")
+            self._order_store.move(self._order_store.move(order, "REMOVING"), "COMPLETED")
         elif not open_ones:
-            self._book.move(order, "REMOVING")
+            self._order_store.move(order, "REMOVING")
 
     def _chosen(self, order: Order) -> list[int]:
         """Returns the engines to remove: the ids in the order, or the newest engines beyond num_replicas."""
@@ -232,9 +236,9 @@ class EngineOrders:
         return added[max(0, len(added) - more) :] if more > 0 else []
 
     # -- rows of the order book ---------------------------------------------------------------------------------------
-    def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
+    def _write(self, beats: Mapping[str, WorkerHeartbeat], *, step: int, stopping: bool) -> None:
         """Writes the rows of the engines and of the run."""
-        now, known = time.time(), {row.number: row for row in self._book.engines()}
+        now, known = time.time(), {row.number: row for row in self._order_store.engines()}
         rows = {
             member.number: self._row(member, beats, known.get(member.number), step=step)
             for member in self._engines.members()
@@ -248,12 +252,14 @@ class EngineOrders:
                 row = replace(row, state=state, since=now, to_step=to_step)
                 row = replace(row, samples_running=None, samples_waiting=None, tokens_per_s=None, cache_share=None)
             rows[number] = replace(row, last_failure=failure)
-        self._book.write_engines(rows.values())
+        self._order_store.write_engines(rows.values())
         run = RunRow(at=now, step=step, steps=self._steps, stopping=stopping)
-        if self._book.run is None or replace(run, at=self._book.run.at) != self._book.run:
-            self._book.run = run
+        if self._order_store.run is None or replace(run, at=self._order_store.run.at) != self._order_store.run:
+            self._order_store.run = run
 
-    def _row(self, member: EngineMember, beats: Mapping[str, Beat], known: EngineRow | None, *, step: int) -> EngineRow:
+    def _row(
+        self, member: EngineMember, beats: Mapping[str, WorkerHeartbeat], known: EngineRow | None, *, step: int
+    ) -> EngineRow:
         beat = beats.get(worker_name(ENGINE, member.number))
         status = None if beat is None else beat.alive
         report = None if status is None else status.engine

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.choices import ModeName
-from relax_core.config.engine_checks import unseen_media
+from relax_core.config.engine_checks import media_not_sent
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_engine
 from relax_core.roles.role_context import ENGINE, worker_name
-from relax_core.server.orders import Limits
+from relax_core.server.order_types import Limits
 from relax_core.weights.engine_members import EngineMember, MemberState, start_members, write_members
 
 
@@ -113,7 +113,7 @@ def limits_of(config: RelaxConfig) -> Limits:
         no_more = "placement.gpus_per_node: engines on GPUs are placed at the start. Send engine_urls of a server."
     if find_engine(engine.name).attach is None:
         no_urls = f"engine.name={engine.name}: this kind of engine attaches to no server. Send num_replicas."
-    elif unseen := unseen_media(config):
+    elif unseen := media_not_sent(config):
         no_urls = (
             f"a server that the run did not start gets no {' and no '.join(unseen)} of prompts. Send num_replicas."
         )

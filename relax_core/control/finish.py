@@ -35,7 +35,7 @@ from relax_core.observe.report import (
 )
 from relax_core.observe.summary import build_summary, write_summary
 from relax_core.observe.trackers.tracker_process import Trackers
-from relax_core.server.order_book import order_history
+from relax_core.server.engine_order_store import order_history
 from relax_core.train.checkpoints.checkpoint_store import unremoved
 
 FAILURE_LOG = "failure.log"
@@ -133,7 +133,7 @@ class Outcome:
     stragglers: Sequence[Mapping[str, Any]] = ()
 
 
-def tell_end(alarms: RunAlarms, outcome: Outcome, run_dir: Path) -> None:
+def notify_end(alarms: RunAlarms, outcome: Outcome, run_dir: Path) -> None:
     """Sends the notification about the run's end, and prints the last lines of the alarms."""
     why = f"{outcome.failure}" if outcome.failure is not None else f"in {run_dir}"
     for line in alarms.close(outcome.word, why):

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.child import Child, ChildLost, Limit, module_command
+from relax_core.contracts.child_process import Child, ChildLost, Limit, module_command
 from relax_core.contracts.monitor import Check, Finding
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engine_set import limits_of
 from relax_core.engines.held_port import listening_socket, refuse_waiting
+from relax_core.server.engine_order_service import channel
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
-from relax_core.server.order_desk import channel
 
 PORTS = 100  # number of ports to try, from gateway.port
 START_S = 60.0
@@ -54,8 +54,8 @@ def listener_of(host: str, first_port: int) -> socket.socket:
             return listening_socket(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == ports[-1]:
-                words = f"gateway.port={first_port} on gateway.host={host}: {os.strerror(error.errno or 0)}"
-                raise GatewayUnstarted(f"the gateway did not start: {words}; choose others") from error
+                message = f"gateway.port={first_port} on gateway.host={host}: {os.strerror(error.errno or 0)}"
+                raise GatewayUnstarted(f"the gateway did not start: {message}; choose others") from error
     raise AssertionError("the last port raises")
 
 
@@ -70,7 +70,7 @@ class GatewayProcess:
     def __init__(self, config: RelaxConfig) -> None:
         self._folder = Path(config.run.dir)
         self._log = self._folder / "logs" / "gateway.log"
-        self._restarts_left = self._most_restarts = config.run.max_restarts
+        self._restarts_left = self._max_restarts = config.run.max_restarts
         self._given_up = self._greeted = False
         self._listener = listener_of(config.gateway.host, config.gateway.port)
         self._channel, self.controller_end = channel()
@@ -109,7 +109,7 @@ class GatewayProcess:
         try:
             line = self._child.first_line(wait_s=0.0)
         except ChildLost as lost:
-            return Finding(blames=self._child.name, how=str(lost).removeprefix(f"{self._child.name} "))
+            return Finding(failed_part=self._child.name, how=str(lost).removeprefix(f"{self._child.name} "))
         if line is not None:
             self.is_up = True
             if not self._greeted:
@@ -144,7 +144,7 @@ class GatewayProcess:
         elif not self.is_up:
             return self._look_for_address()
         elif (code := self._child.poll()) is not None:
-            return Finding(blames=self._child.name, how=f"ended with exit code {code}")
+            return Finding(failed_part=self._child.name, how=f"ended with exit code {code}")
         return None
 
     def _start_again(self, lost: Finding) -> None:
@@ -153,7 +153,7 @@ class GatewayProcess:
             self._given_up = True
             (self._folder / FILE).unlink(missing_ok=True)
             _report(
-                f"{lost}, after run.max_restarts={self._most_restarts} restarts, and the run takes no more orders; see "
+                f"{lost}, after run.max_restarts={self._max_restarts} restarts, and the run takes no more orders; see "
                 f"{self._log}"
             )
             return

@@ -21,14 +21,14 @@ from relax_core.contracts.bus import BusProgress
 from relax_core.contracts.outage import is_exhausted
 from relax_core.control.controller_process import SupervisorPipe
 from relax_core.control.engine_set import EngineSet
-from relax_core.control.finish import Outcome, collect, report_failure, show_end, tell_end, write_outcome
+from relax_core.control.finish import Outcome, collect, notify_end, report_failure, show_end, write_outcome
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.model_folders import making_models
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, RunFailed, recoveries_file, run_failed
 from relax_core.control.resume import ResumePoint
 from relax_core.control.run_alarms import RunAlarms
-from relax_core.control.run_view import EarlierRecords, RunView, open_view
+from relax_core.control.run_reporter import EarlierRecords, RunReporter, open_reporter
 from relax_core.control.supervisor import Attempt
 from relax_core.data.data_identity import data_digest
 from relax_core.observe.event_log import CONTROLLER, EventWriter
@@ -39,10 +39,10 @@ from relax_core.roles.process_placement import roles_of
 from relax_core.roles.role_context import RunContext, worker_name
 
 if TYPE_CHECKING:
-    from relax_core.server.order_book import OrderBook
+    from relax_core.server.engine_order_store import EngineOrderStore
 
 FAILED = 1
-PRELOADED = ("relax_core.train.rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, shared modules
+PRELOADED = ("relax_core.train.megatron_rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, shared modules
 
 
 def run_local(
@@ -71,7 +71,7 @@ def run_local(
         outcome = Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
         report_failure(outcome, config, started=started)
-        tell_end(alarms, outcome, run_dir)
+        notify_end(alarms, outcome, run_dir)
         return FAILED
     assert outcome.records is not None
     try:
@@ -80,7 +80,7 @@ def run_local(
         print(f"relax: failed: the run ended, but its summary is not written: {error}", file=sys.stderr)
         return FAILED
     show_end(run_dir, outcome.records, summary)
-    tell_end(alarms, outcome, run_dir)
+    notify_end(alarms, outcome, run_dir)
     return 128 + supervisor.stop_signal if outcome.word == "stopped" and supervisor.stop_signal else 0
 
 
@@ -160,10 +160,10 @@ def _run_services(
     with ExitStack() as undo:
         undo.callback(trackers.end)
         with panel:  # the panel closes before the services do
-            view = open_view(context, panel, events, trackers, earlier, alarms)
+            view = open_reporter(context, panel, events, trackers, earlier, alarms)
             at_step = max(earlier.steps, context.start_step)
             recoveries = _recoveries(context, attempt, view, alarms, at_step=at_step)
-            book, engines = _orders_and_engines(context, attempt, undo, alarms)
+            order_store, engines = _orders_and_engines(context, attempt, undo, alarms)
             serve = None
             if config.run.serve:
                 from relax_core.control.serve_deployments import ServeDeployments
@@ -178,7 +178,7 @@ def _run_services(
                 supervisor=supervisor,
                 ray_lost=ray_lost,
                 engines=engines,
-                book=book,
+                order_store=order_store,
                 alarms=alarms,
                 checks=session.checks(),
             )
@@ -196,11 +196,13 @@ def _run_services(
             failure=failure,
             records=collected(progress) if progress is not None else None,
             recoveries=recoveries.as_records(),
-            stragglers=view.told_stragglers(),
+            stragglers=view.reported_stragglers(),
         )
 
 
-def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: RunAlarms, *, at_step: int) -> Recoveries:
+def _recoveries(
+    context: RunContext, attempt: Attempt, view: RunReporter, alarms: RunAlarms, *, at_step: int
+) -> Recoveries:
     """Returns the recoveries of the run; a restarted controller adds one, after ``at_step`` train steps."""
 
     def begun(tier: int, cause: str) -> None:
@@ -218,7 +220,7 @@ def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: Ru
 
 def _orders_and_engines(
     context: RunContext, attempt: Attempt, undo: ExitStack, alarms: RunAlarms
-) -> tuple[OrderBook | None, EngineSet]:
+) -> tuple[EngineOrderStore | None, EngineSet]:
     """Returns the order book (None without a gateway) and the engines of the run; ``undo`` ends the open orders.
 
     A new command turns the autoscaler on or off as configured.
@@ -226,13 +228,13 @@ def _orders_and_engines(
     config = context.config
     if attempt.gateway is None:
         return None, EngineSet(config.engine.count)
-    from relax_core.control.engine_orders import end_book, failed_orders, open_book, order_answers
+    from relax_core.control.engine_orders import end_open_orders, failed_orders, open_order_store, order_answers
 
-    book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
+    order_store, engines = open_order_store(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
     if attempt.number == 0:
-        book.enable_autoscaler(config.engine.autoscaler.enabled)
-    undo.callback(end_book, book)
-    undo.enter_context(order_answers(config, book, attempt.gateway))
-    alarms.watch(engine_lost=engines.lost, order_failed=partial(failed_orders, book))
-    undo.callback(alarms.watch_no_more)  # before the open orders are ended
-    return book, engines
+        order_store.enable_autoscaler(config.engine.autoscaler.enabled)
+    undo.callback(end_open_orders, order_store)
+    undo.enter_context(order_answers(config, order_store, attempt.gateway))
+    alarms.watch(engine_lost=engines.lost, order_failed=partial(failed_orders, order_store))
+    undo.callback(alarms.stop_watching)  # before the open orders are ended
+    return order_store, engines

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from relax_core.config.learning_rate_schedule import jump_words
-from relax_core.config.saved import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes, plain
+from relax_core.config.learning_rate_schedule import learning_rate_jump_message
+from relax_core.config.saved_config import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes, plain
 from relax_core.config.schema import DtypeByMachine, RelaxConfig
 from relax_core.data.data_identity import data_digest
 from relax_core.train.checkpoints.checkpoint_store import (
@@ -19,7 +19,7 @@ from relax_core.train.checkpoints.checkpoint_store import (
     DATUM,
     TOKEN_TREE,
     CheckpointStore,
-    WholeCheckpoint,
+    ValidCheckpoint,
     recover_replaced,
 )
 
@@ -55,7 +55,7 @@ def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoin
     """
     if config.resume is None:
         return None
-    found = _newest_whole(config, repair=repair) if config.resume == "auto" else _named(Path(config.resume))
+    found = _newest_valid(config, repair=repair) if config.resume == "auto" else _named(Path(config.resume))
     if found is None:
         return None
     folder, step = found.folder, found.meta.step
@@ -81,18 +81,18 @@ def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoin
     )
 
 
-def _newest_whole(config: RelaxConfig, *, repair: bool) -> WholeCheckpoint | None:
+def _newest_valid(config: RelaxConfig, *, repair: bool) -> ValidCheckpoint | None:
     root = Path(config.run.dir) / "checkpoints"
     if repair:
         recover_replaced(root)
-    return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(requirements=(BUS_SNAPSHOT, CONFIG))
+    return CheckpointStore(root, keep_last=config.run.keep_last).newest_valid(requirements=(BUS_SNAPSHOT, CONFIG))
 
 
-def _named(folder: Path) -> WholeCheckpoint:
-    return WholeCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, requirements=(BUS_SNAPSHOT, CONFIG)))
+def _named(folder: Path) -> ValidCheckpoint:
+    return ValidCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, requirements=(BUS_SNAPSHOT, CONFIG)))
 
 
-def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
+def _compare(found: ValidCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
     """Returns notes on the settings that differ from the checkpoint's.
 
     Raises ValueError if the checkpoint belongs to another run. Data is compared by content if the checkpoint has a
@@ -108,7 +108,7 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     changed = changes(before, now, keys=REFUSED, but=(*moved, *date, *dtype, *REPORTED_DATA_KEYS))
     if changed:
         raise ValueError(
-            f"{what}: it was made by another run: {'; '.join(change.words() for change in changed)}. "
+            f"{what}: it was made by another run: {'; '.join(change.describe() for change in changed)}. "
             f"Go on with {' '.join(change.as_it_was() for change in changed)}, or start a new run with resume=null, "
             "which may begin with these weights: model.path=FOLDER of an exported model."
         )
@@ -121,15 +121,15 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     reported = changes(before, now, keys=REPORTED_KEYS)
     if moved:
         reported += changes(before, now, keys=DATA_LOCATION_KEYS)
-    jump = jump_words(before, now, step=step)
+    jump = learning_rate_jump_message(before, now, step=step)
     return (*(_note(change, step=step) for change in reported), *([] if jump is None else [jump]))
 
 
-def _saved(found: WholeCheckpoint) -> dict[str, Any]:
+def _saved(found: ValidCheckpoint) -> dict[str, Any]:
     values: dict[str, Any] = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8"))
     return values
 
 
 def _note(change: Change, *, step: int) -> str:
     moved = ", the same data by its content" if change.key in DATA_LOCATION_KEYS else ""
-    return f"{change.words()}{moved} from step {step} on"
+    return f"{change.describe()}{moved} from step {step} on"

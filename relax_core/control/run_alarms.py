@@ -14,7 +14,7 @@ from relax_core.config.notify_rules import PRESETS, Rule, read_rule, read_rules
 from relax_core.config.schema import RelaxConfig
 from relax_core.observe.alarms import (
     NOTICES,
-    AlarmBook,
+    AlarmLog,
     AlarmSender,
     Notify,
     RuleState,
@@ -23,7 +23,7 @@ from relax_core.observe.alarms import (
     read_receivers,
 )
 from relax_core.observe.event_log import ACTOR, MetricRecord, is_resume
-from relax_core.observe.stragglers import Straggler, straggler_words
+from relax_core.observe.stragglers import Straggler, straggler_text
 from relax_core.observe.summary import FIRST_STEPS, HACK, SIGNAL_RULES, first_steps_line, signal_line
 from relax_core.server.gateway_client import read_address
 
@@ -63,7 +63,7 @@ class RunAlarms:
         notify, self._clock = config.notify, clock
         self._run_dir, self._name, self._steps = Path(config.run.dir), config.name, config.run.steps
         self._on = frozenset(notify.events)
-        self._book = AlarmBook(self._run_dir, repeat_s=REPEAT_S, clock=clock)
+        self._alarm_log = AlarmLog(self._run_dir, repeat_s=REPEAT_S, clock=clock)
         self._rules = {rule: RuleState() for rule in read_rules(notify.rules)}
         self._signal = {rule: RuleState() for rule in map(read_rule, SIGNAL_RULES)}
         self._signal_line = partial(signal_line, max_new_tokens=config.rollout.max_new_tokens)
@@ -126,7 +126,7 @@ class RunAlarms:
             if straggler.ended:
                 self.over("straggler", straggler.who)
             else:
-                self.happened("straggler", straggler.who, straggler_words(straggler))
+                self.happened("straggler", straggler.who, straggler_text(straggler))
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
         """Applies all rules to the newest records, in order; records of an earlier process do not count.
@@ -164,8 +164,8 @@ class RunAlarms:
         value = record.values.get(rule.name)
         self._rules[rule] = after = advanced(rule, state, value, step=record.step)
         if after.is_true(rule):
-            words = f"{rule.number} is {after.value:.6g} after train step {record.step}"
-            self.happened("rule", rule.words, self._signal_line(rule, record) if rule.number == HACK else words)
+            message = f"{rule.number} is {after.value:.6g} after train step {record.step}"
+            self.happened("rule", rule.words, self._signal_line(rule, record) if rule.number == HACK else message)
         elif state.is_true(rule):
             self.over("rule", rule.words)
         if value is None and rule not in self._seen and rule.words not in OF_PRESETS:
@@ -178,7 +178,7 @@ class RunAlarms:
         elif value is not None:
             self._seen.add(rule)
 
-    def watch_no_more(self) -> None:
+    def stop_watching(self) -> None:
         """Checks the functions of `watch` for the last time."""
         self.look()
         self._failed = {}
@@ -189,7 +189,7 @@ class RunAlarms:
         self._step = step
         while self._events:
             is_over, event, cause, words = self._events.popleft()
-            self._tell(event, cause, words, is_over=is_over)
+            self._notify(event, cause, words, is_over=is_over)
 
     def take_lines(self) -> list[str]:
         """Returns lines for the run's log: sent notifications, and failures to send."""
@@ -215,20 +215,20 @@ class RunAlarms:
                     self._failures.add((event, name))
                     self.happened(event, name, f"{name}: {why}")
 
-    def _tell(self, event: str, cause: str, words: str, *, is_over: bool) -> None:
+    def _notify(self, event: str, cause: str, words: str, *, is_over: bool) -> None:
         if event not in self._on:
             return
         what = cause if event == "rule" else TITLES[event].format(cause=cause)
         if is_over:
-            told = self._book.over(event, cause, title=f"{self._name}: over: {what}", text=self._where)
+            told = self._alarm_log.over(event, cause, title=f"{self._name}: over: {what}", text=self._where)
         else:
             text = partial(self._with_where, words)
-            told = self._book.tell(event, cause, title=f"{self._name}: {what}", text=text)
+            told = self._alarm_log.report(event, cause, title=f"{self._name}: {what}", text=text)
         if told is None:
             return
         more = f"; {told.left_out} times more since the last message" if told.left_out else ""
-        if self._book.problem:
-            self._lines.append(self._book.problem)
+        if self._alarm_log.problem:
+            self._lines.append(self._alarm_log.problem)
         if event not in SEEN_ANYWAY:
             known = "" if is_over else f" ({told.text.splitlines()[0]})"
             self._lines.append(f"alarm: {told.title.partition(': ')[2]}{known}{more}")

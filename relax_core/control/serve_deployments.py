@@ -81,7 +81,7 @@ class ServeDeployments:
         deployed = self._deployed
         if deployed is None or not deployed.done() or (error := deployed.exception(timeout=0)) is None:
             return None
-        return Finding(blames="Ray Serve", how=f"did not start the roles' deployments: {failure_line(error)}")
+        return Finding(failed_part="Ray Serve", how=f"did not start the roles' deployments: {failure_line(error)}")
 
     def close(self, *, timeout_s: float) -> None:
         """Deletes the run's apps in a joined cluster; in the run's own Ray, Serve ends with Ray.

@@ -214,7 +214,7 @@ class Services:
         else:
             ray.kill(self.handles()[name], no_restart=False)
 
-    def close_at_once(self, reason: str) -> None:
+    def close_immediately(self, reason: str) -> None:
         """Closes the bus and kills all processes, without a stop request: workers may be in a long operation."""
         try:
             with suppress(BusLost):

@@ -21,7 +21,7 @@ from relax_core.contracts.bus import BusLost, BusTimeout, BusWait
 from relax_core.contracts.monitor import Finding
 from relax_core.contracts.outage import is_outage
 from relax_core.contracts.process_trees import process_state
-from relax_core.control.worker_health import Beat
+from relax_core.control.worker_health import WorkerHeartbeat
 from relax_core.observe.panel import RoleState
 from relax_core.roles.role_context import BUS, RunContext, worker_name
 from relax_core.roles.worker import process_host
@@ -62,7 +62,7 @@ class Watchdog:
             self._told = False
             self._goes_on()
 
-    def look(self, beats: Mapping[str, Beat], roles: Sequence[RoleState], *, step: int) -> Finding | None:
+    def look(self, beats: Mapping[str, WorkerHeartbeat], roles: Sequence[RoleState], *, step: int) -> Finding | None:
         """Starts a report if it is due, and finds a stall beyond its limit; ``step`` is the number of train steps done.
 
         The first step after a start may take ``run.start_timeout_s`` longer.
@@ -78,14 +78,14 @@ class Watchdog:
         if now - self._since <= limit_s:
             return None
         states = "; ".join(f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in roles)
-        return Finding(blames="no train step", how=f"ended for {limit_s:.0f} s ({keys}) at step {step}: {states}")
+        return Finding(failed_part="no train step", how=f"ended for {limit_s:.0f} s ({keys}) at step {step}: {states}")
 
-    def report(self, beats: Mapping[str, Beat], *, step: int) -> str:
+    def report(self, beats: Mapping[str, WorkerHeartbeat], *, step: int) -> str:
         """Returns a current report. It takes seconds, because it calls processes that may not answer."""
         idle_s = time.monotonic() - self._since
         return self._text(beats, f"the newest progress is {idle_s:.1f} s old, at step {step}")
 
-    def _report(self, beats: Mapping[str, Beat], step: int, idle_s: float) -> None:
+    def _report(self, beats: Mapping[str, WorkerHeartbeat], step: int, idle_s: float) -> None:
         text = self._text(beats, f"no train step ended for {idle_s:.0f} s at step {step}")
         blockers = next((line.strip() for line in text.splitlines() if line.startswith("  blocker:")), "")
         self._told = True
@@ -101,7 +101,7 @@ class Watchdog:
                 raise
             print(f"relax: {log} lacks this report: {error}", file=sys.stderr, flush=True)
 
-    def _text(self, beats: Mapping[str, Beat], what: str) -> str:
+    def _text(self, beats: Mapping[str, WorkerHeartbeat], what: str) -> str:
         waits: list[BusWait] | str
         try:
             waits = blocking(self._services.bus.waits(timeout_s=BUS_S))
@@ -141,7 +141,7 @@ class Chain:
     blockers: list[str]
 
 
-def chain(beats: Mapping[str, Beat], bus: Sequence[BusWait] | str, *, start: str) -> Chain:
+def chain(beats: Mapping[str, WorkerHeartbeat], bus: Sequence[BusWait] | str, *, start: str) -> Chain:
     """Follows the waits from the worker ``start``. ``bus`` holds the bus's waits, or says why it does not answer."""
     edges = {name: _owed_by(beat, bus, beats) for name, beat in beats.items()}
     frozen = [beat.name for beat in beats.values() if beat.silent_s > SILENT_S]
@@ -153,7 +153,7 @@ def chain(beats: Mapping[str, Beat], bus: Sequence[BusWait] | str, *, start: str
     return Chain(lines=lines, blockers=list(dict.fromkeys([*frozen, *_ends(edges, start)])))
 
 
-def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]) -> list[str]:
+def _owed_by(beat: WorkerHeartbeat, bus: Sequence[BusWait] | str, beats: Mapping[str, WorkerHeartbeat]) -> list[str]:
     """Returns the names of the workers for which this worker waits; none if it does not answer."""
     status = beat.alive
     if status is None or beat.silent_s > SILENT_S or status.state in ("done", "failed"):
@@ -175,7 +175,7 @@ def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]
     return list(owed)
 
 
-def _workers(role: str, beats: Mapping[str, Beat]) -> list[str]:
+def _workers(role: str, beats: Mapping[str, WorkerHeartbeat]) -> list[str]:
     """Returns the workers of a role, or the worker of that name. The trainer's lead represents all of its ranks."""
     if role == "actor":
         return ["actor-0"]
@@ -197,7 +197,7 @@ def _ends(edges: Mapping[str, Sequence[str]], start: str) -> list[str]:
     return [name for name in reached if not edges.get(name) or name in edges[name]] or list(reached)
 
 
-def _lines(beat: Beat) -> list[str]:
+def _lines(beat: WorkerHeartbeat) -> list[str]:
     status = beat.alive
     if status is None:
         return [f"{beat.name}: {beat.life} {beat.cause.partition(chr(10))[0]}".rstrip()]
@@ -213,7 +213,7 @@ ASK_S = 2.0
 DUMP_S = 10.0
 
 
-def stacks_of(beat: Beat | None, handle: Any) -> list[str]:
+def stacks_of(beat: WorkerHeartbeat | None, handle: Any) -> list[str]:
     """Returns lines with the stacks of a worker's threads.
 
     If the worker does not answer, they come from `stacks_from_outside`.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.child import module_command
+from relax_core.contracts.child_process import module_command
 from relax_core.contracts.monitor import Monitor
 from relax_core.contracts.process_trees import become_subreaper, end_children
 from relax_core.control.controller_process import FAILED, ControllerProcess, StopSignals, SupervisorPipe
@@ -33,7 +33,7 @@ from relax_core.control.stopped_processes import StoppedProcesses
 from relax_core.observe.alarms import clean
 from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
-TELL_S = 60.0  # timeout of the process that sends a notification
+NOTIFY_S = 60.0  # timeout of the process that sends a notification
 RAY_STARTS = 3  # failed starts of Ray after which the run fails
 SHOW_CURSOR = "\x1b[?25h"  # a live panel hides the cursor
 
@@ -128,28 +128,28 @@ def _supervise(
 def _failed(config: RelaxConfig, cause: str) -> int:
     """Reports a failure that no controller can report, and returns the exit code."""
     _report(f"failed: {cause}")
-    _tell(config, "failed", cause)
+    _notify(config, "failed", cause)
     return FAILED
 
 
 def _stopped(config: RelaxConfig, cause: str, signals: StopSignals) -> int:
     """Reports a stop that no controller can report, and returns the exit code."""
     _report(cause)
-    _tell(config, "stopped", cause)
+    _notify(config, "stopped", cause)
     return signals.exit_code
 
 
-def _tell(config: RelaxConfig, event: str, cause: str) -> None:
-    """Sends a notification in a separate process, which is killed after `TELL_S` seconds."""
+def _notify(config: RelaxConfig, event: str, cause: str) -> None:
+    """Sends a notification in a separate process, which is killed after `NOTIFY_S` seconds."""
     if config.notify.urls_file is None or event not in config.notify.events:
         return
     title = f"{config.name}: {TITLES[event]}"
     text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
     command = module_command("relax_core.observe.alarms", config.notify.urls_file, title, text)
     try:
-        subprocess.run(command, timeout=TELL_S, check=False)
+        subprocess.run(command, timeout=NOTIFY_S, check=False)
     except subprocess.TimeoutExpired:
-        _report(f"notify: {title!r} was not delivered within {TELL_S:g} s")
+        _report(f"notify: {title!r} was not delivered within {NOTIFY_S:g} s")
 
 
 def _report(line: str) -> None:

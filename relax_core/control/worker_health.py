@@ -22,7 +22,7 @@ from relax_core.roles.worker import WorkerStatus, process_host
 POLL_S = 0.2  # timeout of the answers, which normally take milliseconds
 
 
-class Killable(Protocol):
+class KillableServices(Protocol):
     """Declares the part of the services that the check of the workers uses."""
 
     def handles(self) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ class WorkerHealth:
 
     def __init__(
         self,
-        services: Killable,
+        services: KillableServices,
         recoveries: Recoveries,
         *,
         heartbeat_timeout_s: float,
@@ -78,7 +78,7 @@ class WorkerHealth:
         self._restarts: defaultdict[str, _Restarts] = defaultdict(_Restarts)  # by worker
         self._suspicious = False
         self._owned = OwnedProcesses()
-        self.beats: dict[str, Beat] = {}
+        self.beats: dict[str, WorkerHeartbeat] = {}
         self.roles: list[RoleState] = []
         self.ended: dict[str, str] = {}  # dispensable worker that has ended → reason
 
@@ -135,7 +135,7 @@ class WorkerHealth:
         self._watch.forget(name)
         self._restarts.pop(name, None)
 
-    def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
+    def _kill_frozen(self, beat: WorkerHeartbeat, status: WorkerStatus) -> None:
         here = status.host == process_host()
         state = process_state(status.pid) if here else "on another host"
         known = self._restarts[beat.name]
@@ -172,7 +172,7 @@ Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class WorkerHeartbeat:
     """Holds the state of a worker's process.
 
     ``status`` is its newest answer, possibly of a process that has exited. ``silent_s`` are the seconds since the last
@@ -200,9 +200,9 @@ class Heartbeats:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._elapsed = Elapsed(clock)
         self._asked: dict[str, Any] = {}
-        self._beats: dict[str, Beat] = {}
+        self._beats: dict[str, WorkerHeartbeat] = {}
 
-    def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, Beat]:
+    def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, WorkerHeartbeat]:
         """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds.
 
         Workers that have left ``workers`` are forgotten.
@@ -219,18 +219,18 @@ class Heartbeats:
             self._beats[name] = self._take(name, passed)
         return dict(self._beats)
 
-    def _take(self, name: str, passed: float) -> Beat:
-        last = self._beats.get(name, Beat(name=name, life="starting", status=None))
+    def _take(self, name: str, passed: float) -> WorkerHeartbeat:
+        last = self._beats.get(name, WorkerHeartbeat(name=name, life="starting", status=None))
         try:
             status: WorkerStatus = ray.get(self._asked[name], timeout=0)
-            beat = Beat(name=name, life="alive", status=status)
+            beat = WorkerHeartbeat(name=name, life="alive", status=status)
         except GetTimeoutError:
-            return Beat(name=name, life=last.life, status=last.status, silent_s=last.silent_s + passed)
+            return WorkerHeartbeat(name=name, life=last.life, status=last.status, silent_s=last.silent_s + passed)
         except ActorUnavailableError:
             silent_s = last.silent_s + passed if last.life == "restarting" else 0.0
-            beat = Beat(name=name, life="restarting", status=last.status, silent_s=silent_s)
+            beat = WorkerHeartbeat(name=name, life="restarting", status=last.status, silent_s=silent_s)
         except ActorDiedError as error:
-            beat = Beat(name=name, life="dead", status=last.status, cause=str(error))
+            beat = WorkerHeartbeat(name=name, life="dead", status=last.status, cause=str(error))
         del self._asked[name]
         return beat
 
@@ -252,11 +252,11 @@ class RoleWatch:
         self._pids.pop(name, None)
         self._restarts.pop(name, None)
 
-    def roles(self, beats: Mapping[str, Beat]) -> list[RoleState]:
+    def roles(self, beats: Mapping[str, WorkerHeartbeat]) -> list[RoleState]:
         """Returns the workers' states for the panel."""
         return [self._role(beat) for beat in beats.values()]
 
-    def _role(self, beat: Beat) -> RoleState:
+    def _role(self, beat: WorkerHeartbeat) -> RoleState:
         status = beat.alive
         if status is not None:
             if self._pids.setdefault(beat.name, status.pid) != status.pid:
@@ -279,7 +279,9 @@ class RoleWatch:
         )
 
 
-def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, str], sure: bool) -> RunFailed | None:
+def verdict(
+    beats: Mapping[str, WorkerHeartbeat], *, bus: str | None, killed: Mapping[str, str], sure: bool
+) -> RunFailed | None:
     """Returns the first cause for which these services cannot continue, or None.
 
     ``bus`` says how the bus was lost. ``killed`` maps workers that were killed because they froze to the evidence. A
@@ -307,7 +309,7 @@ def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, 
     return RunFailed(text, log=first_failed.error or "", worker=first_failed.name) if sure else None
 
 
-def ended(beat: Beat) -> str:
+def ended(beat: WorkerHeartbeat) -> str:
     """Returns why this worker has ended, or "" while it works."""
     if beat.life == "dead":
         return "its process has exited and was restarted too often"
@@ -315,7 +317,7 @@ def ended(beat: Beat) -> str:
     return "" if failed is None else failed.detail
 
 
-def _failed(beat: Beat) -> WorkerStatus | None:
+def _failed(beat: WorkerHeartbeat) -> WorkerStatus | None:
     return beat.alive if beat.alive is not None and beat.alive.state == "failed" else None
 
 
@@ -339,7 +341,7 @@ class BusHealth:
 
     def check(self) -> Check:
         """Returns the check, which runs in a separate thread, so that a hanging bus does not block the controller."""
-        return Check(name="bus", every_s=ASK_S, look=self._look, act=self._lose, beside=True)
+        return Check(name="bus", every_s=ASK_S, look=self._look, act=self._lose, in_thread=True)
 
     def _look(self) -> Finding | None:
         try:
@@ -347,9 +349,9 @@ class BusHealth:
         except BusLost as error:
             # If another process was lost, such as a storage unit, the error names it.
             how = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"
-            return Finding(blames="the bus", how=how)
+            return Finding(failed_part="the bus", how=how)
         except BusTimeout as error:
-            return Finding(blames="the bus", how=f"froze: {error}")
+            return Finding(failed_part="the bus", how=f"froze: {error}")
         return None
 
     def _lose(self, finding: Finding) -> None:

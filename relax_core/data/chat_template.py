@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from relax_core.contracts.env import Message
-from relax_core.contracts.foreign_files import read_regular
-from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.tool_calls import ToolSchema
+from relax_core.contracts.untrusted_files import read_regular
+from relax_core.contracts.untrusted_values import clean_text
 from relax_core.families.hf_config import read_object
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
-_MOST_TEMPLATE_BYTES = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE_FILES = (SETTINGS, "chat_template.jinja", "chat_template.json", _TOOL_TEMPLATE)
@@ -80,7 +80,7 @@ def chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str
     file, tool_file = model_folder / "chat_template.jinja", model_folder / _TOOL_TEMPLATE
     template: Any = None
     if file.exists():
-        template = read_regular(file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
+        template = read_regular(file, max_bytes=_MAX_TEMPLATE_BYTES).decode()
     else:
         template = settings.get("chat_template") or read_json(model_folder / "chat_template.json").get("chat_template")
     for_tools: Any = None
@@ -88,14 +88,14 @@ def chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template, for_tools = named.get("default"), named.get("tool_use")
     if tool_file.exists():
-        for_tools = read_regular(tool_file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
-    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_BYTES:
+        for_tools = read_regular(tool_file, max_bytes=_MAX_TEMPLATE_BYTES).decode()
+    if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_BYTES:
         raise ValueError(
             f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
             "A base model has none; use its instruction-tuned sibling."
         )
     for_tools = template if for_tools is None else for_tools
-    if not isinstance(for_tools, str) or len(for_tools) > _MOST_TEMPLATE_BYTES:
+    if not isinstance(for_tools, str) or len(for_tools) > _MAX_TEMPLATE_BYTES:
         raise ValueError(f"model folder {model_folder}: its chat template tool_use is not text. Remove it.")
     return template, for_tools
 

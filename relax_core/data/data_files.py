@@ -25,8 +25,8 @@ import msgspec
 from relax_core.config.choices import LastAssistant
 from relax_core.config.modality import TEXT
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.contracts.foreign_files import open_regular, read_regular
-from relax_core.contracts.foreign_values import decode_json, holds_huge_integer, shown
+from relax_core.contracts.untrusted_files import open_regular, read_regular
+from relax_core.contracts.untrusted_values import decode_json, holds_huge_integer, shown
 from relax_core.data.row_formats import (
     FLOAT_TEXT,
     MessagesOfText,
@@ -45,9 +45,9 @@ from relax_core.data.row_media import (
     without_base64,
 )
 
-MOST_ROW_BYTES, MOST_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # limits of a row without and with media columns
-MOST_WHOLE_BYTES = 512 << 20  # limit of a file that is in memory as a whole
-_MOST_LINE_BYTES = MOST_MEDIA_ROW_BYTES
+MAX_ROW_BYTES, MAX_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # limits of a row without and with media columns
+MAX_WHOLE_BYTES = 512 << 20  # limit of a file that is in memory as a whole
+_MAX_LINE_BYTES = MAX_MEDIA_ROW_BYTES
 _PIECE_BYTES = 1 << 20  # read at a time when searching for line ends
 _SHOWN = 200  # characters of a value in an error, before base64 is left out
 _MISSING = object()
@@ -88,7 +88,7 @@ class RowKeys:
     @property
     def row_bytes(self) -> int:
         """Returns the maximum number of bytes of a row."""
-        return max(self.row_group_bytes, MOST_MEDIA_ROW_BYTES) if self.media.columns else MOST_ROW_BYTES
+        return max(self.row_group_bytes, MAX_MEDIA_ROW_BYTES) if self.media.columns else MAX_ROW_BYTES
 
 
 def open_rows(path: Path, keys: RowKeys) -> RowFile:
@@ -220,14 +220,14 @@ def _check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
     """Yields the number of bytes of each line and whether it is blank; a long line is read in pieces.
 
-    Raises ValueError for a line of more than `_MOST_LINE_BYTES`.
+    Raises ValueError for a line of more than `_MAX_LINE_BYTES`.
     """
     count, blank = 0, True
     while piece := file.readline(_PIECE_BYTES):
         count += len(piece)
-        if count > _MOST_LINE_BYTES:
+        if count > _MAX_LINE_BYTES:
             raise ValueError(
-                f"data file {path}: a line has more than {_MOST_LINE_BYTES / 1e6:.0f} MB. Write one JSON object on "
+                f"data file {path}: a line has more than {_MAX_LINE_BYTES / 1e6:.0f} MB. Write one JSON object on "
                 "each line."
             )
         blank = blank and not piece.strip()
@@ -271,7 +271,7 @@ class RowsInMemory:
 
 def read_json_list(path: Path, keys: RowKeys) -> RowsInMemory:
     """Reads a .json file that holds one list of objects."""
-    text = read_regular(path, most_bytes=MOST_WHOLE_BYTES).removeprefix(codecs.BOM_UTF8)
+    text = read_regular(path, max_bytes=MAX_WHOLE_BYTES).removeprefix(codecs.BOM_UTF8)
     try:
         found = msgspec.json.decode(text, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -301,7 +301,7 @@ def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
     """
     csv.field_size_limit(keys.row_bytes)
     rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
-    content = read_regular(path, most_bytes=MOST_WHOLE_BYTES)
+    content = read_regular(path, max_bytes=MAX_WHOLE_BYTES)
     with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

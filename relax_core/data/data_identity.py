@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from relax_core.config.schema import DataConfig
-from relax_core.contracts.foreign_files import open_regular
+from relax_core.contracts.untrusted_files import open_regular
 from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin, open_plugin_rows
 

@@ -17,13 +17,13 @@ from relax_core.config.schema import FOUR_MODALITIES, MEDIA_TASKS, SEE, TONE_OF_
 from relax_core.contracts.media import MediaSource
 from relax_core.data.media_tasks import (
     FILES,
+    MAX_ROWS,
     MODALITY_PARTS,
-    MOST_ROWS,
     PARTS,
     TONE_VARIANTS,
     TONES,
     modality_example,
-    see_example,
+    vision_example,
 )
 
 Split = Literal["train", "eval"]
@@ -32,7 +32,7 @@ REVERSE_DIGITS, ARITHMETIC, SUMS = "reverse_digits", "arithmetic", "sums"  # the
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
-MOST_SEEDS = 1 << 20  # rows for each run seed; another run seed has other rows
+MAX_SEEDS = 1 << 20  # rows for each run seed; another run seed has other rows
 _FIRST_HELD_OUT_SEED = 9 * 10**15  # above the training rows of every run seed
 
 
@@ -91,7 +91,7 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 _ALL_FILES = {split: count + TONE_VARIANTS[split] * len(TONES) for split, count in FILES.items()}
 LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SUMS: 44, SEEDS: 21}  # characters
 LONGEST_PROMPT |= {name: 14 if name.startswith(TONE_OF_PICTURE) else 13 for name in MEDIA_TASKS}
-MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MOST_ROWS)  # maximum media rows of a prompt
+MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MAX_ROWS)  # maximum media rows of a prompt
 # Files of each split, which examples draw at random.
 MEDIA_FILES = {name: FILES if name.startswith(SEE) else _ALL_FILES for name in MEDIA_TASKS}
 
@@ -118,12 +118,12 @@ def example(task: str, *, split: Split, seed: int, index: int) -> Example:
     """Returns example ``index`` of a split, the same in every process. The eval split does not depend on ``seed``."""
     check_task(task)
     if task == SEEDS:
-        number = index + (seed * MOST_SEEDS if split == "train" else _FIRST_HELD_OUT_SEED)
+        number = index + (seed * MAX_SEEDS if split == "train" else _FIRST_HELD_OUT_SEED)
         return Example(f"seed {number:016d}", "", seed=number)
     rng = random.Random(f"{task}/{split}/{seed if split == 'train' else _EVAL_SEED}/{index}")
     media = MEDIA_TASKS.get(task)
     if media is not None and task.startswith(SEE):
-        seen = see_example(split=split, rng=rng, index=index, exchange=bool(media.exchanged))
+        seen = vision_example(split=split, rng=rng, index=index, exchange=bool(media.exchanged))
         return Example(seen.prompt, seen.answer, () if seen.source is None else (seen.source,), seen.part)
     if media is not None:
         shown = modality_example(task, media, split=split, rng=rng, index=index)

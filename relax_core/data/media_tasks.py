@@ -68,11 +68,11 @@ FILES = {split: count * (len(COLOURS) + len(DIRECTIONS)) for split, count in VAR
 SIDES = (32, 64)  # the least and the largest width and height of a picture in pixels
 VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a video; lengths in pixels
 QUESTIONS = {COLOUR: "which colour?", DIRECTION: "which way?"}
-MOST_ROWS = 160  # rows of one picture or video of this task, at most, for the builtin models
-_SEE_VERSION = 1  # to be raised when the files below change
+MAX_ROWS = 160  # rows of one picture or video of this task, at most, for the builtin models
+_VISION_TASK_VERSION = 1  # to be raised when the files below change
 
 
-class SeenExample(NamedTuple):
+class VisionExample(NamedTuple):
     """Holds one example of the task "see"; ``source`` is None for a word to copy."""
 
     part: str
@@ -81,21 +81,21 @@ class SeenExample(NamedTuple):
     source: MediaSource | None
 
 
-def see_example(*, split: str, rng: random.Random, index: int, exchange: bool) -> SeenExample:
+def vision_example(*, split: str, rng: random.Random, index: int, exchange: bool) -> VisionExample:
     """Returns example ``index`` of a split. With ``exchange`` its media show a random answer."""
     part, turn = PARTS[index % len(PARTS)], index // len(PARTS) % 4
     if part == WORD:
-        return SeenExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
+        return VisionExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
     answers = ANSWERS[part]
     shown = rng.randrange(4) if exchange else turn
-    source = seen_source(split, part, answers[shown], rng.randrange(VARIANTS[split]))
-    return SeenExample(part, QUESTIONS[part], answers[turn], source)
+    source = vision_source(split, part, answers[shown], rng.randrange(VARIANTS[split]))
+    return VisionExample(part, QUESTIONS[part], answers[turn], source)
 
 
-def seen_source(split: str, part: str, answer: str, variant: int) -> MediaSource:
+def vision_source(split: str, part: str, answer: str, variant: int) -> MediaSource:
     """Returns the picture or the video that shows an answer; all files are made on first use."""
     kind: MediaKind = "image" if part == COLOUR else "video"
-    return MediaSource(kind=kind, path=str(_seen_file(files_folder(), split, part, answer, variant)))
+    return MediaSource(kind=kind, path=str(_vision_file(files_folder(), split, part, answer, variant)))
 
 
 @cache
@@ -104,14 +104,14 @@ def files_folder() -> Path:
 
     Raises ValueError if Pillow or PyAV is not installed.
     """
-    return made_folder(f"see-{_SEE_VERSION}", _make_seen, what="the pictures")
+    return made_folder(f"see-{_VISION_TASK_VERSION}", _make_vision_files, what="the pictures")
 
 
-def _seen_file(folder: Path, split: str, part: str, answer: str, variant: int) -> Path:
+def _vision_file(folder: Path, split: str, part: str, answer: str, variant: int) -> Path:
     return folder / split / f"{answer}-{variant:02d}.{'png' if part == COLOUR else 'mp4'}"
 
 
-def _make_seen(folder: Path) -> None:
+def _make_vision_files(folder: Path) -> None:
     try:
         import av  # noqa: F401
         import PIL.Image  # noqa: F401
@@ -125,10 +125,10 @@ def _make_seen(folder: Path) -> None:
         for variant in range(variants):
             for answer, colour in COLOURS.items():
                 rng = random.Random(f"{split}/{answer}/{variant}")
-                _write_picture(_seen_file(folder, split, COLOUR, answer, variant), rng, colour)
+                _write_picture(_vision_file(folder, split, COLOUR, answer, variant), rng, colour)
             for answer, step in DIRECTIONS.items():
                 rng = random.Random(f"{split}/{answer}/{variant}")
-                _write_video(_seen_file(folder, split, DIRECTION, answer, variant), rng, step)
+                _write_video(_vision_file(folder, split, DIRECTION, answer, variant), rng, step)
 
 
 def _ground(rng: random.Random, height: int, width: int) -> Any:
@@ -252,4 +252,4 @@ def _source(task: MediaTask, part: str, turn: int, *, split: str, rng: random.Ra
     shown = MODALITY_ANSWERS[part][rng.randrange(4) if kind in task.exchanged else turn]
     if part == TONE:
         return tone_source(split, shown, rng.randrange(TONE_VARIANTS[split]))
-    return seen_source(split, part, shown, rng.randrange(VARIANTS[split]))
+    return vision_source(split, part, shown, rng.randrange(VARIANTS[split]))

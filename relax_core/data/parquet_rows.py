@@ -19,8 +19,8 @@ import pyarrow.parquet
 
 from relax_core.config.modality import TEXT
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.contracts.foreign_files import check_regular
-from relax_core.contracts.foreign_values import check_depth
+from relax_core.contracts.untrusted_files import check_regular
+from relax_core.contracts.untrusted_values import check_depth
 from relax_core.data.data_files import (
     RowKeys,
     check_columns,
@@ -35,7 +35,7 @@ from relax_core.data.row_media import prompt_modality
 TEXT_GROUP_BYTES = 2 << 30  # limit of a row group without media columns
 _NUMBER_BYTES = 32  # memory of a number in a row, as a Python object
 _VALUE_BYTES = 8  # least memory of a column's value
-_LEAST_GROUP_BYTES = 64 << 20  # always allowed in memory; the buffers of a small group are larger than the group
+_MIN_GROUP_BYTES = 64 << 20  # always allowed in memory; the buffers of a small group are larger than the group
 _TEXTS = (pyarrow.BinaryArray, pyarrow.StringArray, pyarrow.LargeBinaryArray, pyarrow.LargeStringArray)
 _BATCH_ROWS = 256  # rows that are read between two checks of the memory
 
@@ -122,7 +122,7 @@ class ParquetRows:
     def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
         """Returns a row group, or the reason if it cannot be read."""
         before, batches = pyarrow.total_allocated_bytes(), []
-        most = max(2 * self._most, _LEAST_GROUP_BYTES)
+        most = max(2 * self._most, _MIN_GROUP_BYTES)
         try:
             for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
                 batches.append(batch)
@@ -176,13 +176,13 @@ def _group_bytes(group: Any) -> int:
     return max(int(values), int(group.total_byte_size), int(group.num_rows))
 
 
-def _check_row_groups(path: Path, metadata: Any, most_bytes: int) -> None:
+def _check_row_groups(path: Path, metadata: Any, max_bytes: int) -> None:
     """Raises ValueError for a row group that is too large: to read one row, the whole group is read."""
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     size, rows = max(((_group_bytes(group), group.num_rows) for group in groups), default=(0, 0))
-    if size <= most_bytes or (rows == 1 and size <= TEXT_GROUP_BYTES):
+    if size <= max_bytes or (rows == 1 and size <= TEXT_GROUP_BYTES):
         return
-    fewer = max(1, most_bytes * rows // (2 * size))
+    fewer = max(1, max_bytes * rows // (2 * size))
     code = (
         f"import pyarrow.parquet as p; f = p.ParquetFile({str(path)!r}); "
         f"w = p.ParquetWriter({str(path.with_suffix('.small.parquet'))!r}, f.schema_arrow); "
@@ -190,6 +190,6 @@ def _check_row_groups(path: Path, metadata: Any, most_bytes: int) -> None:
     )
     raise ValueError(
         f"data file {path}: its largest row group has {size / 1e6:.1f} MB, more "
-        f"than the {most_bytes / 1e6:g} MB that is allowed, and each row of a shuffled file reads a whole row group. "
+        f"than the {max_bytes / 1e6:g} MB that is allowed, and each row of a shuffled file reads a whole row group. "
         f"This writes the same rows in smaller groups: python -c {shlex.quote(code)}"
     )

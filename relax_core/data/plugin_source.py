@@ -16,7 +16,7 @@ from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
 from relax_core.data.data_files import RowKeys, check_row
 from relax_core.data.row_media import MediaColumns
-from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words
+from relax_core.registry import find_data_source, is_file_plugin, names, plugin_error_text
 
 DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that represent its content
 _newest: dict[bytes, BaseDataSource] = {}  # the open source of this process, at most one
@@ -66,7 +66,7 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
             source = find_data_source(config.name).open(found)
             len(source)  # an invalid length raises here
         except Exception as error:  # any exception of foreign code is reported
-            raise ValueError(f"data.name={config.name}: it does not open: {plugin_words(error)}") from error
+            raise ValueError(f"data.name={config.name}: it does not open: {plugin_error_text(error)}") from error
         _newest.clear()
         _newest[key] = source
     return PluginRows(_newest[key], config)
@@ -93,7 +93,7 @@ class PluginRows:
         except BadRow:
             raise
         except Exception as error:  # any exception of foreign code makes this one row a bad one
-            raise BadRow.because("source", f"{where}: {plugin_words(error)}") from error
+            raise BadRow.because("source", f"{where}: {plugin_error_text(error)}") from error
         return self._checked(row, where)
 
     def modality(self, number: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from relax_core.contracts.foreign_values import decode_json
+from relax_core.contracts.untrusted_values import decode_json
 
 _ROLES = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
@@ -48,7 +48,7 @@ def messages_of(prompt: Any) -> Any:
     ]
 
 
-_MOST_EXPONENT = 400  # above the exponent of any float; numbers below 1e-400 count as 0
+_MAX_EXPONENT = 400  # above the exponent of any float; numbers below 1e-400 count as 0
 # Floats, including NaN, as programs write them into text files; integers and texts such as 1.50 stay unchanged.
 FLOAT_TEXT = re.compile(r"-?\d+\.0|-?\d(\.\d+)?e[+-]\d+|nan|NaN|-?inf", re.ASCII)
 
@@ -104,9 +104,9 @@ def label_text(label: Any, *, may_be_empty: bool = False) -> str:
         except ValueError:  # an integer of thousands of digits
             raise ValueError("has too many digits.") from None
     number = label if isinstance(label, Decimal) else Decimal(_literal(label))
-    if not number.is_finite() or number.adjusted() > _MOST_EXPONENT:
+    if not number.is_finite() or number.adjusted() > _MAX_EXPONENT:
         raise ValueError("is not a finite number. Give a number or text.")
-    text = format(number if number.adjusted() > -_MOST_EXPONENT else Decimal(0), "f")
+    text = format(number if number.adjusted() > -_MAX_EXPONENT else Decimal(0), "f")
     whole, _, rest = text.partition(".")
     if rest.strip("0"):
         return text

@@ -17,8 +17,8 @@ from typing import Any
 from relax_core.config.choices import MediaPlace
 from relax_core.config.modality import modality_of
 from relax_core.contracts.data import BadRow
-from relax_core.contracts.foreign_values import shown
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource
+from relax_core.contracts.untrusted_values import shown
 from relax_core.data.media.source_files import FORMATS, sniffed_format
 
 _PLACES = {kind: f"<{kind}>" for kind in MEDIA_KINDS}
@@ -38,7 +38,7 @@ _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
 _PLAIN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}=*\s*")
 _SOURCE_KEYS = ("url", "path", "bytes", "base64")  # keys of a content part's source, besides its type's name
 _SETTINGS = ("detail", "text", "cache_control")  # keys of a content part that never hold a source
-_MOST_PATH = 4096  # characters, as Linux allows
+_MAX_PATH = 4096  # characters, as Linux allows
 _SUFFIXES: dict[str, MediaKind] = {
     **dict.fromkeys(("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff"), "image"),
     **dict.fromkeys(("mp4", "m4v", "mov", "mkv", "webm", "avi"), "video"),
@@ -136,15 +136,17 @@ class _Sources:
         if isinstance(value, bytes | bytearray | memoryview):
             return MediaSource(kind=kind, data=bytes(value))
         if not isinstance(value, str) or not value:
-            told = f"{self._where}: its {kind} is neither a path, bytes, {{bytes, path}} nor a data: URI."
-            raise MediaError(kind, "unknown_format", told)
+            message = f"{self._where}: its {kind} is neither a path, bytes, {{bytes, path}} nor a data: URI."
+            raise MediaError(kind, "unknown_format", message)
         if _DATA_URI.match(value):
             return MediaSource(kind=kind, data=self._of_uri(value, kind))
         if _is_base64(value):
             return MediaSource(kind=kind, data=self._of_base64(value, kind))
-        if len(value) > _MOST_PATH:
-            told = f"{self._where}: its {kind} is a text of {len(value):,} characters, no path and no base64 of a file."
-            raise MediaError(kind, "unknown_format", told)
+        if len(value) > _MAX_PATH:
+            message = (
+                f"{self._where}: its {kind} is a text of {len(value):,} characters, no path and no base64 of a file."
+            )
+            raise MediaError(kind, "unknown_format", message)
         if _SCHEME.match(value):
             return MediaSource(kind=kind, path=value)  # `open_source` refuses it and names it
         return MediaSource(kind=kind, path=str(self._media.root / value))
@@ -152,16 +154,16 @@ class _Sources:
     def _of_uri(self, uri: str, kind: MediaKind) -> bytes:
         head, _, text = uri.partition(",")
         if not head.lower().endswith(";base64"):
-            told = f"{self._where}: its {kind} is a data: URI that cannot be read: it is not base64."
-            raise MediaError(kind, "unknown_format", told)
+            message = f"{self._where}: its {kind} is a data: URI that cannot be read: it is not base64."
+            raise MediaError(kind, "unknown_format", message)
         return self._of_base64(text, kind)
 
     def _of_base64(self, text: Any, kind: MediaKind) -> bytes:
         try:
             return base64.b64decode("".join(text.split()) if isinstance(text, str) else text, validate=True)
         except (TypeError, ValueError, binascii.Error) as error:
-            told = f"{self._where}: the base64 of its {kind} cannot be read: {error}."
-            raise MediaError(kind, "unknown_format", told) from error
+            message = f"{self._where}: the base64 of its {kind} cannot be read: {error}."
+            raise MediaError(kind, "unknown_format", message) from error
 
     def content(self, content: Any) -> Any:
         """Returns a message's content with sources; text without a placeholder stays text."""
@@ -248,13 +250,13 @@ class _Sources:
         has = "no column of them is named" if column is None else f"column {column} has another number of items"
         if column is not None and column not in self._columns:
             has = f"the row has no column {column}, only {', '.join(sorted(self._columns))}"
-        told = (
+        message = (
             f"{self._where}: the prompt's places {_PLACES[kind]} and the items differ: {has}. Write one for each item, "
             f"and name its column in data.media_keys.{kind}."
         )
         if column in self._columns and not self._places[kind]:
-            told += " If no prompt has places, data.media_place=first sets the items before its text."
-        return MediaError(kind, "placeholder_count", told)
+            message += " If no prompt has places, data.media_place=first sets the items before its text."
+        return MediaError(kind, "placeholder_count", message)
 
 
 def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind, tuple[str | None, bool]]:
@@ -316,7 +318,7 @@ def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
         return named or "image"
     if named is None or "\n" in value:
         return None
-    return _SUFFIXES.get(value[:_MOST_PATH].rpartition(".")[2].lower(), None if sure else named)
+    return _SUFFIXES.get(value[:_MAX_PATH].rpartition(".")[2].lower(), None if sure else named)
 
 
 def _is_base64(text: str) -> bool:

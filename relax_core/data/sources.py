@@ -13,9 +13,9 @@ from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
 from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
-from relax_core.data.order import MixedSource, Mixture, apportion, row_of
 from relax_core.data.paths import FilePart, data_files, data_parts
 from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows, row_keys
+from relax_core.data.row_order import MixedSource, Mixture, apportion, row_of
 
 GENERATED_KEYS = ("prompt", "answer")
 
@@ -226,8 +226,8 @@ class GeneratedSource:
         generated.check_task(task)
         if rows < 1:
             raise ValueError(f"data.size={rows}: a generated task needs at least one row.")
-        if task == generated.SEEDS and rows > generated.MOST_SEEDS:
-            raise ValueError(f"data.size={rows}: data=seeds has at most {generated.MOST_SEEDS} rows. Lower it.")
+        if task == generated.SEEDS and rows > generated.MAX_SEEDS:
+            raise ValueError(f"data.size={rows}: data=seeds has at most {generated.MAX_SEEDS} rows. Lower it.")
         self._task, self._rows, self._held_out, self._seed, self._shuffle = task, rows, held_out, seed, shuffle
 
     def __len__(self) -> int:

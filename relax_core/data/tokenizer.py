@@ -18,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.foreign_files import open_regular
-from relax_core.contracts.foreign_values import clean_text, clean_value
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
+from relax_core.contracts.untrusted_files import open_regular
+from relax_core.contracts.untrusted_values import clean_text, clean_value
 from relax_core.data.chat_template import (
     OWN_VARIABLES,
     SETTINGS,
@@ -42,7 +42,7 @@ from relax_core.families.hf_config import (
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-_MOST_TOKENIZER_BYTES = 256 << 20
+_MAX_TOKENIZER_BYTES = 256 << 20
 _GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # marks the end of a message that the model continues
 LARGE_TEXT = 1 << 16  # characters; while a longer text is tokenised, other threads can run
 _CHARACTERS_A_TOKEN = 16  # minimum of `_longest_token`: an unknown word may be one token, and characters may be dropped
@@ -107,7 +107,7 @@ class PromptTokenizer:
         rendered = self.render(messages, tools=hidden_tools, goes_on=goes_on, hides=True)
         return self.encode_shown(self.short_enough(rendered, most_tokens))
 
-    def most_characters(self, tokens: int) -> int:
+    def max_characters(self, tokens: int) -> int:
         """Returns the maximum number of characters of ``tokens`` tokens, by the longest token of the vocabulary."""
         return tokens * self._longest_token
 
@@ -115,7 +115,7 @@ class PromptTokenizer:
         """Returns the given text. Raises `TextTooLong` if it is certain to have more than ``most_tokens`` tokens."""
         if most_tokens is None or len(text) <= most_tokens * _CHARACTERS_A_TOKEN:
             return text
-        if len(text) <= self.most_characters(most_tokens):
+        if len(text) <= self.max_characters(most_tokens):
             return text
         raise TextTooLong(
             f"it has {len(text):,} characters, which are more than {most_tokens:,} tokens can represent",
@@ -372,8 +372,8 @@ def load_tokenizer(model_folder: Path) -> Tokenizer:
         )
     try:
         with open_regular(file) as opened:
-            if (size := os.fstat(opened.fileno()).st_size) > _MOST_TOKENIZER_BYTES:
-                raise ValueError(f"it has {size} bytes, more than {_MOST_TOKENIZER_BYTES}")
+            if (size := os.fstat(opened.fileno()).st_size) > _MAX_TOKENIZER_BYTES:
+                raise ValueError(f"it has {size} bytes, more than {_MAX_TOKENIZER_BYTES}")
         return Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises plain Exception.
         raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error

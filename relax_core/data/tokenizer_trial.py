@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.child import ChildLost, WorkerProcess
+from relax_core.contracts.child_process import ChildLost, WorkerProcess
 from relax_core.data.chat_template import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 
@@ -24,7 +24,7 @@ _FILES = (CONFIG_FILE, "tokenizer.json", *TEMPLATE_FILES)
 _passed: set[tuple[Any, ...]] = set()  # the states of folders that passed in this process
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizerTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the task of the process; without ``template`` it tries the tokenizer alone."""
 
     folder: str
@@ -32,7 +32,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     template: bool
 
 
-class Tried(msgspec.Struct, frozen=True):
+class TrialResult(msgspec.Struct, frozen=True):
     """Holds the process's answer to each of its two messages: the error that a limit caused, or an empty text."""
 
     problem: str
@@ -46,7 +46,7 @@ def try_tokenizer(folder: Path, *, arguments: Mapping[str, Any] | None = None, t
     state = (str(folder), repr(sorted((arguments or {}).items())), template, *map(_state, _files(folder)))
     if state in _passed:
         return
-    trial = Trial(folder=str(folder), arguments=dict(arguments or {}), template=template)
+    trial = TokenizerTrial(folder=str(folder), arguments=dict(arguments or {}), template=template)
     process = WorkerProcess([_MAIN], trial, name=f"model folder {folder}: the trial of its tokenizer")
     try:
         _ask(process, "load", LOAD_S, f"model folder {folder}: its tokenizer.json", "the tokenizer")
@@ -60,7 +60,7 @@ def try_tokenizer(folder: Path, *, arguments: Mapping[str, Any] | None = None, t
 
 def _ask(process: WorkerProcess, message: str, limit_s: float, what: str, part: str) -> None:
     try:
-        problem = msgspec.msgpack.decode(process.ask(message, limit_s=_WALL * limit_s), type=Tried).problem
+        problem = msgspec.msgpack.decode(process.ask(message, limit_s=_WALL * limit_s), type=TrialResult).problem
     except ChildLost as lost:
         problem = f"its process was lost ({lost})"
     if problem:

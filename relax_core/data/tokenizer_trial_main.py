@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
+from relax_core.contracts.child_process import OwnerPipe, Ready, cpu_limit
 from relax_core.data.tokenizer import PromptTokenizer, load_tokenizer
-from relax_core.data.tokenizer_trial import LOAD_S, MEMORY_GIB, RENDER_S, Trial, Tried
+from relax_core.data.tokenizer_trial import LOAD_S, MEMORY_GIB, RENDER_S, TokenizerTrial, TrialResult
 
 _TOO_MUCH = (MemoryError, RecursionError, OverflowError)
 _USER, _ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
@@ -45,9 +45,9 @@ _CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] =
 
 
 def main() -> None:
-    """Reads a `Trial`, loads its tokenizer, and renders some conversations with the chat template."""
+    """Reads a `TokenizerTrial`, loads its tokenizer, and renders some conversations with the chat template."""
     pipe = OwnerPipe()
-    trial = msgspec.msgpack.decode(pipe.read(), type=Trial)
+    trial = msgspec.msgpack.decode(pipe.read(), type=TokenizerTrial)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)  # of private memory; files that libraries map do not count
     most = round(MEMORY_GIB * (1 << 30))
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -56,14 +56,14 @@ def main() -> None:
     pipe.read()
     with cpu_limit(LOAD_S):
         problem = _problem(lambda: load_tokenizer(Path(trial.folder)))
-    pipe.write(Tried(problem))
+    pipe.write(TrialResult(problem))
     pipe.read()
     with cpu_limit(RENDER_S):
         problem = _problem(lambda: _render(trial))
-    pipe.write(Tried(problem))
+    pipe.write(TrialResult(problem))
 
 
-def _render(trial: Trial) -> None:
+def _render(trial: TokenizerTrial) -> None:
     tokenizer = PromptTokenizer(Path(trial.folder), template_arguments=trial.arguments)
     for messages, tools in _CONVERSATIONS:
         for opens_answer in (True, False):

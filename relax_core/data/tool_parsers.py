@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from relax_core.contracts.env import Action
-from relax_core.contracts.foreign_values import clean_value, shown
 from relax_core.contracts.tool_calls import ToolCall, ToolSchema, json_type, json_types
+from relax_core.contracts.untrusted_values import clean_value, shown
 
-MOST_CHARACTERS = 1 << 20  # of one call; a longer text is not read
+MAX_CHARACTERS = 1 << 20  # of one call; a longer text is not read
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schemas of the parameters, by the name of the tool
 _ARGUMENTS = ("arguments", "parameters")
-_BESIDE = {"name", "id", "type", "index"}  # keys of a call other than its arguments
+_CALL_KEYS = {"name", "id", "type", "index"}  # keys of a call other than its arguments
 
 
 class BrokenCall(ValueError):
@@ -74,7 +74,7 @@ def call_of(value: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise BrokenCall("A tool call has no name.")
     keys = [key for key in _ARGUMENTS if key in value]
-    if unknown_keys := [key for key in value if key not in _BESIDE and key not in keys]:
+    if unknown_keys := [key for key in value if key not in _CALL_KEYS and key not in keys]:
         raise BrokenCall(
             f"The tool call {name} has the key {_shown(unknown_keys[0])}. Write its values under arguments."
         )
@@ -91,8 +91,8 @@ def call_of(value: Any) -> ToolCall:
 
 def json_value(text: str) -> Any:
     """Returns the value of a JSON text. Raises `BrokenCall`, also for numbers that are not finite."""
-    if len(text) > MOST_CHARACTERS:
-        raise BrokenCall(f"A tool call has {len(text)} characters, more than {MOST_CHARACTERS}.")
+    if len(text) > MAX_CHARACTERS:
+        raise BrokenCall(f"A tool call has {len(text)} characters, more than {MAX_CHARACTERS}.")
     try:
         return clean_value(json.loads(text, parse_constant=_refuse, parse_float=_finite))
     except (ValueError, RecursionError) as error:
@@ -208,8 +208,8 @@ def read_pythonic(text: str, tools: Tools) -> ReadCalls:
     body = text.strip()
     if not body.startswith("[") or "(" not in body:
         return ReadCalls(content=text)
-    if len(body) > MOST_CHARACTERS:
-        raise BrokenCall(f"A list of tool calls has {len(body)} characters, more than {MOST_CHARACTERS}.")
+    if len(body) > MAX_CHARACTERS:
+        raise BrokenCall(f"A list of tool calls has {len(body)} characters, more than {MAX_CHARACTERS}.")
     try:
         listed = ast.parse(body, mode="eval").body
     except _UNREADABLE as error:
@@ -262,7 +262,7 @@ def _json_like(value: Any) -> Any:
 
 
 _NUMBERS = frozenset({"integer", "number"})
-MOST_WHOLE = 2.0**53  # float64 represents every smaller whole number exactly
+MAX_INTEGER_DIGITS = 2.0**53  # float64 represents every smaller whole number exactly
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -309,7 +309,12 @@ def value_of_text(text: str, types: frozenset[str]) -> Any:
         value = json_value(text)
     except BrokenCall:
         return text
-    if isinstance(value, float) and abs(value) < MOST_WHOLE and value.is_integer() and types & _NUMBERS == {"integer"}:
+    if (
+        isinstance(value, float)
+        and abs(value) < MAX_INTEGER_DIGITS
+        and value.is_integer()
+        and types & _NUMBERS == {"integer"}
+    ):
         value = int(value)
     taken = "string" not in types or json_type(value) & types
     return value if taken and not isinstance(value, str) else text

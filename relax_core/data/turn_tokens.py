@@ -58,7 +58,7 @@ class TurnTokens:
         messages that are certain to have more than ``most_tokens`` tokens.
         """
         self._check_shown(messages)
-        behind = self._behind_answer([self._tokenizer.hidden(message) for message in messages])
+        behind = self._text_after_answer([self._tokenizer.hidden(message) for message in messages])
         stopped = sampled[-1] in self._tokenizer.stop_token_ids
         if stopped:
             behind = behind.removeprefix(self._before_end)
@@ -99,13 +99,13 @@ class TurnTokens:
             roles.append(role)
             return _MARK.format(len(roles) - 1)
 
-        behind = self._behind_answer([_with_marks(message, mark) for message in messages])
+        behind = self._text_after_answer([_with_marks(message, mark) for message in messages])
         for number, role in enumerate(roles):
             if behind.count(_MARK.format(number)) != 1:
                 raise _not_shown(role)
         self._shown.add(shape)
 
-    def _behind_answer(self, messages: Messages) -> str:
+    def _text_after_answer(self, messages: Messages) -> str:
         """Returns the template's text after an answer that these messages follow, from its end token on.
 
         Tool results follow an answer that calls the tools. Templates drop the text of such an answer (Llama 3.1), so
@@ -113,7 +113,7 @@ class TurnTokens:
         """
         results = sum(message["role"] == "tool" for message in messages)
         if not results:
-            return self._behind_mark([{"role": "assistant", "content": _ANSWER}, *messages])
+            return self._text_after_mark([{"role": "assistant", "content": _ANSWER}, *messages])
         named = _with_call_ids(messages)
         several = results > 1
         known = self._form.get(several)
@@ -121,7 +121,7 @@ class TurnTokens:
         problem: ValueError | None = None
         for as_text, each in forms:
             try:
-                behind = self._behind_mark([_calling(named, as_text=as_text, each=each), *named])
+                behind = self._text_after_mark([_calling(named, as_text=as_text, each=each), *named])
             except ValueError as error:
                 problem = problem or error
                 continue
@@ -133,7 +133,7 @@ class TurnTokens:
         assert problem is not None
         raise problem
 
-    def _behind_mark(self, messages: Messages) -> str:
+    def _text_after_mark(self, messages: Messages) -> str:
         rendered = self._tokenizer.render([*self._opening, *messages], tools=self._tools)
         _, found, behind = rendered.partition(_ANSWER)
         if not found or _ANSWER in behind or not behind:

@@ -150,7 +150,7 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         self._quiet_sweeps = 0
-        self._connections.heard(self)
+        self._connections.received(self)
         self._received += len(data)
         self._unparsed += len(data)
         super().data_received(data)
@@ -286,7 +286,7 @@ class OpenConnections:
         self._waiting.pop(connection, None)
         self._protected.discard(connection)
 
-    def heard(self, connection: Connection) -> None:
+    def received(self, connection: Connection) -> None:
         """Records that the connection has sent bytes, so that it is the most recently active connection."""
         for connections in (self._strangers, self._waiting):
             if connection in connections:

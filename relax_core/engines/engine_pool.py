@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 ClientFor = Callable[[int, bool], Awaitable[EngineClient]]
 OnEnd = Callable[[StreamEnd], None]
-BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
+FetchMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
 FRUITLESS_ASKS = 5  # the run fails after this many consecutive unrequested aborts of a sample without a new token
 PROBE_S = 0.1  # seconds between two passes of the monitor, and two probes of an engine that is down
@@ -116,7 +116,7 @@ class EnginePool:
     failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is the longest time without an
     answer from any engine. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until
     it does, and its open samples are requested from the others. For ``by_load`` see `Router`; for ``max_lag`` and
-    ``lag_s`` see `EngineStates`. ``bring_media(engine, client, requests)`` returns when the engine has the media of
+    ``lag_s`` see `EngineStates`. ``fetch_media(engine, client, requests)`` returns when the engine has the media of
     requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
     for a media item in tokens; None if it has no towers. ``on_malformed(engine, why)`` is called if a reply violates
     the protocol, so that the engine is restarted. ``waiting`` records each wait for responses. All methods belong to
@@ -133,7 +133,7 @@ class EnginePool:
         by_load: bool = True,
         max_lag: int = 1,
         lag_s: float = 60.0,
-        bring_media: BringMedia | None = None,
+        fetch_media: FetchMedia | None = None,
         item_work: Callable[[MediaItem], float] | None = None,
         on_malformed: OnMalformed | None = None,
         waiting: Waiting = not_recorded,
@@ -141,7 +141,7 @@ class EnginePool:
         self._waiting = waiting
         self._on_malformed = on_malformed
         self._item_work = item_work or (lambda item: 0.0)
-        self._bring_media = bring_media
+        self._bring_media = fetch_media
         self._client_for = client_for
         self._timeout_s = timeout_s
         self._silent_s = silent_s
@@ -249,7 +249,7 @@ class EnginePool:
             requests += asked
             owners += [prompt] * len(asked)
             tickets[prompt] = prompt.ticket
-            self._router.asked(engine, prompt.cost * len(prompt.asked))
+            self._router.add_load(engine, prompt.cost * len(prompt.asked))
         if not requests:
             return
         task = asyncio.current_task()
@@ -262,7 +262,7 @@ class EnginePool:
                 await self._bring_media(engine, client, requests)
             told: dict[str, Any] = {}
             if (on_tokens := prompt_batch.on_tokens) is not None:
-                told["on_tokens"] = _telling(on_tokens, requests, owners, tickets)
+                told["on_tokens"] = _token_callback(on_tokens, requests, owners, tickets)
             with self.request_times.of(engine_name(engine), samples=sum(len(ticket.asked) for ticket in tickets)):
                 async for generated in client.generate(
                     requests, prompt_batch.params, on_end=prompt_batch.on_end, **told
@@ -313,7 +313,7 @@ class EnginePool:
     def _take(self, prompt_batch: _PromptBatch, prompt: OpenPrompt, generated: Generated, engine: int) -> None:
         prompt_batch.silent_since.pop(engine, None)
         prompt.take(generated)
-        self._router.came_back(engine, prompt.cost)
+        self._router.subtract_load(engine, prompt.cost)
         if generated.versions.size:
             self._engines.serves(engine, int(generated.versions[-1]))
         if prompt.fruitless.get(generated.sample, 0) == FRUITLESS_ASKS:
@@ -324,7 +324,7 @@ class EnginePool:
                 "log"
             )
         if not prompt.missing:
-            self._router.answered(engine, prompt)
+            self._router.remember_prefix(engine, prompt)
             self._close(prompt)
             prompt_batch.events.put_nowait(prompt)
         elif not prompt.asked:
@@ -339,7 +339,7 @@ class EnginePool:
 
     def _lose(self, prompt: OpenPrompt) -> None:
         if prompt.engine is not None:
-            self._router.came_back(prompt.engine, prompt.cost * prompt.lose())
+            self._router.subtract_load(prompt.engine, prompt.cost * prompt.lose())
 
     # -- aborting -----------------------------------------------------------------------------------------------------
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
@@ -379,8 +379,8 @@ class EnginePool:
         calls = {}
         for engine in self._engines.usable():
             calls[engine_name(engine)] = (await self._client_for(engine, False)).flush_cache
-        if words := (await asyncio.to_thread(fan_out, calls)).words():
-            log.warning("kept prefixes: %s", words)
+        if message := (await asyncio.to_thread(fan_out, calls)).describe():
+            log.warning("kept prefixes: %s", message)
 
     # -- changes of the engines ---------------------------------------------------------------------------------------
     async def change_engines(
@@ -492,13 +492,13 @@ class EnginePool:
             return
         if version.isdecimal():
             self._engines.serves(engine, int(version))
-        self._heard(engine, max(0, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]) - ours))
+        self._record_other_load(engine, max(0, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]) - ours))
 
     def _relieve_stragglers(self) -> None:
         """Logs new stragglers, and moves their open prompts to other engines."""
         stragglers = set(self._engines.stragglers())
         for engine in stragglers - self._logged:
-            log.warning("%s", self._engines.lag_words(engine))
+            log.warning("%s", self._engines.lag_message(engine))
             held: dict[_PromptBatch, list[str]] = {}
             for rid, (prompt, prompt_batch) in self._open.items():
                 if prompt.engine == engine:
@@ -507,7 +507,7 @@ class EnginePool:
                 prompt_batch.start(self.abort(rids, min_version=0))
         self._logged = stragglers
 
-    def _heard(self, engine: int, foreign_samples: int) -> None:
+    def _record_other_load(self, engine: int, foreign_samples: int) -> None:
         """Records the engine's number of samples of other clients, at the mean cost of the pool's samples."""
         opened = [prompt for prompt, _ in self._open.values()]
         if opened:
@@ -515,7 +515,7 @@ class EnginePool:
             self._router.others(engine, foreign_samples * mean_cost)
 
 
-def _telling(
+def _token_callback(
     on_tokens: OnTokens,
     requests: Sequence[PromptRequest],
     owners: Sequence[OpenPrompt],
@@ -580,7 +580,7 @@ class Router:
                 del known[engine]
 
     def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
-        """Returns one of the ``usable`` engines for each prompt; call `asked` for each request that is then sent."""
+        """Returns one of the ``usable`` engines for each prompt; call `add_load` for each request that is then sent."""
         if len(usable) == 1:
             return list(usable) * len(prompts)
         loads = {engine: self._load(engine) for engine in usable}
@@ -624,7 +624,7 @@ class Router:
         while len(seen) > KNOWN_BLOCKS:
             seen.popitem(last=False)
 
-    def answered(self, engine: int, prompt: OpenPrompt) -> None:
+    def remember_prefix(self, engine: int, prompt: OpenPrompt) -> None:
         """Records a prompt and its one response as a prefix that the engine knows, for an episode's next turn."""
         if len(self._place) > 1 and prompt.n == 1 and engine in self._place:
             token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
@@ -636,11 +636,11 @@ class Router:
         return blocks if self._by_load else [hash((prompt.request.min_version, block)) for block in blocks]
 
     # -- the engines' load --------------------------------------------------------------------------------------------
-    def asked(self, engine: int, tokens: float) -> None:
+    def add_load(self, engine: int, tokens: float) -> None:
         """Adds tokens that were requested from the engine."""
         self._outstanding[engine] += tokens
 
-    def came_back(self, engine: int, tokens: float) -> None:
+    def subtract_load(self, engine: int, tokens: float) -> None:
         """Subtracts tokens that the engine has returned or lost."""
         if engine in self._outstanding:  # an engine that has left is forgotten
             self._outstanding[engine] -= tokens

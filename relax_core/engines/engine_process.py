@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.schema import EngineConfig
-from relax_core.contracts.child import Child, ChildLost, Limit
+from relax_core.contracts.child_process import Child, ChildLost, Limit
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
 from relax_core.engines.held_port import HeldPort

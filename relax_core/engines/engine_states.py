@@ -41,14 +41,14 @@ class EngineStates:
         self._some_up = asyncio.Event()
         self._some_up.set()
         self._versions: dict[int, int] = {}
-        self._behind_since: dict[int, float] = {}
+        self._lagging_since: dict[int, float] = {}
 
     def change(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
         """Sets the pool's engines, of which those in ``leaving`` get no new prompts; forgets all others."""
         assert set(engines) > set(leaving), "at least one engine gets prompts"
         self.all, self._leaving = sorted(engines), frozenset(leaving)
         known: dict[int, Any]
-        for known in (self.down, self._versions, self._behind_since):
+        for known in (self.down, self._versions, self._lagging_since):
             for engine in known.keys() - set(engines):
                 del known[engine]
         self._note_usable()
@@ -71,7 +71,7 @@ class EngineStates:
         if engine in self.all and engine not in self.down:
             self.down[engine] = Loss(time.monotonic(), error)
             self._versions.pop(engine, None)
-            self._behind_since.pop(engine, None)
+            self._lagging_since.pop(engine, None)
             self._note_usable()
 
     def answers(self, engine: int, loss: Loss) -> None:
@@ -98,8 +98,10 @@ class EngineStates:
                 async with asyncio.timeout(left):
                     await self._some_up.wait()
             except TimeoutError:
-                words = "; ".join(f"engine {engine}: {loss.error}" for engine, loss in sorted(self.down.items()))
-                raise EngineUnreachable(f"no engine has answered anything for {timeout_s:g} s; last: {words}") from None
+                message = "; ".join(f"engine {engine}: {loss.error}" for engine, loss in sorted(self.down.items()))
+                raise EngineUnreachable(
+                    f"no engine has answered anything for {timeout_s:g} s; last: {message}"
+                ) from None
 
     def serves(self, engine: int, version: int) -> None:
         """Records that the engine serves weights ``version``."""
@@ -109,16 +111,16 @@ class EngineStates:
         newest, now = max(self._versions.values()), time.monotonic()
         for other_engine, served in self._versions.items():
             if newest - served <= self._max_lag:
-                self._behind_since.pop(other_engine, None)
+                self._lagging_since.pop(other_engine, None)
             else:
-                self._behind_since.setdefault(other_engine, now)
+                self._lagging_since.setdefault(other_engine, now)
 
     def stragglers(self) -> list[int]:
         """Returns the stragglers."""
         limit = time.monotonic() - self._lag_s
-        return [engine for engine, since in self._behind_since.items() if since < limit]
+        return [engine for engine, since in self._lagging_since.items() if since < limit]
 
-    def lag_words(self, engine: int) -> str:
+    def lag_message(self, engine: int) -> str:
         """Returns the log line about a straggler."""
         return (
             f"engine {engine} serves weights {self._versions[engine]}, another engine {max(self._versions.values())}. "
@@ -180,7 +182,7 @@ class FanOut(Generic[T]):
     answers: dict[str, T]
     failures: dict[str, EngineError]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Returns which engines failed, e.g. "1 of 2 engines failed: engine-1: no answer within 60 s", or ""."""
         if not self.failures:
             return ""
@@ -208,8 +210,8 @@ def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
 
 def log_failures(call: asyncio.Future[FanOut[T]]) -> None:
     """Logs which engines failed in an abort that has ended."""
-    if not call.cancelled() and call.exception() is None and (words := call.result().words()):
-        log.warning("abort: %s", words)
+    if not call.cancelled() and call.exception() is None and (message := call.result().describe()):
+        log.warning("abort: %s", message)
 
 
 def _outcome(call: Callable[[], T]) -> T | EngineError:

@@ -135,7 +135,7 @@ class Architecture:
     model without vision input, and ``audio`` for a model without audio input. ``expert_layout`` is the layout of the
     folder. ``output_gate``, ``zero_centered`` and ``float32`` are explained at `relax_core.contracts.family.Family`;
     ``float32`` has only the tensors that the folder stores in float32. Tensors with a name that begins with one of
-    ``passed`` are not computed.
+    ``copied_prefixes`` are not computed.
     """
 
     family: str
@@ -164,7 +164,7 @@ class Architecture:
     output_gate: bool = False
     zero_centered: bool = False
     float32: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
+    copied_prefixes: tuple[str, ...] = ()
 
     @property
     def tower_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -182,13 +182,13 @@ class Architecture:
         """Returns the layers with attention, counted from 0."""
         return tuple(layer for layer in range(self.num_layers) if layer not in set(self.delta_layers))
 
-    def stays_float32(self, name: str) -> bool:
+    def is_float32(self, name: str) -> bool:
         """Returns whether a weight is float32 whatever the dtype of the model is."""
         return name.endswith(self.float32)
 
-    def passes(self, name: str) -> bool:
+    def is_copied(self, name: str) -> bool:
         """Returns whether a tensor of the folder is only copied to an export and is not a weight of the model."""
-        return name.startswith(self.passed)
+        return name.startswith(self.copied_prefixes)
 
     @property
     def ignored_weights(self) -> frozenset[str]:

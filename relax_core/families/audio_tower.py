@@ -140,7 +140,7 @@ def audible_feature_rows(audio: AudioSettings, token_ids: np.ndarray) -> np.ndar
     return found
 
 
-def heard_video_rows(
+def video_with_sound_rows(
     tower: PatchSettings, audio: AudioSettings, *, grid: Sequence[int], seconds: float, frames: int
 ) -> ItemRows:
     """Returns the rows of a video with ``grid`` (time, height, width) in patches, together with its sound.

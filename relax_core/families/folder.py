@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from relax_core.contracts.family import ExpertLayout, Family, HfConfig
-from relax_core.contracts.foreign_files import check_regular, open_regular, read_regular
-from relax_core.contracts.foreign_values import decode_json, shown
+from relax_core.contracts.untrusted_files import check_regular, open_regular, read_regular
+from relax_core.contracts.untrusted_values import decode_json, shown
 from relax_core.families.architecture import Architecture, AudioTower, VisionTower
 from relax_core.families.audio_tower import read_audio_tower
+from relax_core.families.builtin_families import read_architecture
 from relax_core.families.hf_config import has_hf_config, inner_config, read_hf_config
-from relax_core.families.table import read_architecture
 from relax_core.families.vision_tower import read_tower
 from relax_core.registry import find_family, names
 
@@ -29,7 +29,7 @@ _REFUSED = {
     "qwen3_omni_moe_thinker": "the folder has the thinker alone. Use the published one, whose outer config.json says "
     "qwen3_omni_moe and has it as thinker_config, so that exports can keep talker and code2wav.",
 }
-_MOST_HEADER_BYTES = 100_000_000  # as in safetensors itself
+_MAX_HEADER_BYTES = 100_000_000  # as in safetensors itself
 
 
 class _Stored(msgspec.Struct):
@@ -168,7 +168,7 @@ def weight_files(model_folder: Path) -> list[Path]:
     index = model_folder / WEIGHT_INDEX
     if index.exists():
         try:
-            content = read_regular(index, most_bytes=_MOST_HEADER_BYTES)
+            content = read_regular(index, max_bytes=_MAX_HEADER_BYTES)
             names = decode_json(content, _Index).weight_map.values()
         except ValueError as error:
             raise ValueError(f"{index} cannot be read: {error}. Fetch it again.") from error
@@ -186,10 +186,10 @@ def read_header(path: Path) -> bytes:
     """Returns the header of a safetensors file, which is JSON.
 
     Raises ValueError for a path that is not a plain file, and for a header that is larger than the file or than
-    `_MOST_HEADER_BYTES`.
+    `_MAX_HEADER_BYTES`.
     """
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER_BYTES or length > os.fstat(file.fileno()).st_size:
+        if length > _MAX_HEADER_BYTES or length > os.fstat(file.fileno()).st_size:
             raise ValueError(f"its header has {length} bytes")
         return file.read(length)

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.foreign_files import read_regular
-from relax_core.contracts.foreign_values import decode_json, shown
+from relax_core.contracts.untrusted_files import read_regular
+from relax_core.contracts.untrusted_values import decode_json, shown
 
 _LAYERS = (1, 1024)
 _WIDTH = (1, 1 << 18)
 _HEADS = (1, 4096)
 _ROWS = (1, 1 << 24)
 _SMALL = (1, 4096)
-MOST_EXPERTS = 1 << 17  # over all layers together
+MAX_EXPERTS = 1 << 17  # over all layers together
 
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": _LAYERS,
@@ -75,8 +75,8 @@ def size_problems(values: Mapping[str, Any], *, where: str = "") -> Iterator[str
             sizes = value if isinstance(value, list) else [value]
             wrong = [size for size in sizes if type(size) is not int or not least <= size <= most]
             if wrong or len(sizes) > _LAYERS[1]:
-                told = shown(wrong[0]) if wrong else f"{len(sizes)} values"
-                yield f"{name}={told}: expected an integer from {least} to {most}"
+                message = shown(wrong[0]) if wrong else f"{len(sizes)} values"
+                yield f"{name}={message}: expected an integer from {least} to {most}"
         elif key in _LISTS and isinstance(value, list) and len(value) > _LISTS[key]:
             yield f"{name} has {len(value)} entries: expected at most {_LISTS[key]}"
 
@@ -85,7 +85,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _TEXT_KEY = "text_config"
 _INNER_KEY = "thinker_config"
-MOST_JSON_BYTES = 16 << 20  # limit of a JSON file of a model folder, except its tokenizer and its weight index
+MAX_JSON_BYTES = 16 << 20  # limit of a JSON file of a model folder, except its tokenizer and its weight index
 
 
 def has_hf_config(model_folder: Path) -> bool:
@@ -148,7 +148,7 @@ def end_token_ids(model_folder: Path) -> tuple[int, ...]:
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the JSON object in a model folder's file. Raises ValueError for other content, OSError without a file."""
     try:
-        values = decode_json(read_regular(file, most_bytes=MOST_JSON_BYTES), Any)
+        values = decode_json(read_regular(file, max_bytes=MAX_JSON_BYTES), Any)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}.") from error
     if not isinstance(values, dict):

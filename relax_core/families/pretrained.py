@@ -19,15 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.contracts.child import cause_in, import_path, module_command
-from relax_core.contracts.foreign_files import open_regular, read_regular
-from relax_core.contracts.foreign_values import decode_json
+from relax_core.contracts.child_process import cause_in, import_path, module_command
 from relax_core.contracts.private_folder import folder_made_once, user_cache
+from relax_core.contracts.untrusted_files import open_regular, read_regular
+from relax_core.contracts.untrusted_values import decode_json
 
 RECORD_FILE = "relax_import.json"
 _IMPORT_VERSION = 2  # increment it when a change of the import gives other files
 _DEADLINE_S = 600.0
-_MOST_RECORD_BYTES = 1 << 16
+_MAX_RECORD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 22
 
 
@@ -132,7 +132,7 @@ def check_import(folder: Path) -> None:
 def _altered(folder: Path, state: tuple[tuple[str, int], ...]) -> str | None:
     """Returns how a converted folder differs from its record; ``state`` has names and times of its files."""
     try:
-        content = read_regular(folder / RECORD_FILE, most_bytes=_MOST_RECORD_BYTES)
+        content = read_regular(folder / RECORD_FILE, max_bytes=_MAX_RECORD_BYTES)
         record = decode_json(content, ImportRecord)
     except (OSError, ValueError) as error:
         return f"{RECORD_FILE} cannot be read ({error})"

@@ -108,7 +108,7 @@ class Towers:
             return None
         return Towers(vision=architecture.vision, audio=architecture.audio)
 
-    def heard(self, token_ids: np.ndarray) -> np.ndarray:
+    def audio_rows(self, token_ids: np.ndarray) -> np.ndarray:
         """Returns which rows get a feature of the audio tower, bool ``[rows]``."""
         if self.audio is None:
             return np.zeros(len(token_ids), dtype=bool)
@@ -116,7 +116,7 @@ class Towers:
 
     def feature_rows(self, token_ids: np.ndarray) -> np.ndarray:
         """Returns which rows get a feature of a tower, bool ``[rows]``; time stamps are text."""
-        found = self.heard(token_ids)
+        found = self.audio_rows(token_ids)
         return found if self.vision is None else found | feature_rows(self.vision, token_ids)
 
     def features(self, item: MediaItem) -> int:
@@ -132,6 +132,6 @@ class Towers:
         """
         if not any(item.audio_frames for item in items):
             return None
-        rows = [self.heard(item.ids)[self.feature_rows(item.ids)] for item in items]
+        rows = [self.audio_rows(item.ids)[self.feature_rows(item.ids)] for item in items]
         heard = np.concatenate(rows)
         return np.where(heard, np.count_nonzero(~heard) + np.cumsum(heard), np.cumsum(~heard)) - 1

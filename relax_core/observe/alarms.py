@@ -31,14 +31,14 @@ from typing import Any, Literal
 
 from relax_core.config.notify_rules import Rule
 from relax_core.config.redaction import REDACTED, USER_INFO
-from relax_core.contracts.foreign_files import shown
+from relax_core.contracts.untrusted_files import shown
 from relax_core.observe.event_log import ALARMS, Alarm, EventFile, EventReader
 
 NOTICES = ("started", "finished", "stopped")  # informational events, not alarms
-MOST_CAUSES = 10_000  # remembered causes; the oldest are dropped first
+MAX_CAUSES = 10_000  # remembered causes; the oldest are dropped first
 
 
-class AlarmBook:
+class AlarmLog:
     """Decides whether a cause is reported, and appends each alarm to the event log.
 
     A cause that recurs within ``repeat_s`` seconds is counted but not reported. ``problem`` is the reason why the
@@ -54,7 +54,7 @@ class AlarmBook:
         for alarm in read_alarms(run_dir):
             self._remember(alarm)
 
-    def tell(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
+    def report(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
         """Returns the new alarm, or None if the cause was reported within ``repeat_s``; ``text`` is then not called."""
         key, now = (event, cause), self._clock()
         before = self._told.get(key)
@@ -90,7 +90,7 @@ class AlarmBook:
         self._told.pop(key, None)
         if alarm.kind != "over":
             self._told[key] = alarm
-        while len(self._told) > MOST_CAUSES:
+        while len(self._told) > MAX_CAUSES:
             del self._told[next(iter(self._told))]
 
 
@@ -151,7 +151,7 @@ def advanced(rule: Rule, state: RuleState, value: float | None, *, step: int) ->
     return replace(state, recent=recent, best=best, held=rule.steps if beyond else 0)
 
 
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential|auth(?!or)", re.IGNORECASE)
 _SECRETS = (
     USER_INFO,
@@ -178,15 +178,15 @@ def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
             text = text.replace(value, REDACTED)
     for secret in _SECRETS:
         text = secret.sub(REDACTED, text)
-    return shown(text)[:MOST_CHARACTERS]
+    return shown(text)[:MAX_CHARACTERS]
 
 
 # -- Receivers ---------------------------------------------------------------------------------------------------------
 TRY_S = 10.0  # time limit of one try to deliver a message
 PAUSES_S = (1.0, 3.0)  # before the second and the third try
-MOST_WAITING = 100  # queued messages per receiver; newer messages are dropped and counted
-MOST_SINGLE = 3  # more waiting messages are joined into one
-MOST_TEXT = 8_000  # characters of a message
+MAX_WAITING = 100  # queued messages per receiver; newer messages are dropped and counted
+MAX_SINGLE = 3  # more waiting messages are joined into one
+MAX_TEXT = 8_000  # characters of a message
 
 Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether the receiver accepted them
 
@@ -239,7 +239,7 @@ class _ReceiverThread:
 
     def put(self, title: str, text: str) -> None:
         with self._wake:
-            if len(self._waiting) < MOST_WAITING:
+            if len(self._waiting) < MAX_WAITING:
                 self._waiting.append((title, text))
                 self._wake.notify_all()
             else:
@@ -296,13 +296,13 @@ class _ReceiverThread:
 
 def joined(waiting: Sequence[tuple[str, str]], *, dropped: int) -> list[tuple[str, str]]:
     """Returns title and text of each message; joins them into one if there are many or some were ``dropped``."""
-    messages = [(title, text[:MOST_TEXT]) for title, text in waiting]
-    if len(messages) <= MOST_SINGLE and not dropped:
+    messages = [(title, text[:MAX_TEXT]) for title, text in waiting]
+    if len(messages) <= MAX_SINGLE and not dropped:
         return messages
     parts = [f"{title}\n{text}" for title, text in messages]
     if dropped:
         parts.insert(0, f"{dropped} further messages did not fit into the queue.")
-    return [(f"{messages[0][0]}, and {len(messages) + dropped - 1} more", "\n\n".join(parts)[:MOST_TEXT])]
+    return [(f"{messages[0][0]}, and {len(messages) + dropped - 1} more", "\n\n".join(parts)[:MAX_TEXT])]
 
 
 KEY = "notify.urls_file"
@@ -343,9 +343,10 @@ def read_receivers(path: Path) -> list[tuple[str, Notify]]:
         server = apprise.Apprise.instantiate(address, asset=asset)
         if server is None:
             scheme = address.partition("://")[0]
-            words = f"scheme {scheme[:20]!r}" if "://" in address and scheme.isalnum() else "line"
+            message = f"scheme {scheme[:20]!r}" if "://" in address and scheme.isalnum() else "line"
             raise ValueError(
-                f"{KEY}={path}, line {number}: Apprise knows no such address (its {words}). Its schemes are listed at "
+                f"{KEY}={path}, line {number}: Apprise knows no such address (its {message}). Its schemes are listed "
+                "at "
                 "https://appriseit.com, such as json://HOST, mailtos://USER:PASSWORD@HOST and slack://…"
             )
         host = getattr(server, "host", None) or ""
@@ -362,7 +363,7 @@ def _notify(server: Any, title: str, text: str) -> bool:
 END_S = 40.0  # enough for three tries
 
 
-def tell(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> list[str]:
+def send_message(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> list[str]:
     """Sends a message to all receivers and returns a line for each receiver that did not accept it."""
     lines: list[str] = []
     sender = AlarmSender(receivers, lines.append)
@@ -374,7 +375,7 @@ def tell(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> l
 def main(words: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     urls_file, title, text = words
-    lines = tell(read_receivers(Path(urls_file)), title=title, text=text)
+    lines = send_message(read_receivers(Path(urls_file)), title=title, text=text)
     print("\n".join(lines), end="\n" if lines else "", file=sys.stderr)
     return 1 if lines else 0
 

@@ -23,12 +23,12 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from relax_core.contracts.foreign_files import decode_json, open_plain
 from relax_core.contracts.sink import HistogramRecord as HistogramRecord
 from relax_core.contracts.sink import MetricRecord as MetricRecord
 from relax_core.contracts.sink import Record as Record
 from relax_core.contracts.sink import TextCell as TextCell
 from relax_core.contracts.sink import TextRecord as TextRecord
+from relax_core.contracts.untrusted_files import decode_json, open_plain
 
 log = logging.getLogger(__name__)
 EVENTS_FOLDER = "events"
@@ -48,10 +48,10 @@ KEPT_RECORDS = 10_000  # records that wait for the disk, about 20 MB
 RETRY_S = 1.0  # between two tries to write, such as on a full disk
 FLUSH_S = 10.0
 READ_BYTES = 4 * 2**20  # bytes of one read from a file; longer lines are not allowed
-CALL_BYTES, LEAST_BYTES = 32 * 2**20, 16 * 2**10  # bytes per call from all files, and at least from each file
-MOST_STEP, MOST_TIME_S = 2**53, 1e11
-MOST_FILES = 20_000
-MOST_TAILS, TAIL_BYTES = 16, 2**18  # files whose ends are read for the newest numbers, and bytes of each end
+CALL_BYTES, MIN_BYTES = 32 * 2**20, 16 * 2**10  # bytes per call from all files, and at least from each file
+MAX_STEP, MAX_TIME_S = 2**53, 1e11
+MAX_FILES = 20_000
+MAX_TAILS, TAIL_BYTES = 16, 2**18  # files whose ends are read for the newest numbers, and bytes of each end
 _NAME = re.compile(r"(\d{4,9})\.[\w-]+\.\d+\.jsonl")
 
 
@@ -82,15 +82,15 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="t
 
 
 class OrderChange(msgspec.Struct, frozen=True, kw_only=True, tag="order", tag_field="type"):
-    """Holds one change of the run's orders, engines or autoscaler, as `relax_core.server.order_book` writes it."""
+    """Holds one change of orders, engines or the autoscaler, as `relax_core.server.engine_order_store` writes it."""
 
     time_s: float
     change: msgspec.Raw
     step: int = -1
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
-Version = Annotated[int, msgspec.Meta(ge=-1, le=MOST_STEP)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+Version = Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP)]
 
 
 class TokensAt(msgspec.Struct, frozen=True, array_like=True):
@@ -397,18 +397,18 @@ class EventFile:
 
 def _new_file(folder: Path, writer: str, attempt: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for start in range(MOST_FILES):
+    for start in range(MAX_FILES):
         path = folder / f"{attempt:04d}.{writer}.{start}.jsonl"
         try:
             path.touch(exist_ok=False)
         except FileExistsError:
             continue
         return path
-    raise OSError(f"{folder} has more than {MOST_FILES} files of {writer}")
+    raise OSError(f"{folder} has more than {MAX_FILES} files of {writer}")
 
 
 # -- The reader -------------------------------------------------------------------------------------------------------
-class Place(NamedTuple):
+class EventLocation(NamedTuple):
     """Locates an event: the file's name, and the offset and length of its line in bytes."""
 
     name: str
@@ -422,7 +422,7 @@ class _Entry(NamedTuple):
     is_later: bool  # False for a resume event, which comes first in its attempt
     time_s: float
     event: Event | None
-    place: Place
+    place: EventLocation
 
 
 class EventReader:
@@ -456,7 +456,7 @@ class EventReader:
         """Returns the next events of one attempt in order, at most a few MiB; empty if there are none now."""
         return [event for event, _ in self.read_placed()]
 
-    def read_placed(self) -> list[tuple[Event, Place]]:
+    def read_placed(self) -> list[tuple[Event, EventLocation]]:
         """Returns the events of `read`, each with its place for `read_event`."""
         while True:
             before = dict(self.cursor)
@@ -488,15 +488,15 @@ class EventReader:
             return writer == self._writer
         return writer.startswith(SAMPLES) == self._of_samples or (self._of_samples and writer == CONTROLLER)
 
-    def _next_of(self, names: Sequence[str]) -> list[tuple[Event, Place]]:
+    def _next_of(self, names: Sequence[str]) -> list[tuple[Event, EventLocation]]:
         attempt = int(names[0].partition(".")[0])
         entries: list[_Entry] = []
         until = math.inf  # some file has unread events from this time on
-        most_bytes, read_bytes = min(READ_BYTES, max(LEAST_BYTES, CALL_BYTES // len(names))), 0
+        max_bytes, read_bytes = min(READ_BYTES, max(MIN_BYTES, CALL_BYTES // len(names))), 0
         for name in names:
             if read_bytes > 2 * CALL_BYTES:  # many long lines; the next call reads the other files, out of order
                 break
-            own, is_cut = self._entries(name, most_bytes)
+            own, is_cut = self._entries(name, max_bytes)
             read_bytes += own[-1].place.offset + own[-1].place.size - own[0].place.offset if own else 0
             entries += own
             until = min(until, own[-1].time_s) if is_cut and own else until
@@ -517,15 +517,15 @@ class EventReader:
         """Returns whether a later attempt began at or before the event's step."""
         return any(number > attempt and event.step >= step for number, step in self._starts.items())
 
-    def _entries(self, name: str, most_bytes: int) -> tuple[list[_Entry], bool]:
+    def _entries(self, name: str, max_bytes: int) -> tuple[list[_Entry], bool]:
         """Returns the next complete lines of a file, at least one if there is one, and whether the file has more."""
         offset, found, time_s = self.cursor.get(name, 0), [], 0.0
         try:
             with open_plain(self._run_dir / EVENTS_FOLDER / name) as file:
                 file.seek(offset)
-                data = file.read(most_bytes)
-                if len(data) == most_bytes and b"\n" not in data:
-                    data += file.read(READ_BYTES - most_bytes)
+                data = file.read(max_bytes)
+                if len(data) == max_bytes and b"\n" not in data:
+                    data += file.read(READ_BYTES - max_bytes)
         except (OSError, ValueError) as error:
             self.problems[name] = f"{name}: {error}"
             self._left.add(name)
@@ -538,10 +538,10 @@ class EventReader:
             event = self._event(name, line)
             if event is not None:
                 time_s = max(time_s, event.time_s)  # the order of a file is kept even if the clock was set back
-            place = Place(name, offset, len(line))
+            place = EventLocation(name, offset, len(line))
             found.append(_Entry(event is None or not is_resume(event), time_s, event, place))
             offset += len(line)
-        return found, len(data) >= most_bytes
+        return found, len(data) >= max_bytes
 
     def _event(self, name: str, line: bytes) -> Event | None:
         if self._prefixes is not None and not line.startswith(self._prefixes):
@@ -556,7 +556,7 @@ class EventReader:
 
 def _decoded(line: bytes) -> Event:
     event = decode_json(line, _decoder)
-    if abs(event.step) > MOST_STEP or not 0.0 <= event.time_s <= MOST_TIME_S:
+    if abs(event.step) > MAX_STEP or not 0.0 <= event.time_s <= MAX_TIME_S:
         raise ValueError("its step or its time is out of range")
     if isinstance(event, _NumbersLine):
         values = {key: math.nan if value is None else value for key, value in event.values.items()}
@@ -564,7 +564,7 @@ def _decoded(line: bytes) -> Event:
     return event
 
 
-def read_event(run_dir: Path, place: Place) -> Event:
+def read_event(run_dir: Path, place: EventLocation) -> Event:
     """Returns the event at a place from `EventReader.read_placed`. Raises OSError, and ValueError for anything else."""
     with open_plain(run_dir / EVENTS_FOLDER / place.name) as file:
         file.seek(place.offset)
@@ -580,7 +580,7 @@ def event_files(run_dir: Path) -> dict[str, int]:
             return dict(
                 sorted(
                     (entry.name, entry.stat(follow_symlinks=False).st_size)
-                    for entry in islice(entries, MOST_FILES)
+                    for entry in islice(entries, MAX_FILES)
                     if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
                 )
             )
@@ -596,7 +596,7 @@ def of_samples(name: str) -> bool:
 def newest_metrics(run_dir: Path) -> dict[str, MetricRecord]:
     """Returns the newest record of each source, read cheaply from the ends of the newest log files."""
     files = event_files(run_dir)
-    newest = sorted((name for name in files if not of_samples(name)), reverse=True)[:MOST_TAILS]
+    newest = sorted((name for name in files if not of_samples(name)), reverse=True)[:MAX_TAILS]
     cursor = files | {name: max(0, files[name] - TAIL_BYTES) for name in newest}
     events = EventReader(run_dir, cursor=cursor, kinds=("numbers",)).each()
     return {event.source: event for event in events if isinstance(event, MetricRecord)}

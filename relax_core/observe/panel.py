@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.contracts.foreign_files import shown
+from relax_core.contracts.untrusted_files import shown
 from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.summary import AGENT, ENDED, panel_lines
 
@@ -100,7 +100,7 @@ class Panel:
         self._is_open = False
         if self._live is None:
             if self._recorded_step() > self._line_step:
-                self._print_figures()
+                self._print_metrics()
             return
         self._live.update(picture(self._view()))
         self._live.stop()
@@ -162,7 +162,7 @@ class Panel:
         self._line_step = min(self._line_step, step)  # a recovery returns to an earlier step
         steps = step - self._line_step
         if steps >= LINE_STEPS or (steps > 0 and now - self._line_time >= LINE_S):
-            self._print_figures()
+            self._print_metrics()
         elif steps == 0 and now - self._line_time >= STALL_S:
             self._line_time = now
             roles = " · ".join(role_line(role) for role in state.roles)
@@ -176,7 +176,7 @@ class Panel:
         newest = self._numbers.latest_step(ACTOR)
         return self._state.step if newest is None else newest + 1
 
-    def _print_figures(self) -> None:
+    def _print_metrics(self) -> None:
         self._line_step = self._recorded_step()
         self._line_time = time.monotonic()
         self._print(line(dataclasses.replace(self._view(), step=self._line_step)))
@@ -364,7 +364,7 @@ class RunningNumbers:
 
 SPARK_WIDTH = 18
 STALENESS_SHOWN = 8
-MOST_LINES = 3  # about episodes, rewards and judges; with five roles more would not fit into 24 lines
+MAX_LINES = 3  # about episodes, rewards and judges; with five roles more would not fit into 24 lines
 STATE_STYLES = {
     "starting": "cyan",
     "ready": "cyan",
@@ -376,7 +376,7 @@ STATE_STYLES = {
 }
 
 
-Figures = tuple[str, str, str, str, str]  # label, value and curve of one metric; label and value of another
+Metrics = tuple[str, str, str, str, str]  # label, value and curve of one metric; label and value of another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +407,7 @@ class PanelView:
 
 def picture(view: PanelView) -> RenderableType:
     """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
-    parts: list[RenderableType] = [_progress(view), _figures(view), _roles(view.roles)]
+    parts: list[RenderableType] = [_progress(view), _metrics(view), _roles(view.roles)]
     if not _more_lines(view.numbers) and not view.stragglers:  # they replace the blank lines
         parts = [parts[0], "", parts[1], "", parts[2]]
     if view.message:
@@ -477,7 +477,7 @@ def _progress(view: PanelView) -> Table:
     return table
 
 
-def _figures(view: PanelView) -> Table:
+def _metrics(view: PanelView) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, min_width=6)
@@ -488,11 +488,11 @@ def _figures(view: PanelView) -> Table:
         table.add_row(label, Text(value, style="bold"), curve, other_label, Text(other_value))
     grid = Table.grid()
     grid.add_row(table)
-    grid.add_row(_bus_figures(view))
+    grid.add_row(_bus_metrics(view))
     return grid
 
 
-def _results(numbers: RunningNumbers) -> list[Figures]:
+def _results(numbers: RunningNumbers) -> list[Metrics]:
     """Returns the rows for rewards, accuracy and loss, each next to another metric of the step."""
     eval_step = numbers.latest_step(EVAL)
     return [
@@ -527,7 +527,7 @@ def _results(numbers: RunningNumbers) -> list[Figures]:
     ]
 
 
-def _diagnostics(numbers: RunningNumbers) -> list[Figures]:
+def _diagnostics(numbers: RunningNumbers) -> list[Metrics]:
     """Returns the metrics that show whether the run is healthy."""
     return [
         (
@@ -560,7 +560,7 @@ def _range(numbers: RunningNumbers, name: str, spec: str) -> str:
     return "" if least is None or largest is None else f"{least:{spec}} to {largest:{spec}}"
 
 
-def _bus_figures(view: PanelView) -> Table:
+def _bus_metrics(view: PanelView) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=len("log-prob gap"))
     table.add_column(no_wrap=True)
@@ -594,9 +594,9 @@ def _bus_figures(view: PanelView) -> Table:
 
 
 def _more_lines(numbers: RunningNumbers) -> list[tuple[str, str]]:
-    """Returns the lines about episodes of several turns, rewards and judges, at most `MOST_LINES`."""
+    """Returns the lines about episodes of several turns, rewards and judges, at most `MAX_LINES`."""
     of_rewards = list(panel_lines(numbers.newest(ROLLOUT)))
-    return [*_episodes(numbers)[: MOST_LINES - len(of_rewards)], *of_rewards]
+    return [*_episodes(numbers)[: MAX_LINES - len(of_rewards)], *of_rewards]
 
 
 def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:

@@ -34,7 +34,7 @@ Answer = Mapping[str, TextCell]
 
 SHOWN_ANSWERS = 8
 CELL_WIDTH = 60
-MOST_CHARACTERS = 4000  # of the shown episode; texts.jsonl has the whole text
+MAX_CHARACTERS = 4000  # of the shown episode; texts.jsonl has the whole text
 NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
 CURVES_FILE = "curves.png"
@@ -68,7 +68,7 @@ def print_report(
     console.print(_headline(summary))
     for finding in summary["findings"]:
         console.print(Text(finding, style="bold yellow"), soft_wrap=True)
-    console.print(_figures(summary))
+    console.print(_metrics(summary))
     answers = answers_table(texts_before, texts_after)
     if answers.row_count:
         console.print()
@@ -111,8 +111,8 @@ def _pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answ
 def played_episode(before: Sequence[Answer], after: Sequence[Answer]) -> Text | None:
     """Returns the table's first multi-turn episode, turn by turn, as the newest evaluation played it, or None."""
     for _, newest in _pairs(before, after):
-        if SAMPLED_MARKS[0] in (words := str(newest["response"])):
-            shown = Text(words[:MOST_CHARACTERS] + ("…" if len(words) > MOST_CHARACTERS else ""), style="dim")
+        if SAMPLED_MARKS[0] in (message := str(newest["response"])):
+            shown = Text(message[:MAX_CHARACTERS] + ("…" if len(message) > MAX_CHARACTERS else ""), style="dim")
             shown.highlight_regex(f"(?s){SAMPLED_MARKS[0]}.*?{SAMPLED_MARKS[1]}", "not dim green")
             return shown
     return None
@@ -164,7 +164,7 @@ def _train_on(
 ) -> tuple[str, str]:
     """Returns the command that doubles the steps of a finished run, and its purpose with the learning rate's jump."""
     from relax_core.config.learning_rate_schedule import (
-        jump_words,  # imports OmegaConf, which a tracker's process does not need
+        learning_rate_jump_message,  # imports OmegaConf, which a tracker's process does not need
     )
 
     changes = [*here, f"run.steps={2 * steps}"]
@@ -172,7 +172,7 @@ def _train_on(
         return _command(overrides, *changes), "train on"
     if saved["run"].get("epochs") is not None:  # it would set the number of steps
         changes.append("run.epochs=null")
-    jump = jump_words(saved, {**saved, "run": {**saved["run"], "steps": 2 * steps}}, step=steps)
+    jump = learning_rate_jump_message(saved, {**saved, "run": {**saved["run"], "steps": 2 * steps}}, step=steps)
     return _command(overrides, *changes), "train on" + (f"; {jump}" if jump else "")
 
 
@@ -201,7 +201,7 @@ def _headline(summary: Mapping[str, Any]) -> Text:
     )
 
 
-def _figures(summary: Mapping[str, Any]) -> Table:
+def _metrics(summary: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()

@@ -26,7 +26,7 @@ from relax_core.observe.event_log import (
 )
 
 FORMAT = 4  # part of the file's name, so a new format creates a new index
-MOST_ROWS = 500
+MAX_ROWS = 500
 ENGINE_POINTS = 200
 # Filter → column. A range filter has two names, which end with _min and _max.
 _EQUAL = {name: name for name in ("uid", "group", "state", "reason", "engine", "ended")} | {"group": "group_uid"}
@@ -119,7 +119,7 @@ class SampleIndex:
             count = self._database.execute(f"SELECT COUNT(*) FROM samples WHERE {condition}", values).fetchone()[0]
             rows = self._database.execute(
                 f"SELECT * FROM samples WHERE {condition} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
-                (*values, min(most, MOST_ROWS), first),
+                (*values, min(most, MAX_ROWS), first),
             ).fetchall()
         return count, [_shown(row) for row in rows]
 
@@ -200,8 +200,8 @@ def every_id(
     index: SampleIndex, filters: Mapping[str, str | float], *, most: int, before: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields the newest ``most`` samples that match the filters, page by page; ``before`` selects smaller ids."""
-    for first in range(0, most, MOST_ROWS):
-        asked = min(MOST_ROWS, most - first)
+    for first in range(0, most, MAX_ROWS):
+        asked = min(MAX_ROWS, most - first)
         _, rows = index.find(filters, most=asked, before=before)
         yield from rows
         if len(rows) < asked:

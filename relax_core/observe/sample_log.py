@@ -26,8 +26,8 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_episodes, decode_tree, encode_column, payload_bytes
-from relax_core.contracts.foreign_files import NotPlain, open_plain, read_whole
 from relax_core.contracts.tree import Episode, TokenTree
+from relax_core.contracts.untrusted_files import NotPlain, open_plain, read_plain_file
 from relax_core.observe.event_log import (
     SAMPLES,
     AppendFile,
@@ -79,10 +79,10 @@ def token_columns(tree: TokenTree) -> dict[str, bytes]:
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.2  # the thread gathers samples for this long and writes them as one batch
-MOST_WAITING_BYTES = 256 * 2**20
+MAX_WAITING_BYTES = 256 * 2**20
 PARTS = 16  # approximate number of token files per worker; the oldest file is removed first
 ROW_BYTES = 17  # size of a row's token id, end, mask, log-prob and version
-MOST_WHY = 4000  # characters
+MAX_WHY = 4000  # characters
 Tokens = TypeVar("Tokens")
 # A function that makes a record from the place of its tokens, and the tokens.
 Made = tuple[Callable[[TokensAt], MadeRecord | TrainedRecord], dict[str, bytes] | TrainedTokens]
@@ -144,7 +144,7 @@ class SampleLog:
             log.warning("samples: the files in %s were not written within %.0f s", self._tokens.folder, timeout_s)
 
     def _enqueue(self, nbytes: int, make: Callable[[], list[Made]]) -> None:
-        if self._put_bytes - self._done_bytes > MOST_WAITING_BYTES or not self._thread.is_alive():
+        if self._put_bytes - self._done_bytes > MAX_WAITING_BYTES or not self._thread.is_alive():
             self.left_out += 1
             return
         self._put_bytes += nbytes
@@ -271,7 +271,7 @@ def _made_sample(episode: Episode, version: int | None) -> MadeSample:
         version=version,
         turns=len(episode.turns),
         parts=episode.parts,
-        why=episode.why[:MOST_WHY],
+        why=episode.why[:MAX_WHY],
     )
 
 
@@ -302,8 +302,8 @@ def group_index(uid: str) -> int:
 
 # -- The reader --------------------------------------------------------------------------------------------------------
 _OWN_NAME = re.compile(r"[\w-]+\.\d{8,12}\.tokens")
-MOST_TOKENS_BYTES = 128 * 2**20  # limit of one group's tokens
-MOST_TOKENIZER_BYTES, MOST_TOKEN, MOST_DECODER_BYTES = 64 * 2**20, 2048, 4096
+MAX_TOKENS_BYTES = 128 * 2**20  # limit of one group's tokens
+MAX_TOKENIZER_BYTES, MAX_TOKEN, MAX_DECODER_BYTES = 64 * 2**20, 2048, 4096
 REPLACEMENT = "\ufffd"  # the decoder's output for an incomplete character
 _made_tokens = msgspec.msgpack.Decoder(dict[str, bytes])  # the columns of a tree
 _trained_tokens = msgspec.msgpack.Decoder(TrainedTokens)
@@ -342,8 +342,8 @@ def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> Trai
 def _decoded(decoder: msgspec.msgpack.Decoder[Tokens], run_dir: Path, at: TokensAt) -> Tokens:
     if not _OWN_NAME.fullmatch(at.file):
         raise TokensRemoved(f"{at.file!r} is no name of a file of samples")
-    if at.size > MOST_TOKENS_BYTES:
-        raise TokensRemoved(f"{at.file}: tokens of {at.size} bytes are not read; at most {MOST_TOKENS_BYTES} are")
+    if at.size > MAX_TOKENS_BYTES:
+        raise TokensRemoved(f"{at.file}: tokens of {at.size} bytes are not read; at most {MAX_TOKENS_BYTES} are")
     try:
         with open_plain(run_dir / SAMPLES_FOLDER / at.file) as file:
             file.seek(at.offset)
@@ -371,7 +371,7 @@ class SampleText:
 
         path = run_dir / SAMPLES_FOLDER / TOKENIZER_FOLDER / "tokenizer.json"
         try:
-            tokenizer = Tokenizer.from_buffer(_for_decoding(read_whole(path, most_bytes=MOST_TOKENIZER_BYTES)))
+            tokenizer = Tokenizer.from_buffer(_for_decoding(read_plain_file(path, max_bytes=MAX_TOKENIZER_BYTES)))
         except FileNotFoundError:
             raise
         except Exception as error:  # The library raises plain Exception.
@@ -392,7 +392,7 @@ class SampleText:
         for token_id in ids:
             open_ids.append(int(token_id))
             text = self._decode(open_ids)
-            whole = not text.endswith(REPLACEMENT) or len(open_ids) >= MOST_BYTES_OF_A_CHARACTER
+            whole = not text.endswith(REPLACEMENT) or len(open_ids) >= MAX_BYTES_OF_A_CHARACTER
             found.append(text if whole else "")
             if whole:
                 open_ids = []
@@ -411,7 +411,7 @@ def _for_decoding(data: bytes) -> bytes:
     texts = vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary)
     added = msgspec.json.decode(whole.added_tokens, type=list[_AddedToken])
     longest = max(map(len, [*texts, *(token.content for token in added)]), default=0)
-    if longest > MOST_TOKEN or len(whole.decoder) > MOST_DECODER_BYTES:
+    if longest > MAX_TOKEN or len(whole.decoder) > MAX_DECODER_BYTES:
         raise ValueError(f"it has a token of {longest} characters, or a decoder of {len(whole.decoder)} bytes")
     return msgspec.json.encode(whole)
 
@@ -431,4 +431,4 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
-MOST_BYTES_OF_A_CHARACTER = 4
+MAX_BYTES_OF_A_CHARACTER = 4

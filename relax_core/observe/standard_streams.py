@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from relax_core.contracts.foreign_files import shown
+from relax_core.contracts.untrusted_files import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

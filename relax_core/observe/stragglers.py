@@ -21,12 +21,12 @@ from relax_core.observe.event_log import RANK, ROLLOUT, MetricRecord, TextCell, 
 WINDOW_STEPS = 15  # train steps per window; three windows and a third of the previous window are 50 steps
 ENGINE_WINDOW_STEPS = 10  # train steps per window of the engines; it may end a second late, as they are polled
 WINDOWS = 3  # consecutive windows
-MOST_SLOWER = 0.10  # relative excess over the peers' median up to which a process is not slow
-MOST_EXCESS_MS = 5.0  # excess in milliseconds per train step up to which a process is not slow
+MAX_SLOWDOWN = 0.10  # relative excess over the peers' median up to which a process is not slow
+MAX_EXCESS_MS = 5.0  # excess in milliseconds per train step up to which a process is not slow
 TRIMMED = 2  # number of slowest and of fastest steps that a window ignores, because a single pause does not count
-MOST_WINDOWS = 100  # newest windows that are kept per process; a process may be slow for days
+MAX_WINDOWS = 100  # newest windows that are kept per process; a process may be slow for days
 CROWDED = 0.05  # if the peers wait for a core for at least this share of their time, such waits do not count
-LEAST_COVERED = 0.5  # smallest share of an engine's decode time with batch sizes that its peers decoded, too
+MIN_COVERED_SHARE = 0.5  # smallest share of an engine's decode time with batch sizes that its peers decoded, too
 
 Times = Mapping[str, float]  # a part of the work → milliseconds
 
@@ -99,7 +99,7 @@ class Compared:
     @property
     def is_slow(self) -> bool:
         """Returns whether the time exceeds both limits."""
-        return self.slower > MOST_SLOWER and self.excess_ms > MOST_EXCESS_MS
+        return self.slower > MAX_SLOWDOWN and self.excess_ms > MAX_EXCESS_MS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
     compared = {}
     for name in worked:
         crowded = median(share for peer, share in shares.items() if peer != name) >= CROWDED
-        compared[name] = _beside(name, means[not crowded])
+        compared[name] = _compared_with_peers(name, means[not crowded])
     return compared
 
 
@@ -165,7 +165,7 @@ def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict
                 expected_s += own.steps * median(known.values())
                 peers |= known.keys()
         whole_s = sum(own.steps * own.a_step(waits=waits) for own in engines[name].values())
-        if expected_s > 0.0 and covered_s >= LEAST_COVERED * whole_s:
+        if expected_s > 0.0 and covered_s >= MIN_COVERED_SHARE * whole_s:
             found[name] = Compared(
                 own_ms=1e3 * covered_s / steps,
                 others_ms=1e3 * expected_s / steps,
@@ -204,7 +204,7 @@ def _mean_work(steps: Sequence[Work], *, waits: bool) -> Work:
     )
 
 
-def _beside(name: str, means: Mapping[str, Work]) -> Compared:
+def _compared_with_peers(name: str, means: Mapping[str, Work]) -> Compared:
     own = means[name]
     peers = {peer: mean for peer, mean in means.items() if peer != name}
 
@@ -242,7 +242,7 @@ def advanced(
         if before is None:
             found[name] = Streak(from_step=from_step, to_step=to_step, windows=(compared,))
         else:
-            found[name] = replace(before, to_step=to_step, windows=(*before.windows, compared)[-MOST_WINDOWS:])
+            found[name] = replace(before, to_step=to_step, windows=(*before.windows, compared)[-MAX_WINDOWS:])
     return found
 
 
@@ -252,7 +252,7 @@ def without(streaks: Mapping[str, Streak], gone: Collection[str]) -> dict[str, S
 
 
 STRAGGLER = "straggler"  # source of the numbers, and kind of the texts
-MOST_NAMES = 4  # peers that a message lists
+MAX_NAMES = 4  # peers that a message lists
 
 Kind = Literal["rank", "engine", "reward worker"]
 
@@ -297,12 +297,10 @@ def straggler_of(kind: Kind, who: str, streak: Streak, *, ended: bool) -> Stragg
     )
 
 
-def straggler_words(straggler: Straggler) -> str:
+def straggler_text(straggler: Straggler) -> str:
     """Returns one sentence with the facts about a straggler."""
-    names = ", ".join(straggler.compared_with[:MOST_NAMES])
-    names += (
-        f" and {len(straggler.compared_with) - MOST_NAMES} more" if len(straggler.compared_with) > MOST_NAMES else ""
-    )
+    names = ", ".join(straggler.compared_with[:MAX_NAMES])
+    names += f" and {len(straggler.compared_with) - MAX_NAMES} more" if len(straggler.compared_with) > MAX_NAMES else ""
     median_of = f"the median of {names}" if len(straggler.compared_with) > 1 else names
     cpu = "" if straggler.cpu_slower is None else f"; its processor time is {straggler.cpu_slower:+.0%}"
     was = "was" if straggler.ended else "is"
@@ -334,7 +332,7 @@ def straggler_row(straggler: Straggler) -> dict[str, TextCell]:
     return {
         **msgspec.to_builtins(straggler),
         "compared_with": " ".join(straggler.compared_with),
-        "words": straggler_words(straggler),
+        "words": straggler_text(straggler),
     }
 
 
@@ -344,7 +342,7 @@ def straggler_of_row(row: Mapping[str, Any]) -> Straggler:
     return msgspec.convert({**known, "compared_with": str(row.get("compared_with", "")).split()}, Straggler)
 
 
-def told_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
+def reported_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
     """Returns the stragglers of texts in the order of their first text, each once as last reported."""
     found: dict[tuple[str, int], Straggler] = {}
     for text in texts:

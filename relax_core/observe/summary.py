@@ -235,7 +235,7 @@ NOISE = 5.0  # a drop of the reward counts above this number of standard errors 
 LOST_SHARE = 1 / 3  # a drop of the reward counts above this share of the previous gain
 EVAL_NOISE = 3.0  # a drop of the accuracy counts above this number of standard errors
 EVAL_FALL = 0.03
-MOST_GROUPS = 0.5
+MAX_GROUPS_WITHOUT_SIGNAL = 0.5
 MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean that the prompts are learnt
 
 
@@ -253,7 +253,7 @@ def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> 
     ]
 
 
-MOST_USUAL = 0.5  # share of the right answers that a shadow may deny from the start
+MAX_USUAL_DENIED = 0.5  # share of the right answers that a shadow may deny from the start
 
 
 def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
             f"{values['shadow_denied/usual']:.0%} in the first steps. Do not trust the accuracy."
         )
     usual = next((values["shadow_denied/usual"] for values in actor.values() if "shadow_denied/usual" in values), 0.0)
-    if usual > MOST_USUAL:
+    if usual > MAX_USUAL_DENIED:
         yield (
             f"From the first steps on, the shadow denied {usual:.0%} of the answers that the reward finds right. "
             "Either the model exploits the reward since its start, or the shadow cannot read these answers: look at "
@@ -317,7 +317,7 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
         yield f"No answer of the last {len(newest)} steps ended by itself: all were cut at rollout.max_new_tokens."
     equal = [values["groups_without_signal"] for values in newest if "groups_without_signal" in values]
     exact = fmean(values.get("exact", 0.0) for values in newest)
-    if equal and fmean(equal) > MOST_GROUPS and exact < MOSTLY_RIGHT:
+    if equal and fmean(equal) > MAX_GROUPS_WITHOUT_SIGNAL and exact < MOSTLY_RIGHT:
         yield (
             f"In {fmean(equal):.0%} of the groups of the last {len(newest)} steps all rewards were equal, with "
             f"{exact:.0%} of the answers right: there was almost no learning signal."
@@ -328,9 +328,9 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
 HACK = "actor/hack_onset"
 SIGNAL_RULES = (
     "actor/truncated >= 1 for 20 steps",
-    f"actor/groups_without_signal > {MOST_GROUPS} for 20 steps",
+    f"actor/groups_without_signal > {MAX_GROUPS_WITHOUT_SIGNAL} for 20 steps",
     f"{HACK} >= 0 for 1 step",
-    f"actor/shadow_denied/usual > {MOST_USUAL} for 1 step",
+    f"actor/shadow_denied/usual > {MAX_USUAL_DENIED} for 1 step",
 )
 
 
@@ -363,7 +363,7 @@ def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str
 
 
 FIRST_STEPS = 5
-MOST_FIRST_GROUPS = 0.75
+MAX_FIRST_GROUPS = 0.75
 
 
 def first_steps_line(first: Sequence[Values], *, temperature: float, group_size: int) -> str | None:
@@ -372,7 +372,7 @@ def first_steps_line(first: Sequence[Values], *, temperature: float, group_size:
     ``first`` are the trainer's values of these steps, and the other arguments are the run's settings.
     """
     equal = [values["groups_without_signal"] for values in first if "groups_without_signal" in values]
-    if not equal or fmean(equal) < MOST_FIRST_GROUPS:
+    if not equal or fmean(equal) < MAX_FIRST_GROUPS:
         return None
     exact = fmean(values.get("exact", 0.0) for values in first)
     if exact < MOSTLY_RIGHT:
@@ -423,7 +423,7 @@ def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
     }
 
 
-MOST_POINTS = 0.02  # allowed difference between a modality's shares of the issued and of the trained samples
+MAX_POINTS = 0.02  # allowed difference between a modality's shares of the issued and of the trained samples
 PREFIX = "modality/"
 
 
@@ -460,7 +460,7 @@ def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each modality with different shares of the issued and of the trained samples."""
     for name, modality in modalities.items():
         issued, trained = modality["issued_share"], modality["trained_share"]
-        if issued is None or trained is None or abs(trained - issued) <= MOST_POINTS:
+        if issued is None or trained is None or abs(trained - issued) <= MAX_POINTS:
             continue
         why = ", ".join(f"{count:,} {reason}" for reason, count in modality["dropped"].items()) or "none"
         yield (
@@ -498,7 +498,7 @@ def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, obje
             },
             **{key: _mean(batches, key, weight=_answers) for key in ("ms_p50", "ms_p99")},
         }
-        for name, batches in named_figures(prompt_batches, REWARD).items()
+        for name, batches in named_metrics(prompt_batches, REWARD).items()
         if (answers := sum(map(_answers, batches)))
     }
 
@@ -519,11 +519,11 @@ def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, objec
             "queue_max": int(max(values.get("queue", 0.0) for values in batches)),
             **{key: _mean(batches, key, weight=_verdicts) for key in ("ms_p50", "ms_p99")},
         }
-        for name, batches in named_figures(prompt_batches, JUDGE).items()
+        for name, batches in named_metrics(prompt_batches, JUDGE).items()
     }
 
 
-def named_figures(prompt_batches: Sequence[Values], prefix: str) -> dict[str, list[dict[str, float]]]:
+def named_metrics(prompt_batches: Sequence[Values], prefix: str) -> dict[str, list[dict[str, float]]]:
     """Returns NAME → the metrics KEY of each prompt batch that has values PREFIX + NAME/KEY."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for values in prompt_batches:
@@ -532,8 +532,8 @@ def named_figures(prompt_batches: Sequence[Values], prefix: str) -> dict[str, li
             if tag.startswith(prefix):
                 name, _, key = tag.removeprefix(prefix).partition("/")
                 of_batch[name][key] = value
-        for name, figures in of_batch.items():
-            found[name].append(figures)
+        for name, metrics in of_batch.items():
+            found[name].append(metrics)
     return dict(sorted(found.items()))
 
 
@@ -542,14 +542,14 @@ def panel_lines(newest: Values) -> Iterator[tuple[str, str]]:
 
     Rewards have a line only if a reward is missing, there are several, or there is a judge.
     """
-    rewards, judges = named_figures([newest], REWARD), named_figures([newest], JUDGE)
+    rewards, judges = named_metrics([newest], REWARD), named_metrics([newest], JUDGE)
     if len(rewards) > 1 or judges or any(values["none"] for (values,) in rewards.values()):
-        yield "rewards", " · ".join(_reward_words(name, values) for name, (values,) in rewards.items())
+        yield "rewards", " · ".join(_reward_text(name, values) for name, (values,) in rewards.items())
     if judges:
-        yield "judges", " · ".join(_judge_words(name, values) for name, (values,) in judges.items())
+        yield "judges", " · ".join(_judge_text(name, values) for name, (values,) in judges.items())
 
 
-def _reward_words(name: str, values: Values) -> str:
+def _reward_text(name: str, values: Values) -> str:
     causes = sorted(
         ((share, key.removeprefix(_NONE)) for key, share in values.items() if key.startswith(_NONE)), reverse=True
     )
@@ -558,11 +558,11 @@ def _reward_words(name: str, values: Values) -> str:
     return f"{name} {mean}{missing}, p99 {values['ms_p99']:,.1f} ms"
 
 
-def _judge_words(name: str, values: Values) -> str:
-    words = f"{name} {values['verdicts']:.0f} verdicts, {values['queue']:.0f} wait"
+def _judge_text(name: str, values: Values) -> str:
+    message = f"{name} {values['verdicts']:.0f} verdicts, {values['queue']:.0f} wait"
     if "unreadable" in values:
-        words += f", {values['unreadable']:.0%} unreadable, {values['tokens']:,.0f} tokens"
-    return words
+        message += f", {values['unreadable']:.0%} unreadable, {values['tokens']:,.0f} tokens"
+    return message
 
 
 def _mean(batches: Sequence[Values], key: str, *, weight: Callable[[Values], float]) -> float | None:

@@ -18,7 +18,7 @@ from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_limits import MEMORY_GIB, PROCESSES
-from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
+from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 
 
 def plural(count: int, noun: str) -> str:
@@ -28,7 +28,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}es" if noun.endswith("batch") else f"{count} {noun}s"
 
 
-def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
+def batch_notes(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns sentences about the batch of a train step. Sizes that do not divide have been refused before."""
     groups, size, ranks = work.groups, work.group_size, config.parallel.dp
     mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
@@ -41,7 +41,7 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
         f"A group is {work.prompt_tokens} prompt tokens once + {size} x "
         f"{work.episode_rows - work.prompt_tokens} = {work.group_rows} "
         f"token rows at most ({work.prompt_source}).",
-        *_micro_batch_words(config, work),
+        *_micro_batch_notes(config, work),
     ]
     if work.busy_ranks < ranks:
         words.append(
@@ -51,7 +51,7 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
     return words
 
 
-def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
+def _micro_batch_notes(config: RelaxConfig, work: Workload) -> Iterator[str]:
     budget, ranks = config.parallel.micro_batch_tokens, config.parallel.dp
     of_ranks = f"{work.micro_batch_rows} rows at most on {plural(work.busy_ranks, 'data-parallel rank')}"
     passes = f"{plural(work.micro_batches, 'micro-batch')} a pass over the step."
@@ -75,7 +75,7 @@ def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
         )
 
 
-def media_words(config: RelaxConfig, work: Workload, model: ModelDimensions) -> list[str]:
+def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> list[str]:
     """Returns sentences about the media of a prompt, of a group on the bus and in a train step's work."""
     if work.media is None or model.patches is None:
         return []
@@ -117,7 +117,7 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
     return (seen + heard) / (seen + heard + 3 * rows)
 
 
-def context_words(config: RelaxConfig, work: Workload) -> list[str]:
+def context_notes(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns sentences about the tokens of one sample, the tokens that are never sampled, and the date in prompts."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
     words = [
@@ -125,11 +125,11 @@ def context_words(config: RelaxConfig, work: Workload) -> list[str]:
     ]
     if config.model.path is not None:
         with suppress(ValueError, OSError):  # the checks of the folder report its problems
-            words += _folder_words(config, Path(config.model.path))
+            words += _folder_notes(config, Path(config.model.path))
     return words
 
 
-def _folder_words(config: RelaxConfig, folder: Path) -> Iterator[str]:
+def _folder_notes(config: RelaxConfig, folder: Path) -> Iterator[str]:
     banned, textless = set(config.rollout.banned()), textless_token_ids(folder)
     if banned or textless:
         yield (
@@ -141,7 +141,7 @@ def _folder_words(config: RelaxConfig, folder: Path) -> Iterator[str]:
         yield f"data.template_date: the chat template writes a date, which is {date}."
 
 
-def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
+def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns the sizes of an episode of several turns, and the processes and the cache that it needs."""
     spec = find_env(config.env.name)
     if not spec.has_turns:
@@ -192,9 +192,9 @@ def _timeouts(config: RelaxConfig) -> str:
 
 def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     """Returns sentences about the agents: how they start, how many run at one time, and their limits."""
-    agent, at_once = config.agent, agents_at_one_time(config) * config.rollout.workers
+    agent, at_once = config.agent, max_concurrent_agents(config) * config.rollout.workers
     endpoint = f"{config.endpoint.host}, port {config.endpoint.port or 'any free one'}"
-    if not (command := agent_words(config, spec)):
+    if not (command := agent_command_of(config, spec)):
         return [f"Agents that Relax does not start ask for up to {at_once} tasks at one time at {endpoint}."]
     how = f"{at_once} processes take task after task" if agent.workers else "each in a process of its own"
     return [
@@ -205,7 +205,7 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     ]
 
 
-def order_words(config: RelaxConfig) -> Iterator[str]:
+def order_notes(config: RelaxConfig) -> Iterator[str]:
     """Warns that several rollout workers make a run without staleness unrepeatable."""
     if config.mode.max_staleness == 0 and not config.in_order:
         yield (
@@ -214,7 +214,7 @@ def order_words(config: RelaxConfig) -> Iterator[str]:
         )
 
 
-def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
+def credit_notes(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns sentences about the groups in flight and the staleness of trained tokens."""
     staleness, groups = config.mode.max_staleness, work.groups
     spares = config.rollout.spare_prompts
@@ -222,14 +222,14 @@ def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
     credits = (staleness + 1) * groups + spares * (1 if kept else staleness + 1)
     turns = " Rollout and trainer take turns." if config.mode.name is ModeName.colocate else ""
     return [
-        f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_words(spares, kept)} = {credits} groups, "
-        f"{credits * work.group_size} samples, generated and not yet trained at most.",
+        f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_groups_text(spares, kept)} = {credits} "
+        f"groups, {credits * work.group_size} samples, generated and not yet trained at most.",
         f"A token is trained at most {plural(staleness, 'weight version')} after the version that sampled it.{turns}",
         f"One engine runs up to {work.samples_in_flight} samples at one time.",
     ]
 
 
-def _spare_words(spares: int, kept: bool) -> str:
+def _spare_groups_text(spares: int, kept: bool) -> str:
     """Returns the number of groups that over-sampling admits beyond the groups that the steps need."""
     if not spares:
         return ""

@@ -17,16 +17,16 @@ from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.data.sources import are_rows_named
 from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.batch import (
-    batch_words,
-    context_words,
-    credit_words,
-    episode_words,
-    media_words,
-    order_words,
+    batch_notes,
+    context_notes,
+    credit_notes,
+    episode_notes,
+    media_notes,
+    order_notes,
     plural,
 )
 from relax_core.plan.context_length import planned_context
-from relax_core.plan.data_check import DataLook, epoch_words, look_at_data
+from relax_core.plan.data_check import DataSummary, epoch_notes, summarize_data
 from relax_core.plan.memory_plan import (
     SHARED,
     SHARED_ITEMS,
@@ -35,26 +35,26 @@ from relax_core.plan.memory_plan import (
     cpu_holders,
     gpu_holders,
 )
-from relax_core.plan.memory_terms import GIB, Holder, Transfers, engine_bytes, find_transfers, size_words
+from relax_core.plan.memory_terms import GIB, MemoryHolder, Transfers, engine_bytes, find_transfers, size_text
 from relax_core.plan.model_dimensions import ModelDimensions, find_dimensions
 from relax_core.plan.placement import (
     UNSEEN,
     EncodeNode,
-    Place,
+    GpuPlacement,
     encode_nodes,
     engine_room,
+    engine_room_notes,
     gpus_of,
     place,
     placement_faults,
-    room_words,
-    way_words,
+    tower_layout_notes,
 )
-from relax_core.plan.prompt_maker import stop_words
+from relax_core.plan.prompt_maker import stop_token_warnings
 from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
 from relax_core.roles.process_placement import engines_take_gpus, roles_of
-from relax_core.server.orders import EngineRoom
+from relax_core.server.order_types import EngineRoom
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,14 @@ class Plan:
     name: str
     model: ModelDimensions
     roles: Mapping[str, int]
-    places: Sequence[Place]
+    places: Sequence[GpuPlacement]
     batch: Sequence[str]
     media: Sequence[str]
     context: Sequence[str]
     episodes: Sequence[str]
     credits: Sequence[str]
     work: Workload
-    memory: Sequence[Holder]
+    memory: Sequence[MemoryHolder]
     free_bytes: int | None
     cache_tokens: int
     cache_tokens_fit: int | None
@@ -119,18 +119,18 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     on_gpus = config.placement.gpus_per_node > 0
     rows = None if look is None else look.rows
 
-    def holders(changed: RelaxConfig) -> list[Holder]:
+    def holders(changed: RelaxConfig) -> list[MemoryHolder]:
         if on_gpus:
             return gpu_holders(changed, gpus_of(config, roles), model=model, work=work)
         return cpu_holders(changed, requirements, roles, model=model, work=work, data_rows=rows)
 
-    memory: list[Holder] = []
+    memory: list[MemoryHolder] = []
     ways: list[str] = []
     free = None
     encoding = encode_nodes(config, roles, work, data_rows=rows)
     if not refused:
         memory = holders(config)
-        ways = list(way_words(config, work, model, peak=lambda changed: _trainer_peak(holders(changed))))
+        ways = list(tower_layout_notes(config, work, model, peak=lambda changed: _trainer_peak(holders(changed))))
         free = available_bytes() if _runs_here(config) and not on_gpus else None
         refused += _gpu_faults(memory) if on_gpus else _cpu_faults(config, memory, free)
     room = engine_room(config, memory, here=_runs_here(config))
@@ -141,26 +141,26 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         model=model,
         roles=roles,
         places=place(config, roles) if memory else [],
-        batch=[*epoch_words(config), *batch_words(config, work)],
-        media=[*media_words(config, work, model), *(node.words for node in encoding), *ways],
-        context=context_words(config, work),
-        episodes=episode_words(config, work),
-        credits=credit_words(config, work),
+        batch=[*epoch_notes(config), *batch_notes(config, work)],
+        media=[*media_notes(config, work, model), *(node.description for node in encoding), *ways],
+        context=context_notes(config, work),
+        episodes=episode_notes(config, work),
+        credits=credit_notes(config, work),
         work=work,
         memory=memory,
         free_bytes=free,
         cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
         transfers=transfers,
-        engines=list(room_words(config, room, free=free)),
+        engines=list(engine_room_notes(config, room, free=free)),
         engine_room=room,
-        data=[] if look is None else look.words(what=config.data.name),
+        data=[] if look is None else look.describe(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unused_keys(config)),
         warnings=[
             *([UNSEEN] if on_gpus else []),
-            *order_words(config),
-            *stop_words(config),
+            *order_notes(config),
+            *stop_token_warnings(config),
             *_encode_faults(encoding),
             *of_host,
         ],
@@ -183,7 +183,7 @@ def as_json_values(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def _trainer_peak(holders: Sequence[Holder]) -> int:
+def _trainer_peak(holders: Sequence[MemoryHolder]) -> int:
     return next(holder.peak.bytes for holder in holders if holder.name in ("actor", SHARED))
 
 
@@ -192,11 +192,11 @@ def _encode_faults(nodes: Sequence[EncodeNode]) -> Iterator[str]:
         yield from node.faults()
 
 
-def _data_look(config: RelaxConfig) -> DataLook | None:
+def _data_look(config: RelaxConfig) -> DataSummary | None:
     data = config.data
     if config.launcher.name is LauncherKind.ray_job or (data.task is None and not are_rows_named(data)):
         return None
-    return look_at_data(config)
+    return summarize_data(config)
 
 
 def _runs_here(config: RelaxConfig) -> bool:
@@ -224,7 +224,7 @@ def _state_faults(config: RelaxConfig, state_tokens: int) -> Iterator[str]:
         )
 
 
-def _gpu_faults(memory: Sequence[Holder]) -> Iterator[str]:
+def _gpu_faults(memory: Sequence[MemoryHolder]) -> Iterator[str]:
     for holder in memory:
         if holder.peak.bytes > holder.limit:
             terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in holder.peak.terms.items() if size)
@@ -234,7 +234,7 @@ def _gpu_faults(memory: Sequence[Holder]) -> Iterator[str]:
             )
 
 
-def _cpu_faults(config: RelaxConfig, memory: Sequence[Holder], free: int | None) -> Iterator[str]:
+def _cpu_faults(config: RelaxConfig, memory: Sequence[MemoryHolder], free: int | None) -> Iterator[str]:
     """Returns one sentence with the largest sums if the run does not fit into this machine."""
     store = config.launcher.object_store_mb << 20
     need = sum(holder.count * holder.peak.bytes for holder in memory) + store
@@ -253,7 +253,7 @@ NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 def host_warnings(
-    config: RelaxConfig, memory: Sequence[Holder], transfers: Transfers, *, shared_memory: Path
+    config: RelaxConfig, memory: Sequence[MemoryHolder], transfers: Transfers, *, shared_memory: Path
 ) -> Iterator[str]:
     """Yields warnings for a run on this machine."""
     yield from _shared_memory_warning(memory, transfers, folder=shared_memory)
@@ -268,19 +268,19 @@ def host_warnings(
         )
 
 
-def _shared_memory_warning(memory: Sequence[Holder], transfers: Transfers, *, folder: Path) -> Iterator[str]:
+def _shared_memory_warning(memory: Sequence[MemoryHolder], transfers: Transfers, *, folder: Path) -> Iterator[str]:
     items = sum(holder.peak.bytes for holder in memory if holder.name == SHARED_ITEMS)
     need = transfers.published_bytes + items
     try:
         free = shutil.disk_usage(folder).free
     except FileNotFoundError:
-        yield f"{folder} does not exist, but published weights need {size_words(need)} there. Mount a tmpfs there."
+        yield f"{folder} does not exist, but published weights need {size_text(need)} there. Mount a tmpfs there."
         return
     if free < need:
-        of_items = f" and media items {size_words(items)}" if items else ""
+        of_items = f" and media items {size_text(items)}" if items else ""
         yield (
-            f"{folder} has {size_words(free)} free, but {transfers.published_bytes // transfers.sync_bytes} weight "
-            f"versions need {size_words(transfers.published_bytes)}{of_items}. Free some of it, or make it larger: "
+            f"{folder} has {size_text(free)} free, but {transfers.published_bytes // transfers.sync_bytes} weight "
+            f"versions need {size_text(transfers.published_bytes)}{of_items}. Free some of it, or make it larger: "
             f"mount -o remount,size=SIZE {folder}; in a container: --shm-size=SIZE."
         )
 
@@ -394,24 +394,24 @@ def _memory(plan: Plan) -> Iterator[str]:
     if not on_gpus:
         small = [holder for holder in plan.memory if _only_imports(holder)]
         rest = sum(holder.count * holder.peak.bytes for holder in small)
-        yield f"{sum(holder.count for holder in small)} other processes: {size_words(rest)}, their imports"
-        free = f", {size_words(plan.free_bytes)} are free" if plan.free_bytes is not None else ""
-        yield f"all at their peaks at the same time: {size_words(plan.total_bytes)}{free}"
+        yield f"{sum(holder.count for holder in small)} other processes: {size_text(rest)}, their imports"
+        free = f", {size_text(plan.free_bytes)} are free" if plan.free_bytes is not None else ""
+        yield f"all at their peaks at the same time: {size_text(plan.total_bytes)}{free}"
     fits = f", {plan.cache_tokens_fit} would fit" if plan.cache_tokens_fit is not None else ""
     yield f"KV cache of an engine: {plan.cache_tokens} tokens{fits}"
 
 
-def _only_imports(holder: Holder) -> bool:
+def _only_imports(holder: MemoryHolder) -> bool:
     return all(not size or name == "imports" for phase in holder.phases for name, size in phase.terms.items())
 
 
-def _holder(holder: Holder) -> Iterator[str]:
-    limit = f" of {size_words(holder.limit)}" if holder.limit else ""
+def _holder(holder: MemoryHolder) -> Iterator[str]:
+    limit = f" of {size_text(holder.limit)}" if holder.limit else ""
     peak = holder.peak
-    yield f"{holder.count} x {holder.name}: {size_words(peak.bytes)}{limit}, in {peak.name}"
+    yield f"{holder.count} x {holder.name}: {size_text(peak.bytes)}{limit}, in {peak.name}"
     for phase in holder.phases:
-        terms = [f"{name} {size_words(size)}" for name, size in phase.terms.items() if size]
-        yield from _wrapped(f"    {phase.name:<9} {size_words(phase.bytes):>9} = ", terms)
+        terms = [f"{name} {size_text(size)}" for name, size in phase.terms.items() if size]
+        yield from _wrapped(f"    {phase.name:<9} {size_text(phase.bytes):>9} = ", terms)
 
 
 def _transfers(plan: Plan) -> Iterator[str]:
@@ -419,16 +419,16 @@ def _transfers(plan: Plan) -> Iterator[str]:
     if transfers.kept_set_bytes:
         yield (
             f"kept sets: {transfers.kept_set_bytes} bytes a sampled token and "
-            f"{size_words(transfers.kept_step_bytes)} a train step at most; a set of n tokens takes 4 + 4 n bytes"
+            f"{size_text(transfers.kept_step_bytes)} a train step at most; a set of n tokens takes 4 + 4 n bytes"
         )
     yield (
-        f"weights: {size_words(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; published "
-        f"versions take {size_words(transfers.published_bytes)} at most"
+        f"weights: {size_text(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; published "
+        f"versions take {size_text(transfers.published_bytes)} at most"
     )
     yield f"to the engines by {transfers.transport}: {transfers.transport_reason}"
     yield (
-        f"checkpoint: {size_words(transfers.checkpoint_bytes)}; {transfers.checkpoints_kept} are kept, "
-        f"{size_words(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"
+        f"checkpoint: {size_text(transfers.checkpoint_bytes)}; {transfers.checkpoints_kept} are kept, "
+        f"{size_text(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"
     )
     if transfers.passed_bytes:
-        yield f"an export copies {size_words(transfers.passed_bytes)} of tensors that are not computed from model.path"
+        yield f"an export copies {size_text(transfers.passed_bytes)} of tensors that are not computed from model.path"

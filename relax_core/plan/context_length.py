@@ -14,7 +14,7 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import InteractionConfig
 from relax_core.data.eval_sets import eval_sets_alone
-from relax_core.plan.data_check import keep_look, look_at_data
+from relax_core.plan.data_check import reuse_summary, summarize_data
 from relax_core.plan.prompt_maker import positions, prompt_maker
 from relax_core.plan.threads import with_threads
 from relax_core.registry import PluginError, find_engine, find_env
@@ -34,8 +34,8 @@ def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
     Problems that other checks report, such as those of the data, are left to them. A job on another cluster derives the
     context there, where its files are.
     """
-    settled, problems = _settle(config, lambda unsettled, _: look_at_data(unsettled).bound)
-    keep_look(config, settled)
+    settled, problems = _settle(config, lambda unsettled, _: summarize_data(unsettled).bound)
+    reuse_summary(config, settled)
     return settled, problems
 
 
@@ -64,12 +64,12 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
     except ValueError as error:
         return _with_context(config, UNKNOWN_PROMPT), [str(error)]
     if find_env(config.env.name).agent is not None and config.engine.context_length is None:
-        told = (
+        message = (
             f"engine.context_length=null with env.name={config.env.name}: how long its turns make a prompt is not "
             "known. Give the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
             "engine.context_length=512."
         )
-        return _with_context(config, UNKNOWN_PROMPT), [told]
+        return _with_context(config, UNKNOWN_PROMPT), [message]
     if prompts is None:
         return _with_context(config, UNKNOWN_PROMPT), []
     if config.engine.context_length is not None:
@@ -82,7 +82,7 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
 
 
 def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
-    sets = [prepare(eval_set, prompts, most_bad=config.data.max_bad_rows) for eval_set in eval_sets_alone(config)]
+    sets = [prepare(eval_set, prompts, max_bad=config.data.max_bad_rows) for eval_set in eval_sets_alone(config)]
     return max((len(row.input_ids) for eval_set in sets for row in eval_set.rows), default=0)
 
 
@@ -100,7 +100,7 @@ def _observed(config: RelaxConfig) -> int:
     env = find_env(config.env.name)
     if not env.has_turns or env.agent is not None:
         return 0
-    return cast(InteractionConfig, config.env).most_observed_tokens
+    return cast(InteractionConfig, config.env).max_observed_tokens
 
 
 def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:

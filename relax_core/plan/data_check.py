@@ -56,7 +56,7 @@ def settle_steps(config: RelaxConfig) -> RelaxConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
 
 
-def epoch_words(config: RelaxConfig) -> list[str]:
+def epoch_notes(config: RelaxConfig) -> list[str]:
     """Returns the computation of ``run.steps`` as a sentence, for a settled configuration with ``run.epochs``."""
     if config.run.epochs is None:
         return []
@@ -173,7 +173,7 @@ class PromptMedia:
     most_audio_frames: int = 0
 
 
-def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
+def summarize_media(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
     """Returns the description of the prompts' media, None if there is no prompt."""
     if not prompts:
         return None
@@ -196,14 +196,14 @@ def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
     )
 
 
-LOOKED_AT = 100_000  # the largest number of rows that are all checked
+MAX_LISTED_ROWS = 100_000  # the largest number of rows that are all checked
 TOKENIZED_BYTES = 4 << 20
 GENERATED_ROWS = 64  # checked rows of a generated task; all its rows are alike
 SETTLED_S = 0.1  # if a file was written this long ago, its next change has another modification time
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataLook:
+class DataSummary:
     """Holds the result of a data check.
 
     ``rows`` is the number of trained rows; ``generated`` says that a task generates them, so a few represent all.
@@ -229,7 +229,7 @@ class DataLook:
     notes: Sequence[str]
     refused: str | None
 
-    def words(self, *, what: str) -> list[str]:
+    def describe(self, *, what: str) -> list[str]:
         """Returns sentences about the data for the user. ``what`` is the data's name."""
         if self.generated:
             part = "generated"
@@ -260,10 +260,10 @@ class DataLook:
         return [*lines, *self.notes]
 
 
-_newest: dict[str, DataLook] = {}  # results of this process, at most one
+_newest: dict[str, DataSummary] = {}  # results of this process, at most one
 
 
-def look_at_data(config: RelaxConfig) -> DataLook:
+def summarize_data(config: RelaxConfig) -> DataSummary:
     """Reads rows, and makes their prompts if a tokenizer is available.
 
     Raises ValueError (key, value, fix) for data that cannot be used at all. A process does not repeat the check of
@@ -279,14 +279,14 @@ def look_at_data(config: RelaxConfig) -> DataLook:
     return _newest[key]
 
 
-def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
+def reuse_summary(config: RelaxConfig, settled: RelaxConfig) -> None:
     """Reuses the result for ``config`` for ``settled``, the configuration with the context derived from it."""
     key, settled_key = _key(config), _key(settled)
     if key is not None and settled_key is not None and key in _newest:
         _newest[settled_key] = _newest[key]
 
 
-def _look(config: RelaxConfig) -> DataLook:
+def _look(config: RelaxConfig) -> DataSummary:
     source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
     headers = ItemHeaders(config)
     try:
@@ -299,7 +299,7 @@ def _look(config: RelaxConfig) -> DataLook:
     rewards = row_check(find_reward(config.reward.name), config.reward)
     found = _Found(source, prompts, teacher_of, rewards, headers, UnreadMedia(config), room=prompt_room(config))
     numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
-    for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
+    for number in numbers[:: max(1, -(-len(numbers) // MAX_LISTED_ROWS))]:
         found.read(number)
     if prompts is not None:
         found.tokenize(prompts)
@@ -310,10 +310,10 @@ def _look(config: RelaxConfig) -> DataLook:
     refused = refused or _unread_in_sets(config, sets)
     reward = RewardCheck() if refused else check_reward(config, source)
     refused = refused or reward.refused
-    asked = [] if prompts is None or refused else [prepare(eval_set, prompts, most_bad=most) for eval_set in sets]
+    asked = [] if prompts is None or refused else [prepare(eval_set, prompts, max_bad=most) for eval_set in sets]
     longest = max([found.longest, *(len(row.input_ids) for eval_set in asked for row in eval_set.rows)])
     spare = _spare(config) if generated else 0
-    return DataLook(
+    return DataSummary(
         rows=len(source),
         generated=generated,
         looked=found.looked,
@@ -323,8 +323,8 @@ def _look(config: RelaxConfig) -> DataLook:
         bound=max(longest, found.longest + spare, found.rest) if longest else 0,
         cut=found.cut,
         sets=asked,
-        media=summed_up(found.media) if media_kinds(config) else None,
-        notes=[] if refused else [*reward.notes, *found.notes(sets), *found.trained_words(sets)],
+        media=summarize_media(found.media) if media_kinds(config) else None,
+        notes=[] if refused else [*reward.notes, *found.notes(sets), *found.trained_notes(sets)],
         refused=refused,
     )
 
@@ -433,8 +433,8 @@ class _Found:
             if self._rewards is not None:
                 self._rewards.check_row(row, where)
             if self._labels is not None:
-                self._labels.see(row, where)
-            self._see_shadow(row, where)
+                self._labels.add(row, where)
+            self._check_shadow(row, where)
             self._json_prompts += isinstance(row["prompt"], MessagesOfText)
             self._trained.add(_row_hash(row))
             if self._teacher_of is not None:
@@ -447,7 +447,7 @@ class _Found:
         except BadRow as error:
             self._leave_out(number, error)
 
-    def _see_shadow(self, row: DataRow, where: str) -> None:
+    def _check_shadow(self, row: DataRow, where: str) -> None:
         """Counts rows with a label that the reward's shadow can judge, and keeps its error for the first other row."""
         shadow = None if self._rewards is None else self._rewards.shadow
         if shadow is None or shadow.spec.check_row is None:
@@ -510,14 +510,14 @@ class _Found:
                 name = f"evaluation set {eval_set.name}" if eval_set.name else "the held-out rows"
                 for number, row in enumerate(eval_set.rows):
                     with suppress(ValueError):  # a row that names no known reward has none in the evaluation, either
-                        self._labels.see(row, f"{name}, row {number}")
-            lines += self._labels.words()
+                        self._labels.add(row, f"{name}, row {number}")
+            lines += self._labels.describe()
         lines += self.unread.notes()
         if self._json_prompts:
             lines.append(f"{self._json_prompts:,} prompts are JSON text, and are read as chat messages.")
         return lines
 
-    def trained_words(self, sets: Sequence[EvalSet]) -> Iterator[str]:
+    def trained_notes(self, sets: Sequence[EvalSet]) -> Iterator[str]:
         """Yields a sentence for each evaluation set that has rows with the prompt and answer of a training row."""
         if len(self._trained) < 2:  # rows with the same prompt and answer differ in other columns
             return

@@ -19,7 +19,7 @@ from relax_core.plan.memory_terms import (
     GIB,
     MIB,
     OF_MEDIA,
-    Holder,
+    MemoryHolder,
     Phase,
     activation_terms,
     dtype_bytes,
@@ -40,7 +40,7 @@ from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
 from relax_core.roles.process_placement import worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE
-from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
+from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
@@ -49,7 +49,7 @@ CHARACTERS_A_TOKEN = 3  # a low estimate for real vocabularies
 TEXTS = 3  # texts of a prompt, each with up to max_response_chars: question, reference, response
 
 
-def own_judges(config: RelaxConfig) -> dict[str, JudgeConfig]:
+def judges_with_engines(config: RelaxConfig) -> dict[str, JudgeConfig]:
     """Returns the judges, by name, that use engines of the run."""
     plan = judge_plan(config)
     judges = {} if plan is None else {name: setup.settings for name, setup in plan.judges.items()}
@@ -69,12 +69,12 @@ def with_judge_engine(config: RelaxConfig, judge: JudgeConfig) -> RelaxConfig:
     return replace(config, engine=judge_engine(config.engine, judge, positions=positions or MAX_POSITIONS))
 
 
-def judge_holders(config: RelaxConfig) -> list[Holder]:
+def judge_holders(config: RelaxConfig) -> list[MemoryHolder]:
     """Returns the memory of each judge's engines on CPU cores; a train step's responses are judged concurrently."""
-    return [_holder(config, name, judge) for name, judge in own_judges(config).items()]
+    return [_holder(config, name, judge) for name, judge in judges_with_engines(config).items()]
 
 
-def _holder(config: RelaxConfig, name: str, judge: JudgeConfig) -> Holder:
+def _holder(config: RelaxConfig, name: str, judge: JudgeConfig) -> MemoryHolder:
     model, engine, size = judge_model(judge), with_judge_engine(config, judge).engine, engine_bytes(config)
     prompt = min(engine.context_tokens, TEXTS * judge.max_response_chars // CHARACTERS_A_TOKEN + judge.max_new_tokens)
     asked = config.rollout.prompts_per_step * config.algo.group_size * judge.votes
@@ -85,7 +85,7 @@ def _holder(config: RelaxConfig, name: str, judge: JudgeConfig) -> Holder:
         "weights": model.parameters * size,
         f"KV cache ({tokens} tokens)": tokens * model.cache_values_per_token * size,
     }
-    return Holder(name=f"judge {name}", count=judge.count, phases=(Phase(name="rollout", terms=terms),))
+    return MemoryHolder(name=f"judge {name}", count=judge.count, phases=(Phase(name="rollout", terms=terms),))
 
 
 Peak = Callable[[RelaxConfig, Workload], int]  # returns the bytes of a GPU in the trainer's largest phase
@@ -174,7 +174,7 @@ def cpu_holders(
     model: ModelDimensions,
     work: Workload,
     data_rows: int | None = None,
-) -> list[Holder]:
+) -> list[MemoryHolder]:
     """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     holders.append(_plain("stand-in of a Ray agent", AGENT_STAND_IN, count=2))
@@ -197,8 +197,8 @@ def cpu_holders(
         count, most = roles["rollout"] * isolated.workers, round(isolated.worker_memory_gib * 1024)
         holders.append(_plain("environment worker", most, count=count))
     env = find_env(config.env.name)
-    if env.agent is not None and agent_words(config, env):
-        holders.append(_plain("agent with its guard", AGENT, count=roles["rollout"] * agents_at_one_time(config)))
+    if env.agent is not None and agent_command_of(config, env):
+        holders.append(_plain("agent with its guard", AGENT, count=roles["rollout"] * max_concurrent_agents(config)))
     if config.bus.name == "transfer_queue":
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=2))  # its controller and its storage
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
@@ -215,13 +215,13 @@ def cpu_holders(
     if work.media is not None:
         encoder = Phase(name="always", terms={"encoding": encode_worker_bytes(work)})
         workers = roles["rollout"] * config.modality.workers
-        holders.append(Holder(name="encode worker", count=workers, phases=(encoder,)))
+        holders.append(MemoryHolder(name="encode worker", count=workers, phases=(encoder,)))
         items = shared_item_bytes(config, work, rollout_workers=roles["rollout"], data_rows=data_rows)
-        holders.append(Holder(name=SHARED_ITEMS, count=1, phases=(Phase(name="always", terms={"items": items}),)))
+        holders.append(MemoryHolder(name=SHARED_ITEMS, count=1, phases=(Phase(name="always", terms={"items": items}),)))
     return holders
 
 
-def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -> list[Holder]:
+def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -> list[MemoryHolder]:
     assert requirements.teacher is not None
     models = [teacher_dimensions(model, family=config.model.family) for model in requirements.teacher.models.values()]
     if requirements.teacher.served_by == "forward":
@@ -242,8 +242,8 @@ def _supervisor(config: RelaxConfig, work: Workload) -> int:
     return BASES["supervisor"] + (HEADERS if work.media is not None else 0) + (PARQUET if parquet else 0)
 
 
-def _plain(name: str, mib: int, *, count: int = 1) -> Holder:
-    return Holder(name=name, count=count, phases=(Phase(name="always", terms={"imports": mib * MIB}),))
+def _plain(name: str, mib: int, *, count: int = 1) -> MemoryHolder:
+    return MemoryHolder(name=name, count=count, phases=(Phase(name="always", terms={"imports": mib * MIB}),))
 
 
 def _trainer(
@@ -254,10 +254,10 @@ def _trainer(
     work: Workload,
     *,
     publishes: bool,
-) -> Holder:
+) -> MemoryHolder:
     """Returns the memory of a trainer's ranks; each counts like the fullest rank."""
     stages = [
-        Holder(
+        MemoryHolder(
             name=name,
             count=world_size(parallel),
             phases=_trainer_phases(config, parallel, model, work, publishes=publishes, later=later),
@@ -310,7 +310,7 @@ def _forward(
     work: Workload,
     *,
     follows: bool,
-) -> Holder:
+) -> MemoryHolder:
     """Returns the memory of a forward role; the models of several teachers all stay loaded.
 
     ``follows`` says that the role reads every published version.
@@ -326,10 +326,10 @@ def _forward(
     if follows:
         kept = {"kept by the allocator": sum(_with_kept(passing).values())}
         phases.append(Phase(name="sync", terms=state | kept | sync))
-    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
+    return MemoryHolder(name=name, count=world_size(parallel), phases=tuple(phases))
 
 
-def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
+def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> MemoryHolder:
     size = engine_bytes(config)
     imports = _imports(find_engine(config.engine.name).memory_mib, model, vision=ENGINE_VISION)
     state = {"imports": imports, "weights": model.parameters * size}
@@ -354,7 +354,7 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
         Phase(name="sync", terms=state | serving | new),
         Phase(name="wake-up", terms=state | serving),
     )
-    return Holder(name=name, count=count, phases=phases)
+    return MemoryHolder(name=name, count=count, phases=phases)
 
 
 def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]:
@@ -390,7 +390,7 @@ SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other is sent
 
 def gpu_holders(
     config: RelaxConfig, gpus: Mapping[str, int], *, model: ModelDimensions, work: Workload
-) -> list[Holder]:
+) -> list[MemoryHolder]:
     """Returns one holder for the GPUs of each role: trainer, engines, and forward roles.
 
     If roles share all GPUs there is one holder for all of them.
@@ -425,8 +425,10 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
 
 def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
     """Returns the bytes of an engine's weights on one GPU; each has the whole vision tower if images are sharded."""
-    dealt = config.parallel.shard_media and find_engine(config.engine.name).deals_items and "audio" not in model.towers
-    whole = model.tower_parameters if dealt else 0
+    sharded = (
+        config.parallel.shard_media and find_engine(config.engine.name).shards_items and "audio" not in model.towers
+    )
+    whole = model.tower_parameters if sharded else 0
     return ((model.parameters - whole) // config.engine.tp + whole) * engine_bytes(config)
 
 
@@ -457,12 +459,12 @@ def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *
 
 def _gpu_trainer(
     role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
-) -> Holder:
+) -> MemoryHolder:
     def peak(changed: RelaxConfig, its_work: Workload) -> int:
         return max(phase.bytes for phase in _gpu_trainer_phases(changed, model, its_work))
 
     room = trainer_room(config, work, peak, limit=limit) if peak(config, work) > limit else ""
-    return Holder(name=role, count=count, phases=_gpu_trainer_phases(config, model, work), limit=limit, room=room)
+    return MemoryHolder(name=role, count=count, phases=_gpu_trainer_phases(config, model, work), limit=limit, room=room)
 
 
 def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
@@ -479,23 +481,25 @@ def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -
     return terms
 
 
-def _gpu_engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int) -> Holder:
+def _gpu_engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int) -> MemoryHolder:
     terms = _engine_terms(config, model, work)
     phases = (
         Phase(name="rollout", terms=terms),
         Phase(name="sync", terms=terms | {"sync buckets": SYNC_BUCKET_BYTES}),
     )
-    return Holder(name=ROLLOUT, count=count, phases=phases, limit=limit, room=_engine_fix(config, model, work))
+    return MemoryHolder(name=ROLLOUT, count=count, phases=phases, limit=limit, room=_engine_fix(config, model, work))
 
 
-def _judge_engine(config: RelaxConfig, work: Workload, *, count: int, limit: int) -> Holder:
+def _judge_engine(config: RelaxConfig, work: Workload, *, count: int, limit: int) -> MemoryHolder:
     """Returns the memory of an engine of the largest judge."""
-    judge = max(own_judges(config).values(), key=lambda own_judge: judge_model(own_judge).parameters)
+    judge = max(judges_with_engines(config).values(), key=lambda own_judge: judge_model(own_judge).parameters)
     model, its = judge_model(judge), with_judge_engine(config, judge)
     terms = _engine_terms(its, model, replace(work, media=None))
     fits = cache_tokens_that_fit(its, model, replace(work, media=None))
     room = f"Set engine.max_total_tokens={fits} or less" if fits else "Use a smaller judge"
-    return Holder(name=JUDGE_ENGINE, count=count, phases=(Phase(name="rollout", terms=terms),), limit=limit, room=room)
+    return MemoryHolder(
+        name=JUDGE_ENGINE, count=count, phases=(Phase(name="rollout", terms=terms),), limit=limit, room=room
+    )
 
 
 def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> str:
@@ -505,7 +509,7 @@ def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> 
 
 def _gpu_forward(
     role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
-) -> Holder:
+) -> MemoryHolder:
     """Returns the memory of a forward role; a teacher is whole on its GPU."""
     layout = worker_group_layouts(config).get(role)
     parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
@@ -516,15 +520,15 @@ def _gpu_forward(
     if role == "actor_fwd":
         phases.append(Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}))
     room = f"Give it more GPUs: placement.roles.{role}={2 * count} parallel.{role}.tp={2 * parallel.tp}"
-    return Holder(name=role, count=count, phases=tuple(phases), limit=limit, room=room)
+    return MemoryHolder(name=role, count=count, phases=tuple(phases), limit=limit, room=room)
 
 
 def _shared(
     config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
-) -> Holder:
+) -> MemoryHolder:
     """Returns the memory of time-shared GPUs; the trainer's state is on the host while the engines generate."""
     engine = _engine_terms(config, model, work)
-    trainer = _beside_idle_engine(_gpu_trainer_phases(config, model, work))
+    trainer = _with_idle_engine(_gpu_trainer_phases(config, model, work))
     weights = {key: engine[key] for key in ("engine process", "engine weights")}
     shares = [share_of(config.parallel, model, later=later).parameters for later in stages_of(config.parallel)]
     sending = {"process": PROCESS_BYTES, "weights": max(shares) * dtype_bytes(config)}
@@ -537,16 +541,16 @@ def _shared(
     worst = max(phases, key=lambda phase: phase.bytes)
 
     def peak(changed: RelaxConfig, its_work: Workload) -> int:
-        return max(phase.bytes for phase in _beside_idle_engine(_gpu_trainer_phases(changed, model, its_work)))
+        return max(phase.bytes for phase in _with_idle_engine(_gpu_trainer_phases(changed, model, its_work)))
 
     room = ""
     if worst.bytes > limit:
         of_engine = worst.name in ("rollout", "wake-up")
         room = _engine_fix(config, model, work) if of_engine else trainer_room(config, work, peak, limit=limit)
-    return Holder(name=SHARED, count=gpus["actor"], phases=phases, limit=limit, room=room)
+    return MemoryHolder(name=SHARED, count=gpus["actor"], phases=phases, limit=limit, room=room)
 
 
-def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
+def _with_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
     """Returns the trainer's phases while an engine without weights and cache is on the same GPU."""
     return [Phase(name=phase.name, terms={**phase.terms, "engine process": ENGINE_BYTES}) for phase in phases[:3]]
 

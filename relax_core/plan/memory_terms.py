@@ -27,7 +27,7 @@ FLEX_BLOCK = 128  # rows of a block of FlexAttention
 MASK_BOOLS = 3  # bytes for each pair of rows: the bool masks from which the attention mask is made
 
 
-def size_words(size: int) -> str:
+def size_text(size: int) -> str:
     """Returns a number of bytes in MiB or GiB."""
     if size >= GIB:
         return f"{size / GIB:.1f} GiB"
@@ -48,7 +48,7 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class MemoryHolder:
     """Holds the phases of ``count`` processes of one kind, or of as many GPUs.
 
     ``limit`` is the bytes that each may use, 0 if they share the machine's memory. ``room`` is the fix if the memory
@@ -176,7 +176,7 @@ FEATURE_COPIES = 2  # the tower's output of all items, and the rows of it that a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankParameters:
     """Holds the parameters of one rank.
 
     ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` parameters (the vision
@@ -193,7 +193,9 @@ class Share:
         return self.dense + self.experts + self.whole
 
 
-def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False) -> Share:
+def trained_share(
+    layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False
+) -> RankParameters:
     """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
     share = share_of(layout, model, later=later)
     towers: Mapping[str, int] = {} if later else model.towers
@@ -202,7 +204,7 @@ def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[
     language = 0 if LANGUAGE in frozen else share.dense - routers
     whole = share.whole - (PROJECTOR in frozen) * sum(projectors[part] for part in towers)
     whole -= sum(towers[part] - projectors[part] for part in (VISION, AUDIO) if part in frozen and part in towers)
-    return Share(
+    return RankParameters(
         dense=language + (0 if ROUTER in frozen else routers),
         experts=0 if LANGUAGE in frozen else share.experts,
         whole=whole,
@@ -222,7 +224,7 @@ def stages_of(parallel: ParallelConfig) -> tuple[bool, ...]:
     return (False,) if parallel.first_stage_layers is None else (False, True)
 
 
-def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> Share:
+def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> RankParameters:
     """Returns the share of a rank of the first stage, which holds most if all stages have equally many layers.
 
     With ``later`` it is the share of the last stage, which has no towers.
@@ -230,7 +232,7 @@ def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> 
     matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
     embeddings = matrices * model.vocabulary * model.hidden
     layers = stage_layers(layout, model, later=later)
-    return Share(
+    return RankParameters(
         dense=(model.layer_parameters * layers // model.layers + embeddings) // layout.tp,
         experts=model.expert_parameters * layers // (model.layers * layout.ep * layout.etp),
         whole=0 if later else model.tower_parameters,
@@ -454,15 +456,15 @@ def find_transfers(
         checkpoints_kept=config.run.keep_last,
         kept_set_bytes=kept,
         kept_step_bytes=kept * work.groups * work.group_size * work.new_tokens,
-        passed_bytes=_passed_bytes(config),
+        passed_bytes=_copied_bytes(config),
     )
 
 
-def _passed_bytes(config: RelaxConfig) -> int:
+def _copied_bytes(config: RelaxConfig) -> int:
     family = family_of_run(config)
     if family is None or config.model.path is None:
         return 0
     try:
-        return passed_bytes(Path(config.model.path), family.passed)
+        return passed_bytes(Path(config.model.path), family.copied_prefixes)
     except (ValueError, OSError):
         return 0  # the check of the folder reports it

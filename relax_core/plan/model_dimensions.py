@@ -12,9 +12,9 @@ from relax_core.config.choices import PROJECTOR, VISION
 from relax_core.config.errors import nearest
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.family import DeltaNet, Experts, Family
+from relax_core.families.builtin_families import read_architecture
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import inner_config, read_hf_config
-from relax_core.families.table import read_architecture
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.families.towers import audio_products, row_products, vision_products
 from relax_core.registry import find_family, names

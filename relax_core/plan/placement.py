@@ -26,7 +26,7 @@ from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.batch import plural, tower_share
 from relax_core.plan.memory_terms import (
     GIB,
-    Holder,
+    MemoryHolder,
     encode_worker_bytes,
     patches_of_micro_batch,
     patches_of_rank,
@@ -38,7 +38,7 @@ from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
 from relax_core.roles.process_placement import engines_take_gpus, judges_take_gpus, layout_key, worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE, TEACHER_ENGINE
-from relax_core.server.orders import EngineRoom
+from relax_core.server.order_types import EngineRoom
 from relax_core.train.parallel_layout import first_stage_sizes, rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
@@ -47,7 +47,7 @@ _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GpuPlacement:
     """Holds the GPUs of one rank or engine.
 
     ``name`` is the name of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
@@ -154,18 +154,18 @@ def _engine_faults(config: RelaxConfig, gpus: int, model: ModelDimensions) -> It
         yield f"engine.tp={engine.tp} does not divide the model's {model.heads} attention heads. Use a divisor."
 
 
-def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[Place]:
+def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[GpuPlacement]:
     """Returns the GPUs of every rank and engine of a configuration without faults.
 
     Roles take GPUs one after the other.
     """
     if config.placement.gpus_per_node == 0:
         return [
-            Place(name=f"{role}-{rank}", node=0, coordinates=_coordinates(config, role, rank))
+            GpuPlacement(name=f"{role}-{rank}", node=0, coordinates=_coordinates(config, role, rank))
             for role, count in roles.items()
             for rank in range(count)
         ]
-    places: list[Place] = []
+    places: list[GpuPlacement] = []
     first = 0
     for role, count in gpus_of(config, roles).items():
         start = 0 if config.mode.name is ModeName.colocate else first
@@ -174,13 +174,15 @@ def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[Place]:
     return places
 
 
-def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Iterator[Place]:
+def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Iterator[GpuPlacement]:
     width = config.engine.tp if role == ROLLOUT else 1
     name = "engine" if role == ROLLOUT else role
     for number in range(count // width):
         node, gpu = divmod(start + number * width, config.placement.gpus_per_node)
         coordinates = _coordinates(config, role, number)
-        yield Place(name=f"{name}-{number}", node=node, gpus=tuple(range(gpu, gpu + width)), coordinates=coordinates)
+        yield GpuPlacement(
+            name=f"{name}-{number}", node=node, gpus=tuple(range(gpu, gpu + width)), coordinates=coordinates
+        )
 
 
 def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
@@ -236,8 +238,8 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
     if asked.returncode != 0:
         last = (asked.stderr.strip().splitlines() or ["without a word"])[-1]
         return FoundGpus(device_files=files, torch=f"which failed: {last}")
-    told = json.loads(asked.stdout)
-    return FoundGpus(device_files=files, sizes=told["sizes"], torch=told["torch"])
+    output = json.loads(asked.stdout)
+    return FoundGpus(device_files=files, sizes=output["sizes"], torch=output["torch"])
 
 
 def device_files(devices: Path = Path("/dev")) -> list[str]:
@@ -307,7 +309,7 @@ class EncodeNode:
     memory: int | None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Returns the plan's sentences about the node."""
         of_cores = "" if self.cores is None else f" on {plural(self.cores, 'core')}"
         of_memory = "" if self.memory is None else f" of {self.memory / GIB:.1f} GiB"
@@ -389,7 +391,7 @@ def _host_memory(config: RelaxConfig) -> int | None:
 OF_ENGINES = ("engine", "owner of an engine")  # holders of the plan
 
 
-def engine_room(config: RelaxConfig, memory: Sequence[Holder], *, here: bool) -> EngineRoom | None:
+def engine_room(config: RelaxConfig, memory: Sequence[MemoryHolder], *, here: bool) -> EngineRoom | None:
     """Returns the resources of a further engine, None if the run starts none during training.
 
     ``memory`` comes from the plan, and ``here`` says that the run has no other machine.
@@ -405,7 +407,7 @@ def engine_room(config: RelaxConfig, memory: Sequence[Holder], *, here: bool) ->
     )
 
 
-def room_words(config: RelaxConfig, room: EngineRoom | None, *, free: int | None) -> Iterator[str]:
+def engine_room_notes(config: RelaxConfig, room: EngineRoom | None, *, free: int | None) -> Iterator[str]:
     """Yields sentences about engines that are added and removed; ``free`` is this machine's free memory in bytes."""
     if config.gateway.name == "none":
         return
@@ -441,7 +443,7 @@ AS_GOOD = 1.02  # ways with times within this factor are equally good, and the f
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerWay:
+class TowerLayout:
     """Holds a way to distribute the towers' work over ranks: its settings of `parallel` and its costs.
 
     ``time`` is the time of the slowest stage, divided by the time of a rank if all had equal work. ``size`` is the peak
@@ -460,7 +462,7 @@ class TowerWay:
         return " ".join([*words, *([f"parallel.first_stage_layers={layers}"] if self.parallel.pp > 1 else [])])
 
 
-def way_words(
+def tower_layout_notes(
     config: RelaxConfig, work: Workload, model: ModelDimensions, *, peak: Callable[[RelaxConfig], int]
 ) -> Iterator[str]:
     """Yields sentences about the ways of a model with towers on several tensor-, context- or pipeline-parallel ranks.
@@ -481,7 +483,7 @@ def way_words(
     best = next(way for way in ways if way.time <= AS_GOOD * min(way.time for way in ways))
     if now.time > UNBALANCED * best.time:
         yield f"The towers unbalance the ranks. Set {best.settings}."
-    if parallel.shard_media and find_engine(config.engine.name).deals_items and config.engine.tp > 1:
+    if parallel.shard_media and find_engine(config.engine.name).shards_items and config.engine.tp > 1:
         audio = "audio" in model.towers
         splits = "splits the towers of an audio model over its GPUs" if audio else "deals images to its GPUs, too"
         yield f"engine={config.engine.name} {splits}{'' if audio else ' (--mm-enable-dp-encoder)'}."
@@ -499,15 +501,15 @@ def _changes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> Ite
         if first * parallel.pp < model.layers
     ]
     for layers in (False, True) if parallel.pp > 1 and sizes else (False,):
-        for dealt in (False, True) if parallel.tp * parallel.cp > 1 else (False,):
+        for sharded in (False, True) if parallel.tp * parallel.cp > 1 else (False,):
             first = None
             if layers:
                 towers = tower_share(config, work, model)
-                tried = {size: replace(parallel, shard_media=dealt, first_stage_layers=size) for size in sizes}
+                tried = {size: replace(parallel, shard_media=sharded, first_stage_layers=size) for size in sizes}
                 first = min(sizes, key=lambda size: slowest_stage(tried[size], work, model, towers=towers))
-                if parallel.first_stage_layers is not None and parallel.shard_media == dealt:
+                if parallel.first_stage_layers is not None and parallel.shard_media == sharded:
                     first = parallel.first_stage_layers
-            yield {"shard_media": dealt, "first_stage_layers": first}
+            yield {"shard_media": sharded, "first_stage_layers": first}
 
 
 def _way(
@@ -518,10 +520,10 @@ def _way(
     *,
     towers: float,
     peak: Callable[[RelaxConfig], int],
-) -> TowerWay:
+) -> TowerLayout:
     parallel = replace(config.parallel, **change)
     time = slowest_stage(parallel, work, model, towers=towers)
-    return TowerWay(parallel=parallel, time=time, size=peak(replace(config, parallel=parallel)))
+    return TowerLayout(parallel=parallel, time=time, size=peak(replace(config, parallel=parallel)))
 
 
 def slowest_stage(parallel: ParallelConfig, work: Workload, model: ModelDimensions, *, towers: float) -> float:

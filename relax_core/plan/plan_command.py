@@ -15,7 +15,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import find_resume_point
 from relax_core.plan.build_plan import Plan, as_json_values, as_text, make_plan
 from relax_core.plan.unused_keys import warn_of_unused
-from relax_core.server.orders import PLAN_FILE
+from relax_core.server.order_types import PLAN_FILE
 
 CANNOT_WORK = 1
 

@@ -196,7 +196,7 @@ def positions(config: RelaxConfig) -> int | None:
         return None
 
 
-def stop_words(config: RelaxConfig) -> Iterator[str]:
+def stop_token_warnings(config: RelaxConfig) -> Iterator[str]:
     """Yields a warning if the chat template of model.path ends an answer without a stop token or stop string."""
     try:
         tokenizer = None if config.model.path is None else _tokenizer(config)

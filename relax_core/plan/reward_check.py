@@ -16,10 +16,10 @@ import msgspec
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import DataRow, PromptSource
-from relax_core.contracts.foreign_files import read_regular
 from relax_core.contracts.private_folder import CACHE_KEY, private_folder, user_cache
 from relax_core.contracts.reward import OFF, REFUSE, REPORT
-from relax_core.registry import find_reward, is_file_plugin, own_folder
+from relax_core.contracts.untrusted_files import read_regular
+from relax_core.registry import builtin_folder, find_reward, is_file_plugin
 from relax_core.rollout import rewards
 from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.rewards.reward_audit import audited_rows
@@ -29,7 +29,7 @@ ROWS = 24  # rows that are checked before a run; relax check-reward checks more
 LIMIT_S = 8.0  # no further row is started after this time
 NAMED = 3  # families of wrong answers that a note names
 NOT_CHECKED = "The reward was not checked for wrong answers that it awards:"
-_MOST_RECORD_BYTES = 1 << 20
+_MAX_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
     file = user_cache("audits") / f"{_key(config, rows)}.json"
     if file.exists():
         try:
-            return msgspec.json.decode(read_regular(file, most_bytes=_MOST_RECORD_BYTES), type=Audited)
+            return msgspec.json.decode(read_regular(file, max_bytes=_MAX_RECORD_BYTES), type=Audited)
         except (ValueError, OSError):
             pass  # a damaged file is written again
     known = RewardChoice(find_reward(config.reward.name), config.reward).known()
@@ -93,7 +93,7 @@ def _key(config: RelaxConfig, rows: Sequence[DataRow]) -> str:
     settings = replace(config.reward, audit=OFF, audit_limit=0.0, shadow=None, on_hack=REPORT)
     digest = hashlib.sha256(repr(settings).encode())
     digest.update(repr([sorted(row.items()) for row in map(_plain, rows)]).encode())
-    folders = [own_folder("reward"), *map(Path, rewards.__path__)]
+    folders = [builtin_folder("reward"), *map(Path, rewards.__path__)]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     plugins = [config.reward.name, *(str(part.get("reward")) for part in config.reward.parts)]
     files += [Path(name) for name in plugins if is_file_plugin(name)]

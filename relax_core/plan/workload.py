@@ -18,7 +18,7 @@ from relax_core.contracts.env import InteractionConfig
 from relax_core.data import generated
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.sources import are_rows_named, file_rows
-from relax_core.plan.data_check import PromptMedia, look_at_data
+from relax_core.plan.data_check import PromptMedia, summarize_data
 from relax_core.plan.model_dimensions import ModelDimensions, PatchCost
 from relax_core.registry import find_env
 
@@ -132,7 +132,7 @@ def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
     room = config.engine.context_tokens - prompt - config.rollout.max_new_tokens
     if spec.agent is not None:  # it may send anything
         return max(0, room)
-    return max(0, min(cast(InteractionConfig, config.env).most_observed_tokens, room))
+    return max(0, min(cast(InteractionConfig, config.env).max_observed_tokens, room))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
     elif config.launcher.name is LauncherKind.ray_job:
         return room, "all that the context leaves: the data lies on another cluster"
     elif are_rows_named(data):
-        look = look_at_data(config)
+        look = summarize_data(config)
         if look.bound:
             return min(look.bound, room), f"the longest of {look.looked} rows"
         longest = max(map(_characters, _prompts(config)), default=0)
@@ -238,7 +238,7 @@ def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> Pr
         return None
     has_rows = config.data.task is not None or are_rows_named(config.data)
     if has_rows and config.launcher.name is not LauncherKind.ray_job:
-        look = look_at_data(config)
+        look = summarize_data(config)
         if look.media is not None:
             return look.media
     most = prompt * patches.a_row

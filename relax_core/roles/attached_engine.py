@@ -149,8 +149,8 @@ class AttachedEngineOwner(EngineOwner):
                 self._meter.measure(client, now=time.monotonic())
             except EngineUnreachable as error:
                 if joined and time.monotonic() - answered > LOST_AFTER_S:
-                    words = f"it did not answer for {LOST_AFTER_S:g} s: {error}"
-                    raise EngineUnreachable(words) from error
+                    message = f"it did not answer for {LOST_AFTER_S:g} s: {error}"
+                    raise EngineUnreachable(message) from error
                 self.set_state("waiting", str(error))
             self._stopping.wait(WATCH_S)
         if joined:

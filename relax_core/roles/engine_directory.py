@@ -194,22 +194,22 @@ class EngineMedia:
         self._context, self._find_bus, self._role = context, find_bus, role
         self._nodes: dict[str, str] = {}  # by the engine's address, which changes if it restarts on another node
 
-    async def bring_requests(self, engine: int, client: EngineClient, requests: Sequence[PromptRequest]) -> None:
+    async def fetch_requests(self, engine: int, client: EngineClient, requests: Sequence[PromptRequest]) -> None:
         """Waits until the engine has the items of requests, without blocking the event loop."""
         media = [medium for request in requests for medium in request.media]
         if media:
-            await asyncio.to_thread(self.bring, engine, client.url, media)
+            await asyncio.to_thread(self.fetch, engine, client.url, media)
 
-    def bring(self, engine: int, url: str, media: Sequence[Media]) -> None:
+    def fetch(self, engine: int, url: str, media: Sequence[Media]) -> None:
         """Waits until the engine at ``url`` has these items.
 
         Raises EngineUnreachable if its owner does not answer, and the errors of
-        `relax_core.contracts.bus.Bus.bring_media`.
+        `relax_core.contracts.bus.Bus.fetch_media`.
         """
         timeout_s = CALL_TIMEOUT_S
         if media and (node_id := self._node(engine, url, timeout_s=timeout_s)):
             digests = list({medium.item.digest: None for medium in media})
-            blocking(self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s))
+            blocking(self._find_bus().fetch_media(digests, node_id=node_id, timeout_s=timeout_s))
 
     def _node(self, engine: int, url: str, *, timeout_s: float) -> str:
         if url not in self._nodes:

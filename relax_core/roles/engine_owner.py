@@ -46,7 +46,7 @@ class EngineHealth:
         self._kill = kill
         self._answered = time.monotonic()
         check = Check(
-            name="engine", every_s=ASK_S, look=self._look, act=self._end_frozen, beside=True, at_end=client.close
+            name="engine", every_s=ASK_S, look=self._look, act=self._end_frozen, in_thread=True, at_end=client.close
         )
         self._monitor = Monitor([check]).start()
 
@@ -61,7 +61,7 @@ class EngineHealth:
             silent_s = time.monotonic() - self._answered
             if silent_s >= self._timeout_s:
                 self.frozen_s = silent_s
-                return Finding(blames="the engine", how=f"froze: {error}")
+                return Finding(failed_part="the engine", how=f"froze: {error}")
             return None
         except EngineError as error:  # the engine has answered with an error
             log.warning("%s", error)

@@ -8,13 +8,13 @@ from relax_core.contracts.bus import BusLost, LeaseLost
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.media import MediaGone
 from relax_core.contracts.outage import is_exhausted
-from relax_core.registry import plugin_words
+from relax_core.registry import plugin_error_text
 from relax_core.weights.version_folder import PublishedUnreadable
 
 Lost = Literal["bus", "rank", "engine", "process", "time", "weights", "lease", "machine"]
 
 # Gloo raises bare RuntimeErrors. The first of these texts is the path of its source files.
-GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
+GLOO_ERROR_PARTS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
 
 
 class RankLost(RuntimeError):
@@ -76,7 +76,7 @@ def is_broken_collective(error: BaseException) -> bool:
     while True:
         if isinstance(error, DistError):
             return True
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_WORDS):
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_ERROR_PARTS):
             return True
         if error.__cause__ is None:
             return False
@@ -85,4 +85,4 @@ def is_broken_collective(error: BaseException) -> bool:
 
 def failure_line(error: BaseException) -> str:
     """Returns the first cause in one line for the user; the traceback belongs in the logs."""
-    return plugin_words(first_cause(error))
+    return plugin_error_text(first_cause(error))

@@ -46,9 +46,9 @@ from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.sample_logs import keep_media, open_sample_log
 from relax_core.roles.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.worker import Worker
-from relax_core.rollout.answer_skeletons import FEWEST_FIRST, AnswerLook, look_of_rows
+from relax_core.rollout.answer_skeletons import FEWEST_FIRST, AnswerStats, stats_of_rows
 from relax_core.rollout.dynamic_sampling import GroupFilter
-from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.env_workers.configured_env import ConfiguredEnv
 from relax_core.rollout.episodes.group_assembly import MakeExtras
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.evaluator import Evaluator, answer_sets, eval_versions, prepared_sets, versions_left
@@ -178,7 +178,7 @@ class RolloutParts:
     pool: EnginePool
     metrics: EventWriter
     source: PromptSource
-    run_env: RunEnv
+    configured_env: ConfiguredEnv
     reclaimed: list[Admission] | BusClosed
     encoders: EncodePool | None
     rewards: TracedRewardPool
@@ -232,18 +232,18 @@ class RolloutWorker(Worker):
         context, config = self.context, self.context.config
         metrics = context.event_writer(self.name)
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
-        run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
+        configured_env = ConfiguredEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
         rewards = self._rewards()  # its workers can read the media folder, which exists now
-        prompts = self._prompts(run_env.env, encoders, bus)
+        prompts = self._prompts(configured_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         return RolloutParts(
             bus=bus,
             pool=pool,
             metrics=metrics,
             source=source,
-            run_env=run_env,
+            configured_env=configured_env,
             reclaimed=reclaimed,
             encoders=encoders,
             rewards=rewards,
@@ -270,14 +270,14 @@ class RolloutWorker(Worker):
 
         ``closing`` closes the endpoint first and the log last.
         """
-        context, config, run_env = self.context, self.context.config, parts.run_env
+        context, config, configured_env = self.context, self.context.config, parts.configured_env
         settings = self._settings(parts.prompts.tokenizer)
         samples = open_sample_log(context, self.name, tokenizer=self._rank == 0)
         if samples is not None:
             closing.push_async_callback(asyncio.to_thread, samples.close, timeout_s=CLOSE_SAMPLES_S)
         _close_at_end(parts, closing)
         await closing.enter_async_context(
-            run_env.serving(parts.prompts.tokenizer, token=context.token_file.read_text())
+            configured_env.serving(parts.prompts.tokenizer, token=context.token_file.read_text())
         )
         teachers = parts.spec.requirements(config.algo).teacher
         return RolloutLoop(
@@ -293,7 +293,7 @@ class RolloutWorker(Worker):
             teacher_of=None if teachers is None else teacher_chooser(teachers),
             weight_update_handler=self._weight_update_handler(parts.bus, parts.pool),
             advantages=parts.advantages,
-            player=run_env.player(
+            player=configured_env.player(
                 parts.prompts,
                 parts.pool,
                 settings.sampling,
@@ -333,7 +333,7 @@ class RolloutWorker(Worker):
         config = self.context.config
         return EarlyEnds(
             quorum=config.rollout.quorum,
-            most_lag=config.mode.most_lag,
+            max_lag=config.mode.max_lag,
         )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
@@ -369,8 +369,8 @@ class RolloutWorker(Worker):
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=CALL_TIMEOUT_S)
         return ItemCache(
             held,
-            most_bytes=CACHE_BYTES,
-            let_go=held.let_go,
+            max_bytes=CACHE_BYTES,
+            release_items=held.release_items,
             on_encoded=keep_media(self.context, first=self._rank == 0),
         )
 
@@ -490,7 +490,7 @@ def _close_at_end(parts: RolloutParts, closing: AsyncExitStack) -> None:
     """Makes ``closing`` close the rewards, then the judges, the env workers and the encoders."""
     if parts.encoders is not None:
         closing.callback(parts.encoders.close)
-    closing.callback(parts.run_env.close)
+    closing.callback(parts.configured_env.close)
     closing.push_async_callback(parts.rewards.close_judges)
     closing.callback(parts.rewards.close)
 
@@ -530,13 +530,13 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
             pool=parts.pool,
             prompts=parts.prompts,
             rewards=parts.rewards,
-            env=parts.run_env,
+            env=parts.configured_env,
             media_folder=str(context.media_folder or ""),
         ),
         wait_version=parts.reached.wait,
         # An evaluation episode that waits for weights occupies an env worker that training may need, and its agent
         # would idle.
-        steps_ahead=0 if parts.run_env.env.isolated or parts.run_env.env.agent is not None else 1,
+        steps_ahead=0 if parts.configured_env.env.isolated or parts.configured_env.env.agent is not None else 1,
         in_order=config.in_order,
         record=parts.metrics.record,
         record_texts=parts.metrics.record_texts,
@@ -545,9 +545,9 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
     )
 
 
-def _first_look(context: RunContext) -> AnswerLook | None:
-    """Returns the `AnswerLook` of the first evaluation with enough right answers, or None."""
-    looks = (look_of_rows(text.rows) for text in read_texts(context.run_dir, SKELETONS))
+def _first_look(context: RunContext) -> AnswerStats | None:
+    """Returns the `AnswerStats` of the first evaluation with enough right answers, or None."""
+    looks = (stats_of_rows(text.rows) for text in read_texts(context.run_dir, SKELETONS))
     return next((look for look in looks if look.right >= FEWEST_FIRST), None)
 
 

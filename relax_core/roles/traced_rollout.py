@@ -39,7 +39,7 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
         max_lag=config.mode.versions_in_flight - 1,
         lag_s=SYNC_TIMEOUT_S,
         waiting=waiting,
-        bring_media=None if media is None else media.bring_requests,
+        fetch_media=None if media is None else media.fetch_requests,
         item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
         on_malformed=directory.report_malformed,
     )
@@ -99,9 +99,9 @@ class TracedRewardPool(RewardPool):
         if self._judges is not None:
             await self._judges.close()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics of the rewards and of the judges since the last call."""
-        return super().figures() | ({} if self._judges is None else self._judges.figures())
+        return super().metrics() | ({} if self._judges is None else self._judges.metrics())
 
     def judged_rows(self) -> list[dict[str, str]]:
         """Returns the first answer of each of the newest groups since the last call, with its judges' texts."""
@@ -127,7 +127,7 @@ def record_with_rewards(
     """Returns the function that records metrics with ``own`` and the new metrics of rewards, judges and engines."""
 
     def record(source: str, step: int, values: Mapping[str, float]) -> None:
-        metrics.record(source, step, {**values, **rewards.figures(), **requests.take(), **own})
+        metrics.record(source, step, {**values, **rewards.metrics(), **requests.take(), **own})
         if rows := rewards.judged_rows():
             metrics.record_texts(JUDGED, step, rows)
 

@@ -2,8 +2,8 @@
 
 A skeleton is an answer whose numbers and names are replaced by placeholders. If the policy finds a form that the reward
 awards without a solution, such as "72 + 12 =" for a sum, the skeleton of this form becomes the most frequent skeleton.
-An honest form may become frequent too, so `taken_over` also checks a second, stricter reward, and the share of words
-that are not in the prompt.
+An honest form may become frequent too, so `skeleton_takeover` also checks a second, stricter reward, and the share of
+words that are not in the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from relax_core.contracts.sink import TextCell
 
-TOP = 3  # skeletons in an `AnswerLook`
+TOP = 3  # skeletons in an `AnswerStats`
 SKELETON_CHARACTERS = 80
 EXAMPLE_CHARACTERS = 120
 END_CHARACTERS = 2000  # characters that are read at each end of a long answer
@@ -44,7 +44,7 @@ _NAMES = re.compile(r"\bA(?: A)+\b")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class RightAnswer:
     """Holds an answer that the reward judged right.
 
     ``shadow`` is its score by an independent, stricter reward, in [0, 1], or None if it was not scored. ``tokens``
@@ -58,7 +58,7 @@ class Judged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkeletonFigures:
+class SkeletonStats:
     """Describes the right answers that have the skeleton ``text``.
 
     ``share`` is their share of the right answers, in (0, 1]. ``shadow`` is the mean of their known shadow scores, in
@@ -75,17 +75,17 @@ class SkeletonFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerLook:
-    """Describes the right answers of an evaluation. `look_rows` writes it, and `look_of_rows` reads it.
+class AnswerStats:
+    """Describes the right answers of an evaluation. `stats_rows` writes it, and `stats_of_rows` reads it.
 
     ``right`` is the number of answers. ``top`` has the three most frequent skeletons, the most frequent first;
     equally frequent skeletons are sorted by their text. ``distinct`` is the number of distinct skeletons divided by
     ``right``, in [0, 1]. ``new_share``, ``shadow`` and ``tokens`` are means over all right answers, as in
-    `SkeletonFigures`. Without answers, ``top`` is empty, ``shadow`` is None, and all numbers are 0.
+    `SkeletonStats`. Without answers, ``top`` is empty, ``shadow`` is None, and all numbers are 0.
     """
 
     right: int
-    top: tuple[SkeletonFigures, ...]
+    top: tuple[SkeletonStats, ...]
     distinct: float
     new_share: float
     shadow: float | None
@@ -118,7 +118,7 @@ def skeleton(text: str, *, prompt: str) -> str:
 
     Only the first and the last 2,000 characters of the answer are read.
     """
-    words = _words_of(prompt)
+    words = _prompt_terms(prompt)
 
     def name(found: re.Match[str]) -> str:
         word = found["later"]
@@ -146,22 +146,22 @@ def new_share(text: str, *, prompt: str) -> float:
     An answer without words and numbers, such as "=", adds none to its prompt, so its share is 0: if a reward awards
     such answers, this must look like a copied prompt and not like a solution.
     """
-    known, said = _words_of(prompt).tokens, _conclusion(text)
+    known, said = _prompt_terms(prompt).tokens, _conclusion(text)
     tokens = [word.casefold() for word in _WORDS.findall(said)] + [_value(number) for number in _NUMBER.findall(said)]
     return sum(token not in known for token in tokens) / len(tokens) if tokens else 0.0
 
 
-def look_at_answers(right: Sequence[Judged]) -> AnswerLook:
+def answer_stats(right: Sequence[RightAnswer]) -> AnswerStats:
     """Returns the description of the answers that the reward judged right; answers to a prompt should be adjacent."""
-    by_skeleton: dict[str, list[tuple[Judged, float]]] = defaultdict(list)
+    by_skeleton: dict[str, list[tuple[RightAnswer, float]]] = defaultdict(list)
     for answer in right:
         share = new_share(answer.text, prompt=answer.prompt)
         by_skeleton[skeleton(answer.text, prompt=answer.prompt)].append((answer, share))
     ordered = sorted(by_skeleton.items(), key=lambda item: (-len(item[1]), item[0]))
     every = [pair for _, pairs in ordered for pair in pairs]
-    return AnswerLook(
+    return AnswerStats(
         right=len(right),
-        top=tuple(_figures(text, pairs, right=len(right)) for text, pairs in ordered[:TOP]),
+        top=tuple(_stats(text, pairs, right=len(right)) for text, pairs in ordered[:TOP]),
         distinct=len(ordered) / len(right) if right else 0.0,
         new_share=fmean(share for _, share in every) if every else 0.0,
         shadow=_mean_shadow(every),
@@ -169,7 +169,7 @@ def look_at_answers(right: Sequence[Judged]) -> AnswerLook:
     )
 
 
-def taken_over(first: AnswerLook, now: AnswerLook) -> str | None:
+def skeleton_takeover(first: AnswerStats, now: AnswerStats) -> str | None:
     """Returns a sentence that names a skeleton which took over and looks like a reward hack, or None.
 
     The most frequent skeleton of ``now`` took over if it has at least half of the right answers, and at least 0.25
@@ -183,7 +183,7 @@ def taken_over(first: AnswerLook, now: AnswerLook) -> str | None:
         return None
     most = now.top[0]
     # A skeleton below the three most frequent had at most a quarter of the answers, so half of them is a rise by 0.25.
-    before = next((figures.share for figures in first.top if figures.text == most.text), 0.0)
+    before = next((stats.share for stats in first.top if stats.text == most.text), 0.0)
     if most.share < TAKEN or most.share - before < RISE:
         return None
     fewer_right = most.shadow is not None and most.shadow < LOW
@@ -201,28 +201,28 @@ def taken_over(first: AnswerLook, now: AnswerLook) -> str | None:
         )
     return (
         f"The answer skeleton {_quoted(most.text)} has {most.share:.0%} of the right answers and had "
-        f"{_share_words(first, most.text)} in the first evaluation; {'; '.join(facts)}; an example is "
+        f"{_share_text(first, most.text)} in the first evaluation; {'; '.join(facts)}; an example is "
         f"{_quoted(most.example)}."
     )
 
 
-def look_rows(look: AnswerLook, *, notice: str | None) -> list[dict[str, TextCell]]:
+def stats_rows(look: AnswerStats, *, notice: str | None) -> list[dict[str, TextCell]]:
     """Returns a look as rows of a text record, one for each skeleton, the most frequent first.
 
-    ``notice`` is the sentence of `taken_over`; the first row holds it.
+    ``notice`` is the sentence of `skeleton_takeover`; the first row holds it.
     """
     whole = {name: getattr(look, name) for name in _OF_LOOK}
     rows = [vars(top_form) | {f"all_{name}": value for name, value in whole.items()} for top_form in look.top]
     return [row | {"notice": notice or ""} if number == 0 else row for number, row in enumerate(rows)]
 
 
-def look_of_rows(rows: Sequence[Mapping[str, TextCell]]) -> AnswerLook:
-    """Returns the look that `look_rows` wrote. Raises ValueError for no rows and for rows of another form."""
+def stats_of_rows(rows: Sequence[Mapping[str, TextCell]]) -> AnswerStats:
+    """Returns the look that `stats_rows` wrote. Raises ValueError for no rows and for rows of another form."""
     if not rows:
         raise ValueError("a look without answers has no rows")
     top = [{name: row.get(name) for name in _OF_SKELETON} for row in rows]
     whole = {name: rows[0].get(f"all_{name}") for name in _OF_LOOK}
-    return msgspec.convert(whole | {"top": top}, AnswerLook)
+    return msgspec.convert(whole | {"top": top}, AnswerStats)
 
 
 TAKEN_OVER = "skeleton/taken_over"  # metric: 1 if an evaluation has a notice
@@ -230,17 +230,17 @@ _OF_LOOK = ("right", "distinct", "new_share", "shadow", "tokens")
 _OF_SKELETON = ("text", "share", "shadow", "new_share", "example", "tokens")
 
 
-def _share_words(look: AnswerLook, text: str) -> str:
+def _share_text(look: AnswerStats, text: str) -> str:
     """Returns the share of a skeleton as text: an upper bound if it is not among the most frequent skeletons."""
-    for figures in look.top:
-        if figures.text == text:
-            return f"{figures.share:.0%}"
+    for stats in look.top:
+        if stats.text == text:
+            return f"{stats.share:.0%}"
     every_listed = round(look.distinct * look.right) <= TOP
     return "0%" if every_listed else f"at most {look.top[-1].share:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PromptWords:
+class _PromptTerms:
     """Holds a prompt's words without case with the values of its numbers, and its words as they are written."""
 
     tokens: frozenset[str]
@@ -248,10 +248,10 @@ class _PromptWords:
 
 
 @lru_cache(maxsize=4)  # the answers to a prompt follow each other
-def _words_of(prompt: str) -> _PromptWords:
+def _prompt_terms(prompt: str) -> _PromptTerms:
     written = frozenset(_WORDS.findall(prompt))
     numbers = {_value(number) for number in set(_NUMBER.findall(prompt))}
-    return _PromptWords(tokens=frozenset({word.casefold() for word in written} | numbers), written=written)
+    return _PromptTerms(tokens=frozenset({word.casefold() for word in written} | numbers), written=written)
 
 
 def _value(number: str) -> str:
@@ -284,8 +284,8 @@ def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[most // 2 + 1 - most :]}"
 
 
-def _figures(text: str, pairs: Sequence[tuple[Judged, float]], *, right: int) -> SkeletonFigures:
-    return SkeletonFigures(
+def _stats(text: str, pairs: Sequence[tuple[RightAnswer, float]], *, right: int) -> SkeletonStats:
+    return SkeletonStats(
         text=text,
         share=len(pairs) / right,
         shadow=_mean_shadow(pairs),
@@ -295,7 +295,7 @@ def _figures(text: str, pairs: Sequence[tuple[Judged, float]], *, right: int) ->
     )
 
 
-def _mean_shadow(pairs: Sequence[tuple[Judged, float]]) -> float | None:
+def _mean_shadow(pairs: Sequence[tuple[RightAnswer, float]]) -> float | None:
     known = [answer.shadow for answer, _ in pairs if answer.shadow is not None]
     return fmean(known) if known else None
 

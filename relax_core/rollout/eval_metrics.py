@@ -15,7 +15,7 @@ import numpy as np
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.eval_sets import Z_95, wilson
 
-MOST_SAMPLES = 256  # answers per prompt
+MAX_SAMPLES = 256  # answers per prompt
 _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?|[+-]?\.[0-9]{1,40}")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
@@ -118,7 +118,7 @@ def majority_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
     return _share([majority_chance(of_prompt, k) for of_prompt in answers], answers_each=len(answers[0]) // k)
 
 
-def ks(samples: int) -> list[int]:
+def k_values(samples: int) -> list[int]:
     """Returns the k of pass@k and maj@k for a number of answers per prompt: 2, 4, 8 … and all of them."""
     powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
     return [*powers, samples] if samples > 1 else []

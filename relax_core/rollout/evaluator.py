@@ -22,13 +22,13 @@ from relax_core.registry import find_env
 from relax_core.rollout.answer_skeletons import (
     FEWEST_FIRST,
     TAKEN_OVER,
-    AnswerLook,
-    Judged,
-    look_at_answers,
-    look_rows,
-    taken_over,
+    AnswerStats,
+    RightAnswer,
+    answer_stats,
+    skeleton_takeover,
+    stats_rows,
 )
-from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.env_workers.configured_env import ConfiguredEnv
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, score_episodes
 from relax_core.rollout.episodes.group_player import GroupPlayer
 from relax_core.rollout.eval_metrics import (
@@ -36,7 +36,7 @@ from relax_core.rollout.eval_metrics import (
     Answer,
     Estimate,
     accuracy,
-    ks,
+    k_values,
     majority_at_k,
     mean_reward,
     pass_at_k,
@@ -108,11 +108,11 @@ class SetAnswers:
         """
         return sum(answer.reward is None for of_prompt in self.answers for answer in of_prompt)
 
-    def look(self) -> AnswerLook:
+    def look(self) -> AnswerStats:
         """Returns the description of the right answers; those of episodes with several turns are left out."""
-        return look_at_answers(
+        return answer_stats(
             [
-                Judged(
+                RightAnswer(
                     prompt=question(eval_row.row["prompt"]),
                     text=answer.text,
                     shadow=answer.shadow,
@@ -129,7 +129,7 @@ class SetAnswers:
         if not self.answers:
             return {}
         found = {"exact": accuracy(self.answers)}
-        for k in ks(len(self.answers[0])):
+        for k in k_values(len(self.answers[0])):
             found[f"pass@{k}"] = pass_at_k(self.answers, k)
             if k >= FEWEST_VOTERS:
                 found[f"maj@{k}"] = majority_at_k(self.answers, k)
@@ -167,16 +167,16 @@ class SetAnswers:
 
 def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
     """Returns the metrics by which a best checkpoint may be chosen, without the prefix ``eval/``."""
-    figures = ["exact", "reward"]
-    for k in ks(samples):
-        figures += [f"pass@{k}", *([f"maj@{k}"] if k >= FEWEST_VOTERS else [])]
-    return figures + [f"{name}/{figure}" for name in sets for figure in figures]
+    metrics = ["exact", "reward"]
+    for k in k_values(samples):
+        metrics += [f"pass@{k}", *([f"maj@{k}"] if k >= FEWEST_VOTERS else [])]
+    return metrics + [f"{name}/{figure}" for name in sets for figure in metrics]
 
 
-def prepare(eval_set: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
+def prepare(eval_set: EvalSet, prompts: PromptMaker, *, max_bad: float) -> PreparedSet:
     """Returns a set of text with its prompts.
 
-    Raises ValueError if more than the share ``most_bad`` of its rows is unusable.
+    Raises ValueError if more than the share ``max_bad`` of its rows is unusable.
     """
     rows, bad = [], list(eval_set.bad)
     for number, row in enumerate(eval_set.rows):
@@ -184,10 +184,10 @@ def prepare(eval_set: EvalSet, prompts: PromptMaker, *, most_bad: float) -> Prep
             rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=eval_where(eval_set.name, number))))
         except BadRow as error:
             bad.append(error)
-    return _prepared(eval_set, rows, bad, most_bad=most_bad)
+    return _prepared(eval_set, rows, bad, max_bad=max_bad)
 
 
-async def prepare_with_media(eval_set: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
+async def prepare_with_media(eval_set: EvalSet, prompts: PromptMaker, *, max_bad: float) -> PreparedSet:
     """Returns a set with its prompts; images and videos are encoded once to find rows that cannot be used.
 
     Raises as `prepare` does.
@@ -206,7 +206,7 @@ async def prepare_with_media(eval_set: EvalSet, prompts: PromptMaker, *, most_ba
     found = await asyncio.gather(*(prepared(number, row) for number, row in enumerate(eval_set.rows)))
     rows = [row for row in found if isinstance(row, EvalRow)]
     bad = [*eval_set.bad, *(row for row in found if isinstance(row, BadRow))]
-    return _prepared(eval_set, rows, bad, most_bad=most_bad)
+    return _prepared(eval_set, rows, bad, max_bad=max_bad)
 
 
 def eval_where(name: str, number: int) -> str:
@@ -214,8 +214,8 @@ def eval_where(name: str, number: int) -> str:
     return f"eval row {number}" + (f" of {name}" if name else "")
 
 
-def _prepared(eval_set: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad: float) -> PreparedSet:
-    check_bad_rows(eval_set.name, len(rows), bad, most=most_bad)
+def _prepared(eval_set: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, max_bad: float) -> PreparedSet:
+    check_bad_rows(eval_set.name, len(rows), bad, most=max_bad)
     return PreparedSet(name=eval_set.name, rows=rows, bad=bad, parts=eval_set.parts)
 
 
@@ -240,7 +240,7 @@ class Evaluator:
         record: Record,
         record_texts: RecordTexts,
         ends_run: EndsRun | None = None,
-        first_look: AnswerLook | None = None,
+        first_look: AnswerStats | None = None,
         steps_ahead: int = 1,
     ) -> None:
         self._first_look = first_look
@@ -275,15 +275,15 @@ class Evaluator:
         self._record(EVAL, version, values)
         self._record_texts(EVAL, version, [text for set_answers in found for text in _texts(set_answers)])
         if look.top:
-            self._record_texts(SKELETONS, version, look_rows(look, notice=notice))
+            self._record_texts(SKELETONS, version, stats_rows(look, notice=notice))
         return self._ends_run is not None and await self._ends_run(version, values)
 
-    async def _look(self, found: SetAnswers) -> tuple[AnswerLook, str | None]:
+    async def _look(self, found: SetAnswers) -> tuple[AnswerStats, str | None]:
         """Returns the description of a set's right answers, and a sentence if they look like a reward hack."""
         look = await asyncio.to_thread(found.look)
         if self._first_look is None and look.right >= FEWEST_FIRST:
             self._first_look = look
-        return look, None if self._first_look is None else taken_over(self._first_look, look)
+        return look, None if self._first_look is None else skeleton_takeover(self._first_look, look)
 
 
 def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
@@ -325,7 +325,7 @@ async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: P
             )
             for eval_set in sets
         ]
-    return [await prepare_with_media(eval_set, prompts, most_bad=config.data.max_bad_rows) for eval_set in sets]
+    return [await prepare_with_media(eval_set, prompts, max_bad=config.data.max_bad_rows) for eval_set in sets]
 
 
 async def answer_sets(
@@ -336,7 +336,7 @@ async def answer_sets(
     pool: EnginePool,
     prompts: PromptMaker,
     rewards: RewardPool,
-    env: RunEnv,
+    env: ConfiguredEnv,
     on_progress: Callable[[int], None] = lambda count: None,
     media_folder: str = "",
 ) -> list[SetAnswers]:
@@ -347,7 +347,7 @@ async def answer_sets(
         player=env.player(prompts, pool, evaluation_sampling(config, prompts.tokenizer), seed=0),
         prompts=prompts,
         rewards=rewards,
-        most_bad=config.data.max_bad_rows,
+        max_bad=config.data.max_bad_rows,
         on_progress=on_progress,
         media_folder=media_folder,
     )
@@ -363,7 +363,7 @@ async def play_sets(
     player: GroupPlayer,
     prompts: PromptMaker,
     rewards: RewardPool,
-    most_bad: float,
+    max_bad: float,
     on_progress: Callable[[int], None] = lambda count: None,
     media_folder: str = "",
 ) -> list[SetAnswers]:
@@ -371,7 +371,7 @@ async def play_sets(
 
     ``player`` has the sampling parameters of the evaluation. The seed of a row depends on its set's name and its number
     in the set, and not on other sets. ``on_progress`` is called with the number of rows that were answered so far.
-    Raises ValueError if more than the share ``most_bad`` of a set's rows cannot be used.
+    Raises ValueError if more than the share ``max_bad`` of a set's rows cannot be used.
     """
     asked = [
         [_asked(prepared_set, number, version=version) for number in range(len(prepared_set.rows))]
@@ -401,7 +401,7 @@ async def play_sets(
         raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
     results = {uid: task if isinstance(task, BadRow) else task.result() for uid, task in found.items()}
     return [
-        _set_answers(prepared_set, [results[prompt.uid] for prompt in of_set], most_bad=most_bad)
+        _set_answers(prepared_set, [results[prompt.uid] for prompt in of_set], max_bad=max_bad)
         for prepared_set, of_set in zip(sets, asked, strict=True)
     ]
 
@@ -424,12 +424,12 @@ def _asked(prepared_set: PreparedSet, number: int, *, version: int) -> AdmittedP
     )
 
 
-def _set_answers(prepared_set: PreparedSet, found: Sequence[list[Answer] | BadRow], *, most_bad: float) -> SetAnswers:
+def _set_answers(prepared_set: PreparedSet, found: Sequence[list[Answer] | BadRow], *, max_bad: float) -> SetAnswers:
     bad = [*prepared_set.bad, *(result for result in found if isinstance(result, BadRow))]
     pairs = [
         (row, result) for row, result in zip(prepared_set.rows, found, strict=True) if not isinstance(result, BadRow)
     ]
-    check_bad_rows(prepared_set.name, len(pairs), bad, most=most_bad)
+    check_bad_rows(prepared_set.name, len(pairs), bad, most=max_bad)
     of = PreparedSet(name=prepared_set.name, rows=[row for row, _ in pairs], bad=bad, parts=prepared_set.parts)
     return SetAnswers(of=of, answers=[answers for _, answers in pairs])
 

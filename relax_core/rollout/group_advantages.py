@@ -30,10 +30,10 @@ def computes_advantages_per_group(config: RelaxConfig) -> bool:
     """
     spec = find_algorithm(config.algo.name)
     requirements = spec.requirements(config.algo)
-    return not sees_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
+    return not needs_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
 
 
-def sees_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:
+def needs_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:
     """Returns True if the advantages of a group depend on the other groups of its train step."""
     return spec.normalize is not None and requirements.whole_step
 
@@ -107,7 +107,7 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
         teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
         values=tensor(c.VALUES),
-        turns=_turns(tree, _turns_of_tokens(tree)[order]) if requirements.sees_turns else None,
+        turns=_turns(tree, _turns_of_tokens(tree)[order]) if requirements.needs_turns else None,
     )
 
 

@@ -18,7 +18,7 @@ from relax_core.contracts.media import MediaError, MediaItem, MediaReason, Media
 
 Key = tuple[str, str]  # kind, and the path or the digest of the bytes
 CACHE_BYTES = 1024 * 1_000_000  # limit of encoded items that each rollout worker keeps for repeated prompts
-MOST_ERRORS = 65_536  # sources that cannot be used, whose errors are remembered
+MAX_ERRORS = 65_536  # sources that cannot be used, whose errors are remembered
 PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # transient reasons
 
 
@@ -32,7 +32,7 @@ class ItemEncoder(Protocol):
 class ItemCache:
     """Returns items by their sources, and encodes missing items.
 
-    ``most_bytes`` bounds the tensors of all items; items that are held count, but are not evicted. ``let_go`` is
+    ``max_bytes`` bounds the tensors of all items; items that are held count, but are not evicted. ``release_items`` is
     called with the digest of each evicted item, and ``on_encoded`` with each new item and its source. ``encoded``
     counts the encodings.
     """
@@ -41,13 +41,13 @@ class ItemCache:
         self,
         encoder: ItemEncoder,
         *,
-        most_bytes: int,
-        let_go: Callable[[str], None] = lambda digest: None,
+        max_bytes: int,
+        release_items: Callable[[str], None] = lambda digest: None,
         on_encoded: Callable[[MediaItem, MediaSource], None] = lambda item, source: None,
     ) -> None:
         self._encoder = encoder
-        self._most_bytes = most_bytes
-        self._let_go = let_go
+        self._max_bytes = max_bytes
+        self._let_go = release_items
         self._on_encoded = on_encoded
         self._items: dict[Key, MediaItem] = {}
         self._errors: OrderedDict[Key, MediaError] = OrderedDict()
@@ -104,7 +104,7 @@ class ItemCache:
         except MediaError as error:
             if error.word not in PASSING:
                 self._errors[key] = error
-                if len(self._errors) > MOST_ERRORS:
+                if len(self._errors) > MAX_ERRORS:
                     self._errors.popitem(last=False)
             raise
         finally:
@@ -140,7 +140,7 @@ class ItemCache:
             self._unused[digest] = None
 
     def _evict(self) -> None:
-        while self._unused and self._bytes > self._most_bytes:
+        while self._unused and self._bytes > self._max_bytes:
             digest, _ = self._unused.popitem(last=False)
             for key in self._keys.pop(digest, ()):
                 self._items.pop(key, None)
@@ -163,7 +163,7 @@ class HoldingBus(Protocol):
     async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Names items (digest → bytes) and returns the digests of those that are not stored."""
 
-    async def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+    async def release_items(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Ends the hold on items."""
 
 
@@ -184,7 +184,7 @@ class HeldItems:
         self._failure: BusLost | BusTimeout | None = None  # the error of the last call that released items
 
     async def encode(self, source: MediaSource) -> MediaItem:
-        """Returns the item, which the bus keeps until `let_go`.
+        """Returns the item, which the bus keeps until `release_items`.
 
         Raises `MediaError` if the source cannot be used, the errors of the bus, and RuntimeError if the item's
         file vanishes repeatedly.
@@ -200,24 +200,25 @@ class HeldItems:
             if not missing:
                 return item
         raise RuntimeError(
-            f"{source.words}: the file of media item {item.digest} vanished {ENCODINGS} times after it was written. "
+            f"{source.description}: the file of media item {item.digest} vanished {ENCODINGS} times after it was "
+            "written. "
             "Does another program remove files of the run's media folder?"
         )
 
-    def let_go(self, digest: str) -> None:
+    def release_items(self, digest: str) -> None:
         """Ends the hold on an item soon; items that are let go together need one call."""
         self._unused[digest] = None
         if self._letting_go is None or self._letting_go.done():
             if self._failure is not None:
                 raise self._failure
-            self._letting_go = asyncio.get_running_loop().create_task(self._let_go_unused())
+            self._letting_go = asyncio.get_running_loop().create_task(self._release_unused())
 
-    async def _let_go_unused(self) -> None:
+    async def _release_unused(self) -> None:
         while self._unused:
             async with self._calling:
                 digests, self._unused = list(self._unused), {}
                 try:
-                    await self._bus.let_go(digests, worker=self._worker, timeout_s=self._timeout_s)
+                    await self._bus.release_items(digests, worker=self._worker, timeout_s=self._timeout_s)
                 except BusClosed:  # the run has ended, and its media folder ends with it
                     return
                 except (BusLost, BusTimeout) as error:

@@ -50,10 +50,10 @@ class GroupsInFlight:
         """Reports the start of a group, whose episodes ``cancel`` ends; returns False if the group has ended."""
         return True
 
-    def turn_begins(self, index: int, rid: str) -> None:
+    def add_request(self, index: int, rid: str) -> None:
         """Adds a request of a group that is about to be sent."""
 
-    def turn_ends(self, index: int, rid: str) -> None:
+    def remove_request(self, index: int, rid: str) -> None:
         """Removes a request whose response has arrived."""
 
     def end(self, index: int) -> None:
@@ -90,11 +90,11 @@ class WeightUpdateHandler(GroupsInFlight):
         group.cancel = cancel
         return True
 
-    def turn_begins(self, index: int, rid: str) -> None:  # noqa: D102
+    def add_request(self, index: int, rid: str) -> None:  # noqa: D102
         if (group := self._in_flight.get(group_uid(index))) is not None:  # a cancelled group has no entry
             group.rids.add(rid)
 
-    def turn_ends(self, index: int, rid: str) -> None:  # noqa: D102
+    def remove_request(self, index: int, rid: str) -> None:  # noqa: D102
         if (group := self._in_flight.get(group_uid(index))) is not None:
             group.rids.discard(rid)
 

@@ -174,8 +174,8 @@ class PromptMaker:
         if media:
             again = await self.encoded(media_sources(self._messages(row, where="")), owner=owner)
             if [item.digest for item in again] != [medium.item.digest for medium in media]:
-                words = ", ".join(medium.item.words for medium in media)
-                raise ValueError(f"the files of {words} changed while the run read them. Start the run again.")
+                message = ", ".join(medium.item.description for medium in media)
+                raise ValueError(f"the files of {message} changed while the run read them. Start the run again.")
 
     def release(self, owner: str) -> None:
         """Releases the encoded media that ``owner`` holds."""
@@ -411,7 +411,7 @@ def _shown_part(part: Mapping[str, Any], items: Iterator[MediaItem]) -> str:
     if part["type"] == "text":
         return str(part["text"])
     item = next(items, None)
-    return f"[{part['type']}]" if item is None else item.words
+    return f"[{part['type']}]" if item is None else item.description
 
 
 def _unread(source: MediaSource, where: str = "", why: str = "only text is read here") -> BadRow:

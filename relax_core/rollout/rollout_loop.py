@@ -27,7 +27,7 @@ from relax_core.observe.sample_log import SampleLog
 from relax_core.rollout.dynamic_sampling import GroupFilter, TruncatedGroups
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
-    PlayedFigures,
+    GroupMetrics,
     played_values,
     score_episodes,
 )
@@ -35,7 +35,7 @@ from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     MakeExtras,
     complete_group,
-    tell_lost,
+    report_lost,
     token_accounts,
 )
 from relax_core.rollout.episodes.group_player import GroupPlayer
@@ -119,13 +119,13 @@ class RolloutLoop:
             flight=self._flight,
             makes_prompts=player.makes_prompts,
         )
-        self._cancelled: list[PlayedFigures] = []  # of groups that were cancelled since the last record
+        self._cancelled: list[GroupMetrics] = []  # of groups that were cancelled since the last record
         self._sampled_tokens: Counter[str] = Counter()  # by outcome
         self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
         self._staged: list[Group] = []
         self._flushing = False
-        self._newest_group: asyncio.Task[PlayedFigures] | None = None  # the group whose episodes ended last
+        self._newest_group: asyncio.Task[GroupMetrics] | None = None  # the group whose episodes ended last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
         """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); leaves no prompt batch running."""
@@ -167,7 +167,7 @@ class RolloutLoop:
         await self._gate(version)
         start = time.perf_counter()
         requests: list[StreamEnd] = []
-        groups: list[asyncio.Task[PlayedFigures]] = []
+        groups: list[asyncio.Task[GroupMetrics]] = []
         async for prompt, episodes in self._player.groups(
             prompts, tasks, flight=self._flight, given_up=self._give_up, on_end=requests.append
         ):
@@ -178,15 +178,15 @@ class RolloutLoop:
             groups.append(self._newest_group)
         if groups:
             played = await asyncio.gather(*groups)
-            self._record_figures(played, requests, seconds=time.perf_counter() - start)
+            self._record_metrics(played, requests, seconds=time.perf_counter() - start)
 
     async def _finish(
         self,
         prompt: AdmittedPrompt,
         episodes: Sequence[EpisodeRecord],
         tasks: asyncio.TaskGroup,
-        before: asyncio.Task[PlayedFigures] | None,
-    ) -> PlayedFigures:
+        before: asyncio.Task[GroupMetrics] | None,
+    ) -> GroupMetrics:
         """Scores a group, makes its token tree and hands it to the bus.
 
         It runs in its own task, so that a slow reward delays neither other groups nor the engine. ``before`` is the
@@ -197,7 +197,7 @@ class RolloutLoop:
         if self._settings.in_order and before is not None:
             await asyncio.wait([before])
         await self._hand_on(self._complete(prompt, episodes), tasks)
-        return PlayedFigures.of(episodes, reward_s=reward_s)
+        return GroupMetrics.of(episodes, reward_s=reward_s)
 
     def _give_up(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
         """Counts the episodes of a cancelled group and their tokens, none of which is trained; logs its samples."""
@@ -205,12 +205,10 @@ class RolloutLoop:
         if episodes:
             self._sampled_tokens.update(token_accounts(episodes, None))
             if self._lost is not None:
-                tell_lost(self._lost, prompt.uid, episodes)
-            self._cancelled.append(PlayedFigures.of(episodes, reward_s=0.0))
+                report_lost(self._lost, prompt.uid, episodes)
+            self._cancelled.append(GroupMetrics.of(episodes, reward_s=0.0))
 
-    def _record_figures(
-        self, played: Sequence[PlayedFigures], requests: Sequence[StreamEnd], *, seconds: float
-    ) -> None:
+    def _record_metrics(self, played: Sequence[GroupMetrics], requests: Sequence[StreamEnd], *, seconds: float) -> None:
         """Records the metrics of a prompt batch, and of the groups that were cancelled since the last record."""
         played = [*played, *self._cancelled]
         self._cancelled = []
@@ -232,7 +230,7 @@ class RolloutLoop:
         self._record(
             "rollout",
             max(played_figures.newest_version for played_figures in played),
-            values | self._admissions.media_figures(),
+            values | self._admissions.media_metrics(),
         )
 
     async def _score(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> float:
@@ -309,7 +307,7 @@ def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) 
     return name
 
 
-class ModalityFigures:
+class ModalityTimes:
     """Averages times in ms by modality and metric, over the prompts since the last call of `take`."""
 
     def __init__(self) -> None:
@@ -347,7 +345,7 @@ class BadRows:
         self._drawn: set[int] = set()
         self._bad: set[int] = set()
         self._named: list[dict[str, str]] = []
-        self._most_in_a_row = most_in_a_row
+        self._max_in_a_row = most_in_a_row
         self._media_in_a_row: list[MediaError] = []
         self.media_reasons: Counter[str] = Counter()
 
@@ -382,7 +380,7 @@ class BadRows:
         """Counts a prompt with a bad item each time that it is drawn; raises ValueError for too many in a row."""
         self.media_reasons[error.word] += 1
         self._media_in_a_row.append(error)
-        if len(self._media_in_a_row) >= self._most_in_a_row:
+        if len(self._media_in_a_row) >= self._max_in_a_row:
             raise ValueError(
                 f"the images or videos of {len(self._media_in_a_row)} data rows in a row cannot be used, "
                 f"which suggests a common cause. The first: "
@@ -446,7 +444,7 @@ class PromptAdmissions:
         self._check_row = check_row
         self._flight = flight
         self._makes_prompts = makes_prompts
-        self.figures = ModalityFigures()
+        self.figures = ModalityTimes()
         encodes = prompts.items is not None and not makes_prompts
         self.go_on = encodes and not (settings.in_order and settings.alone)
 
@@ -485,7 +483,7 @@ class PromptAdmissions:
         elif prefill_ms := episodes[0].turns[0].response.prefill_ms:  # SGLang does not report it
             self.figures.add(prompt.modality, "prefill", prefill_ms)
 
-    def media_figures(self) -> dict[str, float]:
+    def media_metrics(self) -> dict[str, float]:
         """Returns how many items were encoded and how many prompts had bad items since the run began, by reason.
 
         The times by modality cover the time since the last call.
@@ -519,7 +517,7 @@ class PromptAdmissions:
                     await self.leave_out(admission.index, number, prompt)
             # A concurrent call may have taken the credit, and these prompts must not wait for it.
             replace = left_out > 0 and self._settings.alone and not self.go_on
-            admissions = await self._admitted_at_once(left_out) if replace else ()
+            admissions = await self._admit_without_waiting(left_out) if replace else ()
             self._flight.admit(admissions)
         return prompts
 
@@ -530,7 +528,7 @@ class PromptAdmissions:
         await self._bus.drop(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(number, error)
 
-    async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
+    async def _admit_without_waiting(self, count: int) -> Sequence[Admission]:
         """Returns no admission if the bus wants no more groups: a group that over-sampling ended leaves no credit."""
         try:
             return await self._bus.admit(count, worker=self._settings.worker, timeout_s=AGAIN_S)

@@ -68,7 +68,7 @@ def in_memory(stack: ExitStack, name: str, content: bytes) -> int:
 
 def refusal(printed: bytes) -> str:
     """Returns why a sandbox did not start, with the usual fix; ``printed`` is the output of bubblewrap."""
-    words = printed.decode(errors="replace").strip()[:400] or "it did not start"
+    message = printed.decode(errors="replace").strip()[:400] or "it did not start"
     fixes = []
     for file, wrong, fix in (
         ("/proc/sys/user/max_user_namespaces", "0", "set it to 10000"),
@@ -79,7 +79,7 @@ def refusal(printed: bytes) -> str:
             if Path(file).read_text().strip() == wrong:
                 fixes.append(f"{file} is {wrong}: {fix}")
     hint = "; ".join(fixes) or "in a container, allow user namespaces (docker run --security-opt seccomp=unconfined)"
-    return f"the machine refuses the sandbox: {words}. Fix: {hint}."
+    return f"the machine refuses the sandbox: {message}. Fix: {hint}."
 
 
 def _bwrap() -> str:

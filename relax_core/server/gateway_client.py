@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from relax_core.engines.protocol.generate_messages import plain_words, reply_object
+from relax_core.engines.protocol.generate_messages import printable_text, reply_object
 from relax_core.engines.protocol.server_proof import ProvenConnection
-from relax_core.server.orders import TYPE, Limits
+from relax_core.server.order_types import TYPE, Limits
 
 FILE = "gateway.json"  # in the run's folder
 ANSWER_S = 30.0  # longest time of one request
@@ -101,7 +101,7 @@ class GatewayClient:
                     continue
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() > deadline:
-                    why = plain_words(f"{type(error).__name__}: {error}")
+                    why = printable_text(f"{type(error).__name__}: {error}")
                     raise GatewayUnreachable(f"the gateway at {address.url} does not answer: {why}") from error
             else:
                 raise GatewayRefused({"status": status, "detail": f"it answers {status}"} | answer)
@@ -129,6 +129,6 @@ def _answer(
         headers["Idempotency-Key"] = key
     data = b"" if body is None else msgspec.json.encode(body)
     try:
-        return connection.call(method, route, data, headers, timeout_s=ANSWER_S, most_bytes=ANSWER_BYTES)
+        return connection.call(method, route, data, headers, timeout_s=ANSWER_S, max_bytes=ANSWER_BYTES)
     finally:
         connection.close()

@@ -18,10 +18,10 @@ import msgspec
 from relax_core.engines.held_port import url_of
 from relax_core.engines.protocol.server_proof import ServerProof
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
-from relax_core.server.guard import Guard, Session
 from relax_core.server.http_server import GRACE_S, HttpServer
 from relax_core.server.order_routes import Controller, order_app
 from relax_core.server.page_routes import Page
+from relax_core.server.request_guard import RequestGuard, Session
 from relax_core.server.run_reader import cache_folder
 
 INDICES = "gateway"  # in the cache folder; `relax dashboard` may serve the same run with a separate index
@@ -48,17 +48,17 @@ async def serve(settings: GatewaySettings) -> None:
     port, url = listener.getsockname()[1], url_of(listener)
     session = Session(hashlib.blake2b(b"the page of the run", key=settings.token.encode()).hexdigest())
 
-    def tell_link() -> GatewayAddress:
+    def print_link() -> GatewayAddress:
         link = f"http://{settings.host}:{port}/#token={session.link_token}"
         address = GatewayAddress(url=url, token=settings.token, page=link, pid=os.getpid())
         write_address(folder, address)
         return address
 
-    page = Page([folder], cache=cache_folder() / INDICES, session=session, on_exchange=tell_link)
+    page = Page([folder], cache=cache_folder() / INDICES, session=session, on_exchange=print_link)
     app = order_app(Controller(channel, folder), settings.limits, pages=page.routes)
-    guard = Guard(app, session, port=lambda: port, names=settings.hosts, token=settings.token)
+    guard = RequestGuard(app, session, port=lambda: port, names=settings.hosts, token=settings.token)
     server = HttpServer(ServerProof(guard, token=settings.token), signals=False)
-    address = tell_link()
+    address = print_link()
     serving = asyncio.create_task(server.serve(listener))
     print(msgspec.json.encode(address).decode(), flush=True)
     closed = asyncio.create_task(_closed_stdin())

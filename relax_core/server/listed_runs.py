@@ -8,40 +8,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from relax_core.contracts.foreign_files import decode_json, read_whole, shown_line
+from relax_core.contracts.untrusted_files import decode_json, read_plain_file, shown_line
 from relax_core.observe.event_log import ACTOR, EVAL, MetricRecord, event_files, newest_metrics
 from relax_core.server.run_folders import (
     BROKEN,
-    MOST_NAME,
-    MOST_SUMMARY,
+    MAX_NAME,
+    MAX_SUMMARY,
     SUMMARY,
     UNREADABLE,
-    Standing,
+    RunStatus,
     inside,
     reason,
     run_name,
-    run_standing,
+    run_status,
 )
-from relax_core.server.run_reader import CONFIG, LEDGER, MOST_CONFIG, SUMMARY_DECODER, decode_yaml, open_ledger
+from relax_core.server.run_reader import CONFIG, LEDGER, MAX_CONFIG, SUMMARY_DECODER, decode_yaml, open_ledger
 
 LOOK_S = 2.0  # time limit for the files of all runs of one list
 FILES = (CONFIG, SUMMARY, LEDGER)
 
 
-class _Look(NamedTuple):
+class _ListedRun(NamedTuple):
     problem: str
     figures: dict[str, Any]
 
 
 Value = TypeVar("Value")
-NO_FIGURES = dict.fromkeys(("label", "steps_done", "steps", "reward", "exact", "samples_per_s", "newest_s"))
+NO_METRICS = dict.fromkeys(("label", "steps_done", "steps", "reward", "exact", "samples_per_s", "newest_s"))
 
 
 class ListedRuns:
     """Returns the rows of the list of runs; a run is read again when one of its files has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[object, _Look]] = {}
+        self._known: dict[str, tuple[object, _ListedRun]] = {}
 
     def __call__(self, found: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Returns id, name, folder, state, problem and newest metrics of each run.
@@ -52,26 +52,26 @@ class ListedRuns:
         self._known = {run: known for run, known in self._known.items() if run in found}
         rows, until = [], time.monotonic() + LOOK_S
         for run, path in found.items():
-            standing = self._standing(run, path, until)
+            standing = self._run_status(run, path, until)
             folder = shown_line(str(path))
-            figures = self._known[run][1].figures if run in self._known else NO_FIGURES
-            rows.append({"id": run, "name": run_name(path), "folder": folder, **standing._asdict(), **figures})
+            metrics = self._known[run][1].figures if run in self._known else NO_METRICS
+            rows.append({"id": run, "name": run_name(path), "folder": folder, **standing._asdict(), **metrics})
         return rows
 
-    def _standing(self, run: str, path: Path, until: float) -> Standing:
-        standing = run_standing(path)
+    def _run_status(self, run: str, path: Path, until: float) -> RunStatus:
+        standing = run_status(path)
         if standing.problem:
             return standing
-        seen = (event_files(path), *(_seen(path / name) for name in FILES))
+        seen = (event_files(path), *(_stat(path / name) for name in FILES))
         known = self._known.get(run)
         if known is None or known[0] != seen:
             if time.monotonic() > until:  # the next list reads it
                 return standing
             known = self._known[run] = (seen, _look(path))
-        return Standing(UNREADABLE, known[1].problem) if known[1].problem else standing
+        return RunStatus(UNREADABLE, known[1].problem) if known[1].problem else standing
 
 
-def _seen(path: Path) -> object:
+def _stat(path: Path) -> object:
     try:
         found = path.lstat()
     except OSError as error:
@@ -79,7 +79,7 @@ def _seen(path: Path) -> object:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
 
-def _look(run_dir: Path) -> _Look:
+def _look(run_dir: Path) -> _ListedRun:
     """Returns the reason why one of the run's files cannot be read, or "", and the run's metrics."""
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
@@ -87,9 +87,9 @@ def _look(run_dir: Path) -> _Look:
         try:
             path = inside(run_dir, name)
             if name == CONFIG:
-                config = decode_yaml(read_whole(path, most_bytes=MOST_CONFIG).decode("utf-8", "replace"))
+                config = decode_yaml(read_plain_file(path, max_bytes=MAX_CONFIG).decode("utf-8", "replace"))
             if name == SUMMARY:
-                summary = decode_json(read_whole(path, most_bytes=MOST_SUMMARY), SUMMARY_DECODER)
+                summary = decode_json(read_plain_file(path, max_bytes=MAX_SUMMARY), SUMMARY_DECODER)
             if not os.access(path, os.R_OK):
                 raise PermissionError("it may not be read")
             if name == LEDGER:
@@ -97,11 +97,11 @@ def _look(run_dir: Path) -> _Look:
         except FileNotFoundError:
             continue
         except BROKEN as error:
-            return _Look(reason(name, error), NO_FIGURES)
-    return _Look("", _figures(config, summary, newest_metrics(run_dir)))
+            return _ListedRun(reason(name, error), NO_METRICS)
+    return _ListedRun("", _metrics(config, summary, newest_metrics(run_dir)))
 
 
-def _figures(
+def _metrics(
     config: Mapping[str, Any], summary: Mapping[str, Any], records: Mapping[str, MetricRecord]
 ) -> dict[str, Any]:
     """Returns the columns of the list; except for ``samples_per_s``, ``records`` take precedence over ``summary``."""
@@ -109,7 +109,7 @@ def _figures(
     last, run, evaluations = (_as(summary.get("reward"), dict), _as(config.get("run"), dict), summary.get("eval"))
     last_eval = _as(evaluations[-1], dict) if isinstance(evaluations, list) and evaluations else {}
     return {
-        "label": shown_line(_as(config.get("name"), str))[:MOST_NAME],
+        "label": shown_line(_as(config.get("name"), str))[:MAX_NAME],
         "steps_done": trained.step + 1 if trained else _number(summary.get("steps")),
         "steps": _number(run.get("steps")),
         "reward": _number(trained.values.get("reward")) if trained else _number(last.get("last")),

@@ -1,7 +1,8 @@
 """Declares the HTTP routes of a run's gateway: engines, orders to scale them, the autoscaler, and the run.
 
-Each route checks the request and forwards it to the run's controller, where `relax_core.server.order_desk` answers it.
-Bodies are typed strictly: 0 is not false, and "1" is not 1. Each address is checked before anything is sent to it.
+Each route checks the request and forwards it to the run's controller, where `relax_core.server.engine_order_service`
+answers it. Bodies are typed strictly: 0 is not false, and "1" is not 1. Each address is checked before anything is
+sent to it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from starlette.routing import BaseRoute
 
 from relax_core.observe.stall_requests import POLL_S, TIMEOUT_S, StallRequest
-from relax_core.server import order_desk
-from relax_core.server.guard import OPEN, refusal_answer
-from relax_core.server.order_book import RETRY_S
-from relax_core.server.orders import (
+from relax_core.server import engine_order_service
+from relax_core.server.engine_order_store import RETRY_S
+from relax_core.server.order_types import (
     PROBLEM,
     DryRun,
     EngineRow,
@@ -43,9 +43,10 @@ from relax_core.server.orders import (
     State,
 )
 from relax_core.server.page_routes import REFUSALS
+from relax_core.server.request_guard import OPEN, refusal_answer
 
 # -- Bodies -----------------------------------------------------------------------------------------------------------
-MOST_SECONDS = 86400.0
+MAX_SECONDS = 86400.0
 RESOLVE_S = 5.0  # time limit for the resolution of a name
 _KEY = "engine_urls"
 
@@ -56,7 +57,7 @@ def _whole(value: object) -> object:
 
 
 Replicas = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1_000_000)]
-Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 EngineUrls = Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(min_length=1, max_length=64)]
 EngineIds = Annotated[list[Annotated[str, Field(pattern=r"^engine-[0-9]{1,9}$")]], Field(min_length=1, max_length=64)]
 
@@ -274,9 +275,9 @@ class Controller:
         self._end, self._folder = end, folder
 
     async def __call__(self, call: str, **given: Any) -> Response:
-        """Returns the answer to a call of `order_desk.OrderDesk`."""
-        request = msgspec.json.encode(order_desk.Request(call, given))
-        data = await order_desk.ask(self._end, request, timeout_s=ANSWER_S)
+        """Returns the answer to a call of `engine_order_service.EngineOrderService`."""
+        request = msgspec.json.encode(engine_order_service.Request(call, given))
+        data = await engine_order_service.ask(self._end, request, timeout_s=ANSWER_S)
         if data is None:
             raise Refusal(
                 "run-starts", "the run is starting, or starting again: its controller does not answer",

@@ -21,15 +21,15 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from relax_core.contracts.foreign_files import open_plain, shown
-from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
+from relax_core.contracts.untrusted_files import open_plain, shown
+from relax_core.data.media.played_files import MAX_FILE_BYTES as MAX_PLAYED
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.sample_index import FILTERS
-from relax_core.observe.stragglers import Straggler, straggler_words
-from relax_core.server.guard import Session, refusal_answer
+from relax_core.observe.stragglers import Straggler, straggler_text
 from relax_core.server.listed_runs import ListedRuns
-from relax_core.server.orders import Refusal
-from relax_core.server.run_events import MOST_POINTS, process_rows
+from relax_core.server.order_types import Refusal
+from relax_core.server.request_guard import Session, refusal_answer
+from relax_core.server.run_events import MAX_POINTS, process_rows
 from relax_core.server.run_folders import BROKEN, NotInside, find_runs, log_chunk, log_files, reason, search_log
 from relax_core.server.run_reader import CONFIG, PLAN, RunReader, open_ledger
 from relax_core.server.run_timeline import make_timeline
@@ -37,12 +37,12 @@ from relax_core.server.sample_views import picture_file, played_file
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0
-THREADS, AT_ONCE = 32, 2  # threads that read, and how many of them read one run
+THREADS, CONCURRENT_READS = 32, 2  # threads that read, and how many of them read one run
 QUEUE_S = 60.0  # longest wait of a request about a run for earlier requests about it
-MOST_READERS = 10  # runs with cached readers; the page compares eight
-MOST_FIRST = 2**40
-MOST_TAGS, MOST_LISTED = 80, 100
-JPEG, MOST_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # first bytes of a JPEG file, and its largest size in bytes
+MAX_READERS = 10  # runs with cached readers; the page compares eight
+MAX_FIRST = 2**40
+MAX_TAGS, MAX_LISTED = 80, 100
+JPEG, MAX_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # first bytes of a JPEG file, and its largest size in bytes
 Answer = TypeVar("Answer")
 _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
@@ -114,8 +114,8 @@ class Page:
             except (FileNotFoundError, NotInside) as error:
                 raise Refusal("unknown-id", shown(f"{error}")) from error
             except sqlite3.Error as error:
-                words = f"The ledger cannot be read just now: {reason('', error)}. Try again."
-                raise Refusal("busy", words) from error
+                message = f"The ledger cannot be read just now: {reason('', error)}. Try again."
+                raise Refusal("busy", message) from error
             except ValueError as error:
                 raise Refusal("malformed", shown(f"{error}")) from error
             except BROKEN as error:
@@ -148,10 +148,10 @@ class Page:
                 if path is None:
                     raise Refusal("unknown-id", "There is no such run. It may have been moved or removed.")
                 self._readers[run] = RunReader(path, self._cache)
-                self._turns[run] = asyncio.Semaphore(AT_ONCE)
+                self._turns[run] = asyncio.Semaphore(CONCURRENT_READS)
             found = self._readers[run] = self._readers.pop(run)  # the most recently used reader is last
             unused = [name for name in self._readers if name not in self._users]
-            oldest = unused[: max(0, len(self._readers) - MOST_READERS)]
+            oldest = unused[: max(0, len(self._readers) - MAX_READERS)]
             gone = [self._readers.pop(name) for name in oldest]
         for reader in gone:
             reader.close()
@@ -184,7 +184,7 @@ class Page:
         async with self._used_reader(request) as run:
             path = picture_file(run.run_dir, request.path_params["digest"])
         data = b"" if path is None else await self._thread(_first_bytes, path)
-        if not data.startswith(JPEG) or len(data) > MOST_PICTURE:
+        if not data.startswith(JPEG) or len(data) > MAX_PICTURE:
             raise Refusal("unknown-id", "There is no picture of this item.")
         return Response(data, media_type="image/jpeg")
 
@@ -192,7 +192,7 @@ class Page:
         """Answers with a sound or video, or with the part of it that the request's Range names."""
         async with self._used_reader(request) as run:
             path = played_file(run.run_dir, request.path_params["digest"])
-        large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps no larger file
+        large = path is None or path.stat().st_size > MAX_PLAYED  # a run keeps no larger file
         found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:
             raise Refusal("unknown-id", "There is no sound or video of this item.")
@@ -221,7 +221,7 @@ def page_app(page: Page) -> Starlette:
 
 def _first_bytes(path: Path) -> bytes:
     with open_plain(path) as file:
-        return file.read(MOST_PICTURE + 1)
+        return file.read(MAX_PICTURE + 1)
 
 
 async def _index(request: Request) -> Response:
@@ -246,12 +246,12 @@ def _filters(query: Mapping[str, str]) -> dict[str, str | float]:
 
 def _samples(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     views, filters = run.views(), _filters(query)
-    most = min(MOST_LISTED, int(query.get("most", "50")))
+    most = min(MAX_LISTED, int(query.get("most", "50")))
     if words := query.get("words", ""):
         before = query.get("before", "")
         found = views.searched(filters, words, most=most, before=int(before) if before else None)
         return {**found, "share": run.samples_share}
-    first = min(MOST_FIRST, max(0, int(query.get("first", "0"))))
+    first = min(MAX_FIRST, max(0, int(query.get("first", "0"))))
     found = views.listed(filters, order=query.get("order", "newest"), first=first, most=most)
     return {**found, "share": run.samples_share}
 
@@ -282,8 +282,8 @@ def _group(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
 
 def _series(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     series = run.series()
-    tags = [tag for tag in query.get("tags", "").split(",") if tag][:MOST_TAGS]
-    most = min(MOST_POINTS, max(2, int(query.get("points", MOST_POINTS))))
+    tags = [tag for tag in query.get("tags", "").split(",") if tag][:MAX_TAGS]
+    most = min(MAX_POINTS, max(2, int(query.get("points", MAX_POINTS))))
     return {"resumes": series.resumes, "curves": {tag: series.curve(tag, most=most) for tag in tags}}
 
 
@@ -312,7 +312,7 @@ def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     if found is None:
         raise FileNotFoundError("No train step in this range has ended yet.")
     slow = [
-        straggler_words(straggler)
+        straggler_text(straggler)
         for straggler in run.texts().stragglers()
         if _overlaps(straggler, found.first, found.last)
     ]
@@ -330,7 +330,7 @@ def _engines(run: RunReader, query: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _evaluation(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
-    exact, first = query.get("exact", ""), min(MOST_FIRST, max(0, int(query.get("first", "0"))))
+    exact, first = query.get("exact", ""), min(MAX_FIRST, max(0, int(query.get("first", "0"))))
     wanted = None if not exact else exact == "1"
     return run.texts().rows(int(query.get("step", "-1")), exact=wanted, words=query.get("words", ""), first=first)
 
@@ -346,4 +346,4 @@ def _lineage(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         if not filters:
             return {"counts": ledger.counts(run_over=False), "reasons": ledger.reasons(), "steps": ledger.steps()}
         found = ledger.samples(filters)
-    return {"count": len(found), "samples": found[:MOST_LISTED]}
+    return {"count": len(found), "samples": found[:MAX_LISTED]}

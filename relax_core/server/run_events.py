@@ -22,23 +22,23 @@ from relax_core.observe.event_log import (
     RANK,
     ROLLOUT,
     SKELETONS,
+    EventLocation,
     MetricRecord,
-    Place,
     TextRecord,
     is_resume,
     read_event,
 )
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 
-MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
-MOST_FORMS = 3  # forms of right answers per evaluation
-MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
-MOST_HISTORY = 64  # newest evaluations in which a prompt is looked up
-MOST_POINTS = 2000
-MOST_BYTES = 512 * 2**20  # limit of the numbers in memory
+MAX_EVALUATIONS, MAX_STRAGGLERS = 100_000, 10_000
+MAX_FORMS = 3  # forms of right answers per evaluation
+MAX_SHOWN, MAX_TEXT = 100, 20_000  # rows of an answer, and characters of a text
+MAX_HISTORY = 64  # newest evaluations in which a prompt is looked up
+MAX_POINTS = 2000
+MAX_BYTES = 512 * 2**20  # limit of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
-MOST_TAGS, MOST_TAG = 20_000, 300  # metrics, and characters of a name
-MOST_RESUMES = 1000
+MAX_TAGS, MAX_TAG = 20_000, 300  # metrics, and characters of a name
+MAX_RESUMES = 1000
 MEMORY = ("memory_mb", "children_memory_mb")  # memory metrics of a process
 _COUNTS = ("samples", "tokens", "worker")
 _OF_ENGINES = "engine/"  # prefix of the rollout's metrics about requests to one engine
@@ -132,11 +132,11 @@ class RunSeries:
 
     def add(self, record: MetricRecord) -> None:
         """Adds the next record of the run. Raises ValueError for a record above a limit."""
-        if self._bytes > MOST_BYTES:
-            raise ValueError(f"the numbers take more than {MOST_BYTES} bytes of memory; the rest is left out")
+        if self._bytes > MAX_BYTES:
+            raise ValueError(f"the numbers take more than {MAX_BYTES} bytes of memory; the rest is left out")
         self._bytes += RECORD_BYTES + POINT_BYTES * len(record.values)
-        if len(record.source) > MOST_TAG:
-            raise ValueError(f"a source has more than {MOST_TAG} characters")
+        if len(record.source) > MAX_TAG:
+            raise ValueError(f"a source has more than {MAX_TAG} characters")
         with self._lock:
             self._add(record)
 
@@ -161,14 +161,14 @@ class RunSeries:
                 self.timed.append(PackedTimed(RANK, record.step, record.time_s, len(self.resumes), names, numbers))
                 return  # the ranks have too many metrics for curves; only the timeline shows them
         new = sum(f"{record.source}/{name}" not in self._points for name in record.values)
-        if new and (len(self._points) + new > MOST_TAGS or max(map(len, record.values)) > MOST_TAG):
-            raise ValueError(f"there are more than {MOST_TAGS} numbers, or a name has more than {MOST_TAG} characters")
+        if new and (len(self._points) + new > MAX_TAGS or max(map(len, record.values)) > MAX_TAG):
+            raise ValueError(f"there are more than {MAX_TAGS} numbers, or a name has more than {MAX_TAG} characters")
         for name, value in record.values.items():
             self._points[f"{record.source}/{name}"].set(record.step, value)
 
     def _undo(self, step: int) -> None:
-        if len(self.resumes) >= MOST_RESUMES:
-            raise ValueError(f"there are more than {MOST_RESUMES} resumes")
+        if len(self.resumes) >= MAX_RESUMES:
+            raise ValueError(f"there are more than {MAX_RESUMES} resumes")
         self.resumes.append(step)
         for points in self._points.values():
             points.cut(step)
@@ -179,7 +179,7 @@ class RunSeries:
         with self._lock:
             return sorted(tag for tag, points in self._points.items() if points.steps)
 
-    def curve(self, tag: str, *, most: int = MOST_POINTS) -> Curve:
+    def curve(self, tag: str, *, most: int = MAX_POINTS) -> Curve:
         """Returns the curve of a tag, empty if there is none."""
         with self._lock:
             points = self._points.get(tag)
@@ -232,7 +232,7 @@ def process_rows(series: RunSeries) -> list[dict[str, Any]]:
 
 
 def thinned(
-    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, *, most: int = MOST_POINTS
+    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, *, most: int = MAX_POINTS
 ) -> Curve:
     """Returns at most ``most`` points: the smallest and the largest value of each piece of a longer curve, in order.
 
@@ -263,7 +263,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Describes one evaluation of the weights of ``step``: the place of its event, its rows, and its exact rows."""
 
     step: int
-    place: Place
+    place: EventLocation
     rows: int
     exact: int
 
@@ -280,19 +280,19 @@ class RunTexts:
         self._looks: dict[int, list[dict[str, Any]]] = {}  # the most frequent forms of right answers, by step
         self._stragglers: dict[tuple[str, int], Straggler] = {}
 
-    def add(self, text: TextRecord, place: Place) -> None:
+    def add(self, text: TextRecord, place: EventLocation) -> None:
         """Adds the next text of the run. Raises ValueError for a text above a limit or of another form."""
         with self._lock:
             if text.kind == STRAGGLER:
-                if len(self._stragglers) >= MOST_STRAGGLERS:
-                    raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
+                if len(self._stragglers) >= MAX_STRAGGLERS:
+                    raise ValueError(f"there are more than {MAX_STRAGGLERS} stragglers")
                 for slow in map(straggler_of_row, text.rows):
                     self._stragglers[slow.who, slow.from_step] = slow
-            if text.kind == SKELETONS and len(self._looks) < MOST_EVALUATIONS:
-                self._looks[text.step] = [_shortened(row) for row in text.rows[:MOST_FORMS]]
+            if text.kind == SKELETONS and len(self._looks) < MAX_EVALUATIONS:
+                self._looks[text.step] = [_shortened(row) for row in text.rows[:MAX_FORMS]]
             if text.kind == EVAL:
-                if len(self._found) >= MOST_EVALUATIONS:
-                    raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
+                if len(self._found) >= MAX_EVALUATIONS:
+                    raise ValueError(f"there are more than {MAX_EVALUATIONS} evaluations")
                 exact = sum(bool(row.get("exact")) for row in text.rows)
                 self._found[text.step] = Evaluation(step=text.step, place=place, rows=len(text.rows), exact=exact)
 
@@ -326,13 +326,13 @@ class RunTexts:
         return {
             "count": len(fitting),
             "look": look,
-            "rows": [_shortened(row) for row in fitting[first : first + MOST_SHOWN]],
+            "rows": [_shortened(row) for row in fitting[first : first + MAX_SHOWN]],
         }
 
     def history(self, prompt: str) -> list[dict[str, Any]]:
         """Returns the answers to this prompt in the newest evaluations, each with its step; newest first."""
         found = []
-        for evaluation in reversed(self.evaluations()[-MOST_HISTORY:]):
+        for evaluation in reversed(self.evaluations()[-MAX_HISTORY:]):
             found += [
                 {"step": evaluation.step, **_shortened(row)}
                 for row in self._read(evaluation)
@@ -348,4 +348,4 @@ class RunTexts:
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
+    return {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in row.items()}

@@ -21,16 +21,16 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import psutil
 
-from relax_core.contracts.foreign_files import decode_json, open_plain, read_whole, shown_line
+from relax_core.contracts.untrusted_files import decode_json, open_plain, read_plain_file, shown_line
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
-MOST_DEPTH, MOST_RUNS = 3, 200
-MOST_ENTRIES, MOST_BELOW = 20_000, 5_000  # entries that are read of a folder that the user named, or of a folder below
+MAX_DEPTH, MAX_RUNS = 3, 200
+MAX_ENTRIES, MAX_BELOW = 20_000, 5_000  # entries that are read of a folder that the user named, or of a folder below
 SEARCH_S = 2.0  # time limit of the search in all folders together
 SILENT_S = 120.0  # a run of another host that has written nothing for this time counts as ended
 LOCK, SUMMARY, METRICS = ".lock", "summary.json", "metrics.jsonl"
-MOST_SUMMARY, MOST_LOCK = 4 * 2**20, 200  # bytes that are read of these files
-MOST_WORDS, MOST_NAME = 300, 200  # characters of a reason, and of a name of a run
+MAX_SUMMARY, MAX_LOCK = 4 * 2**20, 200  # bytes that are read of these files
+MAX_WORDS, MAX_NAME = 300, 200  # characters of a reason, and of a name of a run
 UNREADABLE = "unreadable"
 # Errors from reading an untrusted file. SQLite out of memory raises MemoryError; a link to itself and a text that is
 # nested too deeply raise RuntimeError.
@@ -44,7 +44,7 @@ class NotInside(ValueError):
     """The path leads out of the run's folder, or to something that is no plain file."""
 
 
-class Standing(NamedTuple):
+class RunStatus(NamedTuple):
     """Holds the state of a run, and the reason why its files cannot be read, or ""."""
 
     state: str
@@ -67,15 +67,15 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
     """
     found: set[Path] = set()
     level, until = list(folders), time.monotonic() + SEARCH_S
-    for depth in range(MOST_DEPTH + 1):
+    for depth in range(MAX_DEPTH + 1):
         below: list[Path] = []
         for folder in level:
             if any(os.path.lexists(folder / mark) for mark in MARKS):
                 found.add(Path(os.path.realpath(folder)))
             elif time.monotonic() < until:
-                below += _folders_in(folder, MOST_BELOW if depth else MOST_ENTRIES)
+                below += _folders_in(folder, MAX_BELOW if depth else MAX_ENTRIES)
         level = below
-    ordered = sorted(found, key=_changed_s, reverse=True)[:MOST_RUNS]
+    ordered = sorted(found, key=_changed_s, reverse=True)[:MAX_RUNS]
     return {run_id(path): path for path in ordered}
 
 
@@ -86,7 +86,7 @@ def run_id(path: Path) -> str:
 
 def run_name(path: Path) -> str:
     """Returns the name of a run's folder, safe to display."""
-    return shown_line(path.name)[:MOST_NAME]
+    return shown_line(path.name)[:MAX_NAME]
 
 
 def _folders_in(folder: Path, most: int) -> list[Path]:
@@ -156,35 +156,35 @@ def run_state(run_dir: Path) -> str:
     A run is live while the process that holds its folder exists. This cannot be checked for a run of another host,
     which counts as live while it writes. "unreadable" is a run with an unreadable summary.json.
     """
-    return run_standing(run_dir).state
+    return run_status(run_dir).state
 
 
-def run_standing(run_dir: Path) -> Standing:
+def run_status(run_dir: Path) -> RunStatus:
     """Returns the state of `run_state`, and the reason why the summary cannot be read."""
     if _process_lives(run_dir):
-        return Standing("live")
+        return RunStatus("live")
     try:
-        summary = decode_json(read_whole(inside(run_dir, SUMMARY), most_bytes=MOST_SUMMARY), _summary)
+        summary = decode_json(read_plain_file(inside(run_dir, SUMMARY), max_bytes=MAX_SUMMARY), _summary)
     except FileNotFoundError:
-        return Standing("crashed")
+        return RunStatus("crashed")
     except (OSError, ValueError) as error:
-        return Standing(UNREADABLE, reason(SUMMARY, error))
+        return RunStatus(UNREADABLE, reason(SUMMARY, error))
     if not _OUTCOME.fullmatch(summary.outcome):
-        return Standing(UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MOST_NAME]} is none of a run")
-    return Standing(shown_line(summary.outcome)[:MOST_NAME])
+        return RunStatus(UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MAX_NAME]} is none of a run")
+    return RunStatus(shown_line(summary.outcome)[:MAX_NAME])
 
 
 def reason(name: str, error: BaseException) -> str:
     """Returns the reason why a file cannot be read, as one line that is safe to display."""
-    words = str(error) or type(error).__name__
-    return shown_line(words if name in words else f"{name}: {words}")[:MOST_WORDS]
+    message = str(error) or type(error).__name__
+    return shown_line(message if name in message else f"{name}: {message}")[:MAX_WORDS]
 
 
 def _process_lives(run_dir: Path) -> bool:
     lock = run_dir / LOCK
     try:
         with open_inside(run_dir, LOCK) as file:
-            words = file.read(MOST_LOCK).decode("utf-8", "replace").split()
+            words = file.read(MAX_LOCK).decode("utf-8", "replace").split()
     except (OSError, ValueError):
         return False
     if len(words) != 4 or not words[1].isdecimal():
@@ -201,18 +201,18 @@ def _process_lives(run_dir: Path) -> bool:
 # -- Logs --------------------------------------------------------------------------------------------------------------
 LOGS = "logs"
 CHUNK = 64 * 2**10
-SEARCHED_BYTES, MOST_FOUND, MOST_LINE = 64 * 2**20, 500, 2000
-MOST_READ_LINE = 2**20  # bytes of a line that are searched together
-MOST_FILES = 5000
+SEARCHED_BYTES, MAX_FOUND, MAX_LINE = 64 * 2**20, 500, 2000
+MAX_READ_LINE = 2**20  # bytes of a line that are searched together
+MAX_FILES = 5000
 
 
 def log_files(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns name and size in bytes of each log file, at most `MOST_FILES`.
+    """Returns name and size in bytes of each log file, at most `MAX_FILES`.
 
     Links out of the run's folder, special files and names that are not valid text are left out.
     """
     found = []
-    for path in files_in(run_dir, LOGS, most=MOST_FILES):
+    for path in files_in(run_dir, LOGS, most=MAX_FILES):
         try:
             size = inside(run_dir, LOGS, path.name).stat().st_size
             path.name.encode()
@@ -246,9 +246,9 @@ def search_log(run_dir: Path, name: str, words: str) -> dict[str, Any]:
     with open_inside(run_dir, LOGS, name) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - SEARCHED_BYTES))
-        while line := file.readline(MOST_READ_LINE):
+        while line := file.readline(MAX_READ_LINE):
             text = line.decode("utf-8", "replace").rstrip("\n")
             if wanted in text.casefold():
-                found.append(text[:MOST_LINE])
-                del found[:-MOST_FOUND]
+                found.append(text[:MAX_LINE])
+                del found[:-MAX_FOUND]
     return {"text": "\n".join(found), "found": len(found), "size": size}

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 import yaml
 
-from relax_core.bus.ledger_reader import MOST_ROW_BYTES, LedgerFile, SampleLife, check_plain
-from relax_core.contracts.foreign_files import decode_json, shown_line
+from relax_core.bus.ledger_reader import MAX_ROW_BYTES, LedgerFile, SampleLife, check_plain
+from relax_core.contracts.untrusted_files import decode_json, shown_line
 from relax_core.observe.alarms import NOTICES
 from relax_core.observe.event_log import (
     ACTOR,
@@ -34,16 +34,16 @@ from relax_core.server.run_events import RunSeries, RunTexts
 from relax_core.server.run_folders import (
     BROKEN,
     LOCK,
-    MOST_LOCK,
-    MOST_NAME,
-    MOST_SUMMARY,
+    MAX_LOCK,
+    MAX_NAME,
+    MAX_SUMMARY,
     SUMMARY,
     inside,
     open_inside,
     reason,
     run_id,
     run_name,
-    run_standing,
+    run_status,
 )
 from relax_core.server.run_timeline import RunOrder, event_spans, take_order
 from relax_core.server.sample_views import SampleViews
@@ -54,17 +54,17 @@ LEDGER_BUSY_S, QUERY_S = 1.0, 10.0  # wait for a writer; time limit of all reads
 REST = 100  # a slow answer is recomputed after 100 times its computation time
 NEWEST_S = 1.0  # longest wait of a call for the newest samples
 END_S = 10.0
-MOST_ALARMS = 50
-MOST_TEXT_BYTES = 2**20  # largest part of a file that is shown unchanged
-MOST_CONFIG = 2**18  # bytes of config.yaml
-MOST_NODES, MOST_YAML_DEPTH, MOST_SCALAR = 20_000, 50, 20_000  # limits of a YAML text
+MAX_ALARMS = 50
+MAX_TEXT_BYTES = 2**20  # largest part of a file that is shown unchanged
+MAX_CONFIG = 2**18  # bytes of config.yaml
+MAX_NODES, MAX_YAML_DEPTH, MAX_SCALAR = 20_000, 50, 20_000  # limits of a YAML text
 READ_S = 5.0  # time limit for reading the event log in one call
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
 SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
-class Rested(Generic[Answer]):
+class CachedAnswer(Generic[Answer]):
     """Caches an answer for 100 times its computation time, and for a second at least."""
 
     def __init__(self, compute: Callable[[], Answer]) -> None:
@@ -98,16 +98,18 @@ class RunReader:
         self.samples_share, self._index_problem, self._closing = 0.0, "", False
         self._wanted, self._read_all = threading.Event(), threading.Event()
         none: dict[str, Any] = {}
-        self._events = Rested(lambda: self._tried(LEDGER, self._count_events, none))
-        self._standing = Rested(lambda: run_standing(run_dir))
-        self._values = Rested(lambda: self._tried(CONFIG, self._read_config, none))
-        self._outcome = Rested(lambda: self._tried(SUMMARY, self._read_summary, none))
+        self._events = CachedAnswer(lambda: self._tried(LEDGER, self._count_events, none))
+        self._standing = CachedAnswer(lambda: run_status(run_dir))
+        self._values = CachedAnswer(lambda: self._tried(CONFIG, self._read_config, none))
+        self._outcome = CachedAnswer(lambda: self._tried(SUMMARY, self._read_summary, none))
         self._problems: dict[str, str] = {}  # by file
-        self._staleness = Rested(self._count_staleness)
-        self._counts = Rested(self._count_samples)
-        self.engines = Rested(self._count_engines)
-        self._drops = Rested(self._take_drops)
-        self.faults_and_orders = Rested(lambda: event_spans(run_dir, self.series().timed, list(self._orders.values())))
+        self._staleness = CachedAnswer(self._count_staleness)
+        self._counts = CachedAnswer(self._count_samples)
+        self.engines = CachedAnswer(self._count_engines)
+        self._drops = CachedAnswer(self._take_drops)
+        self.faults_and_orders = CachedAnswer(
+            lambda: event_spans(run_dir, self.series().timed, list(self._orders.values()))
+        )
 
     def series(self) -> RunSeries:
         """Returns the run's current metrics."""
@@ -122,7 +124,7 @@ class RunReader:
     def _open_log(self) -> None:
         self._log = EventReader(self.run_dir, kinds=("numbers", "texts", "alarm", "order"))
         self._series, self._texts = RunSeries(), RunTexts(self.run_dir)
-        self._alarms, self._orders = deque[Alarm](maxlen=MOST_ALARMS), dict[str, RunOrder]()
+        self._alarms, self._orders = deque[Alarm](maxlen=MAX_ALARMS), dict[str, RunOrder]()
         self._log_inode = _inode(self.run_dir / EVENTS_FOLDER)
 
     def _follow(self) -> None:
@@ -205,7 +207,7 @@ class RunReader:
         found = {
             "id": self.run_id,
             "folder": shown_line(str(self.run_dir)),
-            "name": shown_line(str(config.get("name") or ""))[:MOST_NAME] or run_name(self.run_dir),
+            "name": shown_line(str(config.get("name") or ""))[:MAX_NAME] or run_name(self.run_dir),
             "state": state,
             "steps_done": done,
             "steps": total,
@@ -251,10 +253,10 @@ class RunReader:
         return self._outcome()
 
     def _read_config(self) -> dict[str, Any]:
-        return decode_yaml(self._bytes(CONFIG, MOST_CONFIG).decode("utf-8", "replace"))
+        return decode_yaml(self._bytes(CONFIG, MAX_CONFIG).decode("utf-8", "replace"))
 
     def _read_summary(self) -> dict[str, Any]:
-        return decode_json(self._bytes(SUMMARY, MOST_SUMMARY), SUMMARY_DECODER)
+        return decode_json(self._bytes(SUMMARY, MAX_SUMMARY), SUMMARY_DECODER)
 
     def _bytes(self, name: str, most: int) -> bytes:
         with open_inside(self.run_dir, name) as file:
@@ -266,7 +268,7 @@ class RunReader:
     def text(self, name: str) -> str:
         """Returns a file's text, of a large one the first MiB. Raises FileNotFoundError and NotInside."""
         with open_inside(self.run_dir, name) as file:
-            return file.read(MOST_TEXT_BYTES).decode("utf-8", "replace")
+            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
 
     def close(self) -> None:
         """Ends the thread and closes the index."""
@@ -300,7 +302,7 @@ class RunReader:
 
     def _count_events(self) -> dict[str, int]:
         with open_ledger(self.run_dir) as ledger:
-            return {shown_line(str(kind)[:MOST_NAME]): int(count) for kind, count in ledger.event_counts().items()}
+            return {shown_line(str(kind)[:MAX_NAME]): int(count) for kind, count in ledger.event_counts().items()}
 
     def _count_engines(self) -> list[dict[str, Any]]:
         return [] if self._index is None else self._index.engines()
@@ -334,13 +336,13 @@ def open_ledger(run_dir: Path) -> LedgerFile:
     check_plain(path)
     if os.path.lexists(path.with_name(f"{LEDGER}-wal")) and _host_of_lock(run_dir) != socket.gethostname():
         raise FileNotFoundError(NO_LEDGER)
-    return LedgerFile(path, seconds=QUERY_S, most_bytes=MOST_ROW_BYTES, busy_s=LEDGER_BUSY_S)
+    return LedgerFile(path, seconds=QUERY_S, max_bytes=MAX_ROW_BYTES, busy_s=LEDGER_BUSY_S)
 
 
 def _host_of_lock(run_dir: Path) -> str:
     try:
         with open_inside(run_dir, LOCK) as file:
-            return file.read(MOST_LOCK).decode("utf-8", "replace").split()[-1]
+            return file.read(MAX_LOCK).decode("utf-8", "replace").split()[-1]
     except (OSError, ValueError, IndexError):
         return ""
 
@@ -364,10 +366,10 @@ class _YamlLoader(yaml.SafeLoader):
             raise ValueError("it has an alias (*name), which no configuration of Relax has")
         self._nodes += 1
         self._depth += 1
-        if self._nodes > MOST_NODES or self._depth > MOST_YAML_DEPTH:
-            raise ValueError(f"it has more than {MOST_NODES} nodes, or some deeper than {MOST_YAML_DEPTH}")
+        if self._nodes > MAX_NODES or self._depth > MAX_YAML_DEPTH:
+            raise ValueError(f"it has more than {MAX_NODES} nodes, or some deeper than {MAX_YAML_DEPTH}")
         node = super().compose_node(parent, index)
-        if isinstance(node, yaml.ScalarNode) and len(node.value) > MOST_SCALAR:
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_SCALAR:
             node.tag = "tag:yaml.org,2002:str"  # no number or time is that long
         self._depth -= 1
         return node

@@ -23,10 +23,10 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from relax_core.contracts.foreign_files import decode_json, read_whole
+from relax_core.contracts.untrusted_files import decode_json, read_plain_file
 from relax_core.observe.event_log import ACTOR, EVAL, ORDERS, RANK, ROLLOUT, EventReader, OrderChange
 from relax_core.observe.summary import STEP_PARTS
-from relax_core.server.orders import ENDED
+from relax_core.server.order_types import ENDED
 from relax_core.server.run_events import TimedRecord
 from relax_core.server.run_folders import BROKEN, inside, reason
 
@@ -111,10 +111,10 @@ def _parts(ms: dict[str, float], name: str, step_ms: float) -> Iterator[tuple[st
 RESTARTS_LANE, RECOVERIES_LANE, ORDERS_LANE = "restarts", "recoveries", "orders"
 FILE = ("logs", "recoveries.json")
 IN_PLACE = 1  # the tier of a recovery that is a restart of one process
-MOST_ORDERS = 1000  # the newest orders
-MOST_STATES = 100  # states of an order
-MOST_FILE = 4 * 2**20  # bytes of a JSON file
-MOST_NAMED = 4  # engines that the name of an order's span lists
+MAX_ORDERS = 1000  # the newest orders
+MAX_STATES = 100  # states of an order
+MAX_FILE = 4 * 2**20  # bytes of a JSON file
+MAX_NAMED = 4  # engines that the name of an order's span lists
 
 
 class _Recovery(msgspec.Struct):
@@ -138,7 +138,7 @@ class RunOrder(msgspec.Struct):
     kind: str
     engine_ids: list[str]
     failure: str
-    history: Annotated[list[_StateAt], msgspec.Meta(min_length=1, max_length=MOST_STATES)]
+    history: Annotated[list[_StateAt], msgspec.Meta(min_length=1, max_length=MAX_STATES)]
 
 
 class _Line(msgspec.Struct):
@@ -163,8 +163,8 @@ def event_spans(
     try:
         spans += _recovery_spans(_recoveries(run_dir), ends, newest_s)
     except BROKEN as error:
-        words = reason("", error)
-        problems.append(f"{'/'.join(FILE)} cannot be read, so no restart and no recovery is shown: {words}.")
+        message = reason("", error)
+        problems.append(f"{'/'.join(FILE)} cannot be read, so no restart and no recovery is shown: {message}.")
     for order in orders:
         spans += _order_spans(order, ends, newest_s)
     return spans, problems
@@ -175,7 +175,7 @@ def _recoveries(run_dir: Path) -> list[_Recovery]:
         path = inside(run_dir, *FILE)
     except FileNotFoundError:  # no process was lost
         return []
-    return decode_json(read_whole(path, most_bytes=MOST_FILE), _recoveries_decoder)
+    return decode_json(read_plain_file(path, max_bytes=MAX_FILE), _recoveries_decoder)
 
 
 def _recovery_spans(
@@ -206,7 +206,7 @@ def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
     order = decode_json(bytes(change.change), _line_decoder).order
     if order is not None:
         orders[order.request_id] = order
-        if len(orders) > MOST_ORDERS:
+        if len(orders) > MAX_ORDERS:
             del orders[next(iter(orders))]
 
 
@@ -222,8 +222,8 @@ def read_orders(run_dir: Path) -> list[RunOrder]:
 
 def _order_spans(order: RunOrder, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:
     """Yields a span for each state of an order; the final state has no length."""
-    named = ", ".join(order.engine_ids[:MOST_NAMED])
-    more = len(order.engine_ids) - MOST_NAMED
+    named = ", ".join(order.engine_ids[:MAX_NAMED])
+    more = len(order.engine_ids) - MAX_NAMED
     what = f"{order.kind} {named}{f' and {more} more' if more > 0 else ''}".strip()
     until = [change.at for change in order.history[1:]]
     for change, end_s in zip(order.history, [*until, None], strict=True):
@@ -249,8 +249,8 @@ def _step_at(ends: Sequence[tuple[float, int]], time_s: float) -> int:
 ORDER = ("checkpoint", *(part for part in STEP_PARTS if part != "checkpoint"))
 OTHER = "other"
 TRAINER_LANE, PARTS_LANE = "trainer", "trainer's parts"
-MOST_STEPS = 400
-MOST_RANK_SPANS = 20_000  # of a timeline; above it the ranks' parts are left out
+MAX_STEPS = 400
+MAX_RANK_SPANS = 20_000  # of a timeline; above it the ranks' parts are left out
 NEAR_S = 60.0  # longest delay of a record after its step's end, and longest push of weights
 MUCH, LITTLE = 0.5, 0.1  # waiting shares of the trainer: from MUCH on it is faster than rollout, up to LITTLE slower
 
@@ -278,7 +278,7 @@ def make_timeline(
     newest: int = 8,
     events: Sequence[Span] = (),
 ) -> Timeline | None:
-    """Returns the timeline of these train steps, at most `MOST_STEPS`, or of the ``newest`` steps; None without steps.
+    """Returns the timeline of these train steps, at most `MAX_STEPS`, or of the ``newest`` steps; None without steps.
 
     If a step was repeated after a resume, its last run counts; the spans are those of all attempts in the time of the
     steps, and those of ``events`` (`event_spans`).
@@ -290,7 +290,7 @@ def make_timeline(
         return None
     last = max(steps) if last is None else last
     first = max(0, last - newest + 1) if first is None else first
-    first = max(first, last - MOST_STEPS + 1)
+    first = max(first, last - MAX_STEPS + 1)
     chosen = [steps[step] for step in sorted(steps) if first <= step <= last]
     if not chosen:
         return None
@@ -303,7 +303,7 @@ def make_timeline(
     ]
     spans = [span for span in all_spans(near) if span.end_s > start_s and span.start_s < end_s]
     spans += [span for span in events if span.end_s > start_s and span.start_s < end_s]
-    if sum(span.of_rank for span in spans) > MOST_RANK_SPANS:
+    if sum(span.of_rank for span in spans) > MAX_RANK_SPANS:
         spans = [span for span in spans if not span.of_rank]
     shares = step_shares(chosen)
     return Timeline(
@@ -380,31 +380,33 @@ def _step_spans(record: TimedRecord) -> list[Span]:
 def _told(steps: Sequence[TimedRecord], shares: dict[str, float]) -> list[str]:
     if not shares:
         return []
-    told = []
+    messages = []
     wait = shares["wait"]
     if wait >= MUCH:
-        told.append(
+        messages.append(
             f"The trainer waits for samples {wait:.0%} of its time: generation, env or rewards are the slower side."
         )
     elif wait <= LITTLE:
-        told.append(f"The trainer waits for samples {wait:.0%} of its time: it is the slower side.")
+        messages.append(f"The trainer waits for samples {wait:.0%} of its time: it is the slower side.")
     else:
-        told.append(f"The trainer waits for samples {wait:.0%} of its time and trains {shares['train']:.0%} of it.")
+        messages.append(f"The trainer waits for samples {wait:.0%} of its time and trains {shares['train']:.0%} of it.")
     inner: Counter[str] = Counter()
     for step in steps:
         inner.update({name: value for name, value in step.ms.items() if name.startswith(TRAIN)})
     if inner and wait < MUCH:
         ((name, most),) = inner.most_common(1)
         share = most / sum(step.ms["step"] for step in steps)
-        told.append(f"Its longest part inside the train call is {name.removeprefix(TRAIN)}, {share:.0%} of the time.")
+        messages.append(
+            f"Its longest part inside the train call is {name.removeprefix(TRAIN)}, {share:.0%} of the time."
+        )
     for part, words in (
         ("sync", "publishes weights"),
         ("checkpoint", "saves checkpoints"),
         ("bus", "waits for the bus"),
     ):
         if shares[part] > LITTLE:
-            told.append(f"It {words} {shares[part]:.0%} of its time.")
-    return told
+            messages.append(f"It {words} {shares[part]:.0%} of its time.")
+    return messages
 
 
 # -- Traces ------------------------------------------------------------------------------------------------------------

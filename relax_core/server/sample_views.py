@@ -31,8 +31,8 @@ from relax_core.server.run_folders import inside, reason
 SEARCH_S = 20.0  # time limit of a search
 SEARCHED = 2000  # samples that one search reads: the newest that match the other filters
 PREVIEW = 160  # characters of an answer in a list
-MOST_TOKENS = 20_000  # of one sample on the page; a longer sample is cut in its middle
-MOST_GROUP, MOST_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
+MAX_TOKENS = 20_000  # of one sample on the page; a longer sample is cut in its middle
+MAX_GROUP, MAX_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
 DIGEST = re.compile(r"[0-9a-f]{32}")
 KEPT_ROWS = 1_000_000  # of the most recently read trees, about 20 bytes each
 
@@ -79,7 +79,7 @@ class SampleViews:
 
     def group(self, uid: str) -> dict[str, Any]:
         """Returns the samples of a group side by side, with their whole text."""
-        _, rows = self._index.find({"group": uid}, order="oldest", most=MOST_GROUP)
+        _, rows = self._index.find({"group": uid}, order="oldest", most=MAX_GROUP)
         texts = [self._texts(row) for row in rows]
         return {
             "group": uid,
@@ -105,7 +105,7 @@ class SampleViews:
         and so are samples that a resume undid and samples whose tokens no longer exist.
         """
         found = {}
-        for row in self._index.find({"group": group}, order="oldest", most=MOST_GROUP)[1]:
+        for row in self._index.find({"group": group}, order="oldest", most=MAX_GROUP)[1]:
             if row["turns"] > 1 and row["state"] != "undone":
                 try:
                     turns = self._tree(row)[0].episodes[row["number"]].turns
@@ -136,10 +136,10 @@ class SampleViews:
         sampled = np.flatnonzero(tree.versions[rows] >= 0)
         first = int(sampled[0]) if len(sampled) else len(rows)
         ids = tree.token_ids[rows]
-        return self._words(ids[:first]), self._words(ids[first:])
+        return self._decode(ids[:first]), self._decode(ids[first:])
 
-    def _words(self, ids: np.ndarray) -> str:
-        shown = ids[:MOST_TOKENS].tolist()
+    def _decode(self, ids: np.ndarray) -> str:
+        shown = ids[:MAX_TOKENS].tolist()
         return " ".join(map(str, shown)) if self._text is None else self._text.text(shown)
 
     def _with_preview(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -151,9 +151,9 @@ class SampleViews:
         sampled = tree.versions[rows] >= 0
         columns = self._of_sampled(tree, row, rows[sampled])
         chosen = np.arange(len(rows))
-        left_out = max(0, len(rows) - MOST_TOKENS)
+        left_out = max(0, len(rows) - MAX_TOKENS)
         if left_out:
-            chosen = np.concatenate([chosen[: MOST_TOKENS // 2], chosen[-MOST_TOKENS // 2 :]])
+            chosen = np.concatenate([chosen[: MAX_TOKENS // 2], chosen[-MAX_TOKENS // 2 :]])
         ids = tree.token_ids[rows][chosen].tolist()
         pieces = [f"{token_id} " for token_id in ids] if self._text is None else self._text.pieces(ids)
         places = np.cumsum(sampled) - 1
@@ -173,7 +173,7 @@ class SampleViews:
                 "kind": medium.item.kind,
                 "digest": medium.item.digest,
                 "rows": medium.end - medium.start,
-                "words": medium.item.words,
+                "words": medium.item.description,
                 "picture": picture_file(self._run_dir, medium.item.digest) is not None,
                 "played": played_file(self._run_dir, medium.item.digest) is not None,
             }
@@ -246,8 +246,8 @@ def _kept_file(run_dir: Path, digest: str, folder: str, name: str) -> Path | Non
 
 
 def _cut(text: str) -> str:
-    left_out = len(text) - MOST_TEXT
-    return text if left_out <= 0 else f"{text[:MOST_TEXT]} … ({left_out} more characters)"
+    left_out = len(text) - MAX_TEXT
+    return text if left_out <= 0 else f"{text[:MAX_TEXT]} … ({left_out} more characters)"
 
 
 def _finite(value: Any) -> Any:

@@ -35,7 +35,7 @@ from relax_core.contracts.env import (
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.tool_calls import ToolCall
 from relax_core.observe.standard_streams import unread_streams
-from relax_core.registry import PluginError, find_env, is_file_plugin, plugin_words
+from relax_core.registry import PluginError, find_env, is_file_plugin, plugin_error_text
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 
@@ -128,12 +128,12 @@ async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str
         check = _Check(played, config, row, tools)
         lines = [f"tools: {', '.join(tools) or 'none'}", await check.openings(), *await check.plays()]
     _, left = psutil.wait_procs(_children() - before, timeout=CHILDREN_END_S)
-    told = ", ".join(map(_words, left))
+    message = ", ".join(map(_output_text, left))
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     if left:
-        raise Problem(f"after close, child processes are left: {told}.")
+        raise Problem(f"after close, child processes are left: {message}.")
     return [*lines, "no child process is left"]
 
 
@@ -155,7 +155,7 @@ class _Check:
         except WrongResult:
             raise
         except Exception as error:  # plug-in code: each error is a problem
-            raise Problem(f"{what}: {plugin_words(error)}") from error
+            raise Problem(f"{what}: {plugin_error_text(error)}") from error
 
     async def _opened(self, episode_seed: int) -> tuple[BaseInteractionEnv, Any]:
         """Opens an episode of the group after draws from the global random states; returns the env and its messages."""
@@ -187,10 +187,10 @@ class _Check:
             end = await self._play(env, first)
             ends[end] = ends.get(end, 0) + 1
             await self._call(f"close after {end}", env.close)
-        told = ", ".join(f"{count} by {end}" for end, count in ends.items())
+        message = ", ".join(f"{count} by {end}" for end, count in ends.items())
         turns = "1 turn" if self._config.max_turns == 1 else f"at most {self._config.max_turns} turns"
         return [
-            f"{len(self._responses)} episodes of {turns} with odd responses ended: {told}",
+            f"{len(self._responses)} episodes of {turns} with odd responses ended: {message}",
             "close after these ends",
         ]
 
@@ -236,7 +236,7 @@ def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def _words(process: psutil.Process) -> str:
+def _output_text(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
         return f"{process.pid} ({process.name()})"
     return str(process.pid)

@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="relax check-model", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     parser.add_argument("--family", help="a model family, by name or file, in addition to the built-in families")
-    words = parser.parse_args(arguments)
-    folder = words.folder
+    parsed = parser.parse_args(arguments)
+    folder = parsed.folder
     problems = list(file_problems(folder, key="model.path"))
     if not problems:
         try:
-            architecture = folder_architecture(folder, also=words.family)
+            architecture = folder_architecture(folder, also=parsed.family)
             problems = weight_problems(folder, architecture) + _tokenizer_problems(folder)
         except ValueError as error:
             problems = [str(error)]
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     stored = stored_weights(architecture)
     parameters = sum(math.prod(weight.shape) for weight in stored)
-    key = family_key(architecture.family, also=words.family)
+    key = family_key(architecture.family, also=parsed.family)
     assert key is not None, "the folder's architecture was read by it"
     model = f"model={key}" if key in yaml_options("model") else f"model=folder model.family={key}"
     print(f"{folder}: {len(stored):,} weights, {parameters:,} parameters; {model} trains it.")

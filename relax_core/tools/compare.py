@@ -30,7 +30,7 @@ class Spread:
     std: float
     count: int
 
-    def words(self, form: str) -> str:
+    def describe(self, form: str) -> str:
         """Returns "mean ± std" with both numbers in the format ``form``."""
         return f"{format(self.mean, form)} ± {format(self.std, form)}"
 
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="relax compare", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="folders of sweeps (multirun/…) or of runs (runs/…)")
     parser.add_argument("--picture", type=Path, help=f"a new file; default: {PICTURE} in the first folder")
-    words = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        if words.picture is not None:
-            check_output_file(words.picture, option="--picture")
-        show(words.folders, picture=words.picture)
+        if parsed.picture is not None:
+            check_output_file(parsed.picture, option="--picture")
+        show(parsed.folders, picture=parsed.picture)
     except ValueError as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
@@ -142,12 +142,12 @@ def table(runs: Sequence[ComparedRun]) -> str:
 
     A star marks the best of a column.
     """
-    rows = [_figures(run.summary) for run in runs]
+    rows = [_metrics(run.summary) for run in runs]
     best = {name: max((value for row in rows if (value := row[name]) is not None), default=None) for name in _COLUMNS}
     lines = [["run", "outcome", "steps", *_COLUMNS.values()]]
     for run, row in zip(runs, rows, strict=True):
         steps = "" if run.summary is None else str(run.summary["steps"])
-        words = (_word(name, row[name], best[name], len(runs)) for name in _COLUMNS)
+        words = (_cell_text(name, row[name], best[name], len(runs)) for name in _COLUMNS)
         lines.append([run.label, run.outcome, steps, *words])
     return _aligned(lines)
 
@@ -167,9 +167,9 @@ def seeds_table(groups: Sequence[Sequence[ComparedRun]]) -> str:
     """
     lines = [["over seeds", "finished", *_COLUMNS.values()]]
     for group in groups:
-        ended = [_figures(run.summary) for run in group if run.outcome == "finished"]
+        ended = [_metrics(run.summary) for run in group if run.outcome == "finished"]
         values = {name: [value for row in ended if (value := row[name]) is not None] for name in _COLUMNS}
-        words = [spread_of(found).words(_FORMS.get(name, ".3f")) if found else "" for name, found in values.items()]
+        words = [spread_of(found).describe(_FORMS.get(name, ".3f")) if found else "" for name, found in values.items()]
         lines.append([group[0].group_label, f"{len(ended)} of {len(group)}", *words])
     return _aligned(lines)
 
@@ -264,7 +264,7 @@ _FORMS = {"samples_per_s": ",.0f"}
 _COLUMNS = {"reward": "reward", "exact": "exact", "eval": "held-out exact", "samples_per_s": "samples/s"}
 
 
-def _figures(summary: dict[str, Any] | None) -> dict[str, float | None]:
+def _metrics(summary: dict[str, Any] | None) -> dict[str, float | None]:
     if summary is None:
         return dict.fromkeys(_COLUMNS)
     return {
@@ -275,7 +275,7 @@ def _figures(summary: dict[str, Any] | None) -> dict[str, float | None]:
     }
 
 
-def _word(name: str, value: float | None, best: float | None, count: int) -> str:
+def _cell_text(name: str, value: float | None, best: float | None, count: int) -> str:
     if value is None:
         return ""
     star = "*" if count > 1 and value == best else " "

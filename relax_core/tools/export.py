@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from relax_core.config.rerun import check_powers, is_own
+from relax_core.config.rerun import check_powers, is_marked_by_user
 from relax_core.contracts.output_path import check_output_folder
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -32,20 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
     parser.add_argument("--trust", action="store_true", help="run the plug-in file of a foreign run's model family")
-    words = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
         export(
-            words.checkpoint,
-            words.out,
-            model=words.model,
-            dtype=words.dtype,
-            shard_gb=words.shard_gb,
-            trust=words.trust,
+            parsed.checkpoint,
+            parsed.out,
+            model=parsed.model,
+            dtype=parsed.dtype,
+            shard_gb=parsed.shard_gb,
+            trust=parsed.trust,
         )
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return 2
-    print(f"Hugging Face model  {words.out}")
+    print(f"Hugging Face model  {parsed.out}")
     return 0
 
 
@@ -95,7 +95,7 @@ def _model_of_run(saved: Mapping[str, Any]) -> Path:
 def _model_keys(checkpoint: Path) -> tuple[dict[str, Any], bool]:
     """Returns the section ``model`` of the run's saved configuration, and whether the run is this user's."""
     text = (checkpoint / CONFIG).read_text(encoding="utf-8")
-    return yaml.safe_load(text)["model"], is_own(text)
+    return yaml.safe_load(text)["model"], is_marked_by_user(text)
 
 
 if __name__ == "__main__":

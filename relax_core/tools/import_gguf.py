@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.foreign_files import check_regular
-from relax_core.contracts.foreign_values import shown
 from relax_core.contracts.output_path import check_output_folder
+from relax_core.contracts.untrusted_files import check_regular
+from relax_core.contracts.untrusted_values import shown
 from relax_core.data.chat_template import SETTINGS
 from relax_core.families.architecture import Architecture
 from relax_core.families.folder import folder_architecture
@@ -441,17 +441,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the new Hugging Face folder")
     parser.add_argument("--tokenizer", type=Path, help="a folder with the original tokenizer, instead of the file's")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights; float32 rounds none")
-    words = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        if not words.file.is_file():
-            raise ValueError(f"FILE={words.file}: no such file. Name a GGUF file.")
-        check_output_folder(words.out, option="OUT")
-        quantised = import_gguf(words.file, words.out, tokenizer=words.tokenizer, dtype=words.dtype)
+        if not parsed.file.is_file():
+            raise ValueError(f"FILE={parsed.file}: no such file. Name a GGUF file.")
+        check_output_folder(parsed.out, option="OUT")
+        quantised = import_gguf(parsed.file, parsed.out, tokenizer=parsed.tokenizer, dtype=parsed.dtype)
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
     how = f"dequantised from {', '.join(quantised)}" if quantised else "converted"
-    print(f"relax: {words.out}: weights {how} to {words.dtype}; model=folder model.path={words.out} trains it")
+    print(f"relax: {parsed.out}: weights {how} to {parsed.dtype}; model=folder model.path={parsed.out} trains it")
     return 0
 
 

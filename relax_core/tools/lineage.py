@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
+from relax_core.bus.ledger_reader import FILTERS, Event, LedgerFile, LedgerFileCounts, SampleHistory
 from relax_core.config.errors import nearest
-from relax_core.contracts.foreign_files import decode_json, read_whole, shown_json, shown_line
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
+from relax_core.contracts.untrusted_files import decode_json, read_plain_file, shown_json, shown_line
 from relax_core.observe.standard_streams import unread_streams
 
 LEDGER = "ledger.sqlite"
-MOST_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read
+MAX_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read
 
 
 class _LedgerOver(msgspec.Struct):
@@ -96,7 +96,7 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
     return filters
 
 
-def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleHistory], FileCounts]:
+def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleHistory], LedgerFileCounts]:
     """Returns the matching samples (none without a filter) and the counts of the whole run.
 
     Raises ValueError, with the nearest existing value, for a run or a filter value that does not exist.
@@ -120,7 +120,7 @@ def _is_over(run: Path) -> bool:
     A run that was stopped, or resumed with fewer steps than it had groups for, keeps its open samples for a resume.
     """
     try:
-        summary = decode_json(read_whole(run / "summary.json", most_bytes=MOST_SUMMARY), _summary)
+        summary = decode_json(read_plain_file(run / "summary.json", max_bytes=MAX_SUMMARY), _summary)
     except FileNotFoundError:
         return False
     except ValueError as error:
@@ -184,14 +184,14 @@ def sample_lines(sample: SampleHistory) -> list[str]:
 def _turn_lines(made: Episode) -> list[tuple[float, str, str]]:
     """Returns (Unix time, name, text) of each turn of a multi-turn episode; empty for a single-turn environment."""
     return [
-        (turn.began_s, f"turn {number}", _played_words(turn))
+        (turn.began_s, f"turn {number}", _played_text(turn))
         for number, turn in enumerate(made.turns, 1)
         if turn.began_s
     ]
 
 
-def _played_words(turn: Turn) -> str:
-    words = [f"{_turn_words(turn)} in {1e3 * (turn.ended_s - turn.began_s):.1f} ms", turn.finish]
+def _played_text(turn: Turn) -> str:
+    words = [f"{_turn_text(turn)} in {1e3 * (turn.ended_s - turn.began_s):.1f} ms", turn.finish]
     words += [f"calls {', '.join(turn.tools)}"] if turn.tools else []
     words += [f"env {turn.env_ms:.1f} ms"] if turn.env_ms else []
     words += [] if turn.reward is None else [f"reward {turn.reward:.4g}"]
@@ -205,7 +205,7 @@ def _event_lines(event: Event) -> list[tuple[str, str]]:
         case "issued":
             return [("issued", f"for weights {event.version} or newer{more}")]
         case "put" if event.made is not None:
-            return [("generated", _made_words(event.made)), ("rewarded", _reward_words(event.made))]
+            return [("generated", _sample_text(event.made)), ("rewarded", _reward_text(event.made))]
         case "put":
             return [("put", f"oldest weights {event.version}")]
         case "leased":
@@ -221,14 +221,14 @@ def _event_lines(event: Event) -> list[tuple[str, str]]:
     raise AssertionError(f"the ledger has an event {event.event!r}")
 
 
-def _made_words(made: Episode) -> str:
+def _sample_text(made: Episode) -> str:
     if any(turn.began_s for turn in made.turns):
         sampled = sum(turn.end - turn.start for turn in made.turns)
         return f"turns {len(made.turns)}, sampled tokens {sampled}; {made.ended}"
-    return f"{'; '.join(_turn_words(turn) for turn in made.turns)}; {made.ended}"
+    return f"{'; '.join(_turn_text(turn) for turn in made.turns)}; {made.ended}"
 
 
-def _turn_words(turn: Turn) -> str:
+def _turn_text(turn: Turn) -> str:
     first, words = 0, []
     for version, tokens in turn.versions:
         words.append(f"tokens {first} to {first + tokens - 1} by weights {version}")
@@ -236,13 +236,13 @@ def _turn_words(turn: Turn) -> str:
     return f"{turn.engine}: {', '.join(words)}"
 
 
-def _reward_words(made: Episode) -> str:
+def _reward_text(made: Episode) -> str:
     parts = ", ".join(f"{name} {value:.4g}" for name, value in made.parts.items())
     why = " ".join(made.why.split())
     return f"{made.reward:.4g}" + (f" ({parts})" if parts else "") + (f": {why}" if why else "")
 
 
-def summary_lines(samples: Sequence[SampleHistory], counts: FileCounts, filters: dict[str, Any]) -> list[str]:
+def summary_lines(samples: Sequence[SampleHistory], counts: LedgerFileCounts, filters: dict[str, Any]) -> list[str]:
     """Returns the counts of the selected samples and of the whole run as lines of text."""
     asked = " ".join(f"{key}={value}" for key, value in filters.items())
     lines = [f"{asked}: {len(samples):,} samples: {_counted(states(samples))}"] if filters else []

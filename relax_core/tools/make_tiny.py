@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from relax_core.contracts.child import cause_in, import_path, module_command
+from relax_core.contracts.child_process import cause_in, import_path, module_command
 from relax_core.contracts.output_path import check_output_folder
 from relax_core.contracts.private_folder import folder_made_once, user_cache
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES

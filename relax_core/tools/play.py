@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.child import module_command
+from relax_core.contracts.child_process import module_command
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, Message, StepResult
 from relax_core.data.tool_parsers import read_action
 from relax_core.observe.standard_streams import unread_streams

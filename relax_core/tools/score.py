@@ -26,9 +26,9 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.reward_choice import RewardChoice
-from relax_core.contracts.foreign_files import shown_json
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import AUTO, REPORT, RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.untrusted_files import shown_json
 from relax_core.data.row_formats import label_text, written_number
 from relax_core.observe.panel import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         labels = LabelCheck(choice)
         for file_row in rows:
             choice.check_row(file_row.row, f"{file}, line {file_row.line}")
-            labels.see(file_row.row, f"{file}, line {file_row.line}")
+            labels.add(file_row.row, f"{file}, line {file_row.line}")
         found = list(zip(rows, asyncio.run(_scored(spec, config, rows, workers=given.workers)), strict=True))
     except (ConfigError, ValueError, OSError, WrongResult, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
-    for note in labels.words():
+    for note in labels.describe():
         print(note, file=sys.stderr)
     lines = [_line(row, number, output) for row, outputs in found for number, output in enumerate(outputs)]
     if given.json:

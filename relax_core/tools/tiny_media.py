@@ -40,7 +40,7 @@ from relax_core.families.towers import Towers
 from relax_core.tools.tiny_text import (
     WARM_STARTS,
     FurtherWarmStart,
-    SeeWarmStart,
+    VisionWarmStart,
     build_tokenizer,
     padded,
     supervised_steps,
@@ -62,7 +62,7 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     import torch
 
     recipe = WARM_STARTS[name, task]
-    assert isinstance(recipe, SeeWarmStart)
+    assert isinstance(recipe, VisionWarmStart)
     torch.manual_seed(recipe.seed)
     build_tokenizer(vision=True).save_pretrained(folder)
     config = tiny_config(name)
@@ -70,7 +70,7 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     tower = folder_architecture(folder).vision
     assert tower is not None, "the family has a tower"
     model = build_vision_model(config)
-    examples = SeenExamples(folder, tower)
+    examples = MediaExamples(folder, tower)
 
     def loss_of_step(step: int) -> Tensor:
         loss, weights = torch.zeros(()), 0.0
@@ -154,7 +154,7 @@ def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenBatch:
+class MediaBatch:
     """Holds examples of the task: ids of prompts and answers, places of items, their tensors, and frames by kind."""
 
     prompts: list[list[int]] = field(default_factory=list)
@@ -164,7 +164,7 @@ class SeenBatch:
     frames: dict[str, list[tuple[np.ndarray, list[int]]]] = field(default_factory=lambda: {"image": [], "video": []})
 
 
-class SeenExamples:
+class MediaExamples:
     """Makes ids and tensors of a task's examples; each item is encoded once.
 
     ``answers`` has the possible answers of each part of the task, and ``audio`` is for a model with audio.
@@ -182,12 +182,12 @@ class SeenExamples:
         self._answers = answers
         self._encoded: dict[str, Encoded] = {}
 
-    def weighted_batches(self, recipe: SeeWarmStart, step: int, *, task: str) -> list[tuple[float, SeenBatch]]:
+    def weighted_batches(self, recipe: VisionWarmStart, step: int, *, task: str) -> list[tuple[float, MediaBatch]]:
         """Returns the batches of answers that a step of the warm start learns, by part of the task, with their weights.
 
         The parts are separate because other items would be padded to the rows of a video, which has the most.
         """
-        found: list[tuple[float, SeenBatch]] = []
+        found: list[tuple[float, MediaBatch]] = []
         for number, part in enumerate(self._answers):
             examples = [
                 example(task, split="train", seed=recipe.seed, index=index)
@@ -197,13 +197,13 @@ class SeenExamples:
             assert all(seen_example.part == part for seen_example in examples), "the parts take turns"
             guessed = 0.0 if part == WORD or step < recipe.right_steps else recipe.guessed
             for weight, first in ((1 - guessed, False), (guessed, True)):
-                batch = SeenBatch()
+                batch = MediaBatch()
                 for seen_example in examples:
                     self.add(batch, seen_example, answer=self._answers[part][0] if first else seen_example.answer)
                 found += [(weight, batch)] if weight else []
         return found
 
-    def add(self, batch: SeenBatch, seen_example: Example, *, answer: str) -> None:
+    def add(self, batch: MediaBatch, seen_example: Example, *, answer: str) -> None:
         """Adds an example with this answer to a batch."""
         shown = [self._item(source) for source in seen_example.sources]
         content = [*({"type": item.kind} for item, _ in shown), {"type": "text", "text": seen_example.prompt}]
@@ -226,7 +226,7 @@ class SeenExamples:
         return self._encoded[source.path]
 
 
-def answer_logits(model: Any, tower: VisionTower, batch: SeenBatch) -> tuple[Tensor, Tensor]:
+def answer_logits(model: Any, tower: VisionTower, batch: MediaBatch) -> tuple[Tensor, Tensor]:
     """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer."""
     import torch
 
@@ -239,7 +239,7 @@ def answer_logits(model: Any, tower: VisionTower, batch: SeenBatch) -> tuple[Ten
     return model.lm_head(hidden[rows]), targets[rows]
 
 
-def _tower_inputs(tower: VisionTower, batch: SeenBatch) -> dict[str, Tensor]:
+def _tower_inputs(tower: VisionTower, batch: MediaBatch) -> dict[str, Tensor]:
     """Returns patches and grids under the names that transformers gives them."""
     import torch
 
@@ -269,7 +269,7 @@ def write_omni_model(folder: Path, *, task: str) -> None:
     import torch
 
     recipe = WARM_STARTS[OMNI, task]
-    assert isinstance(recipe, SeeWarmStart)
+    assert isinstance(recipe, VisionWarmStart)
     torch.manual_seed(recipe.seed)
     build_tokenizer(vision=True, audio=True).save_pretrained(folder)
     config = tiny_omni_config()
@@ -281,13 +281,13 @@ def write_omni_model(folder: Path, *, task: str) -> None:
     write_published_omni(model, folder)
 
 
-def _train(thinker: Any, folder: Path, architecture: Architecture, recipe: SeeWarmStart, *, task: str) -> None:
+def _train(thinker: Any, folder: Path, architecture: Architecture, recipe: VisionWarmStart, *, task: str) -> None:
     """Takes the steps of a warm start on the examples of a task."""
     import torch
 
     towers = Towers.of(architecture)
     assert towers is not None and architecture.vision is not None
-    examples = SeenExamples(folder, architecture.vision, audio=architecture.audio, answers=OMNI_ANSWERS[task])
+    examples = MediaExamples(folder, architecture.vision, audio=architecture.audio, answers=OMNI_ANSWERS[task])
 
     def loss_of_step(step: int) -> Tensor:
         loss, weights = torch.zeros(()), 0.0
@@ -300,7 +300,7 @@ def _train(thinker: Any, folder: Path, architecture: Architecture, recipe: SeeWa
     supervised_steps(thinker, recipe, loss_of_step)
 
 
-def omni_answer_logits(thinker: Any, towers: Towers, batch: SeenBatch) -> tuple[Tensor, Tensor]:
+def omni_answer_logits(thinker: Any, towers: Towers, batch: MediaBatch) -> tuple[Tensor, Tensor]:
     """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer.
 
     Sounds pass the tower as in trainer and engine, and not in one batch of transformers, which pads their chunks less.

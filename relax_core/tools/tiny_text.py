@@ -286,7 +286,7 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeeWarmStart(WarmStart):
+class VisionWarmStart(WarmStart):
     """Holds the warm start of a vision model.
 
     The first ``right_steps`` learn right answers only, so that the model distinguishes all images and videos. After
@@ -308,14 +308,14 @@ class SeeWarmStart(WarmStart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FurtherWarmStart(SeeWarmStart):
+class FurtherWarmStart(VisionWarmStart):
     """Holds a warm start that continues from ``first``, the warm start of another task."""
 
     first_task: str
-    first: SeeWarmStart
+    first: VisionWarmStart
 
 
-_EACH_KIND = SeeWarmStart(steps=120, right_steps=60, guessed=0.55, seed=0, batch_size=48)
+_EACH_KIND = VisionWarmStart(steps=120, right_steps=60, guessed=0.55, seed=0, batch_size=48)
 
 # After these steps the student solves some of the tasks, so GRPO gets rewards and can still improve.
 # The teacher solves all of them; more steps would only sharpen its distribution.
@@ -328,10 +328,10 @@ WARM_STARTS = {
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
     (STUDENT, NUMBER_GUESS): WarmStart(steps=150, seed=0),
     (TOOLS, CALCULATOR): WarmStart(steps=400, seed=0, lr=3e-3),
-    (VISION, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
-    (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
-    (HYBRID, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
-    (HYBRID_EXPERTS, SEE): SeeWarmStart(steps=110, right_steps=80, guessed=0.55, seed=0, batch_size=36, last_lr=0.1),
+    (VISION, SEE): VisionWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
+    (VISION_EXPERTS, SEE): VisionWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
+    (HYBRID, SEE): VisionWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
+    (HYBRID_EXPERTS, SEE): VisionWarmStart(steps=110, right_steps=80, guessed=0.55, seed=0, batch_size=36, last_lr=0.1),
     (OMNI, FOUR_MODALITIES): _EACH_KIND,
     # With a learning rate of 2e-3 it stops at two classes of colours and two of tones, and answers 4 pairs of 16 wrong.
     (OMNI, TONE_OF_PICTURE): FurtherWarmStart(

@@ -1,6 +1,6 @@
 """Trains a model with Megatron-core.
 
-Start with `rank.py`, then `policy_backend.py` and `micro_batches.py`.
+Start with `megatron_rank.py`, then `policy_backend.py` and `micro_batches.py`.
 
 The import of this package installs an import finder that lets ``megatron.core`` run on a CPU if there is no CUDA
 (`megatron_on_cpu.py`). The finder imports torch only when ``megatron.core`` is imported. This package imports no Ray.

@@ -11,9 +11,9 @@ from torch import Tensor
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
+from relax_core.train.megatron_rank import MegatronRank, RankSetup, micro_batch_sums
 from relax_core.train.micro_batches import moment_sums
 from relax_core.train.model.tree_attention import TreeBatch
-from relax_core.train.rank import MegatronRank, RankSetup, micro_batch_sums
 
 
 class CriticBackend(MegatronRank):

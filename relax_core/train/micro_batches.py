@@ -390,7 +390,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers:
     if media and towers is None:
         group = next(tree.group_uid for tree in trees if tree.media)
         raise ValueError(
-            f"group {group} has {media[0].item.words}, but this model reads text only. Use a multimodal model."
+            f"group {group} has {media[0].item.description}, but this model reads text only. Use a multimodal model."
         )
     return TreeLayout(
         token_ids=token_ids[inner],

@@ -15,10 +15,10 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import parallel_layout
+from relax_core.train.megatron_rank import MegatronRank, RankSetup, micro_batch_sums
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
-from relax_core.train.rank import MegatronRank, RankSetup, micro_batch_sums
 
 CLOSE_SAMPLES_S = 10.0
 

@@ -49,7 +49,7 @@ _READS = 5  # reads of the kernel's table before a client counts as foreign
 _NUMBER_BYTES = 32  # the size of a proof
 
 
-class ForeignRank(RuntimeError):
+class UntrustedRank(RuntimeError):
     """Reports that a process of another user, or without the run's token, has connected in the place of a rank."""
 
 
@@ -103,7 +103,7 @@ class OneDeviceGloo(ProcessGroupGloo):
             if not hmac.compare_digest(
                 proof, self._proof(other_rank, rank, numbers[other_rank] + received[other_rank])
             ):
-                raise ForeignRank(f"rank {other_rank} of a gloo group of {size} ranks does not know the run's token")
+                raise UntrustedRank(f"rank {other_rank} of a gloo group of {size} ranks does not know the run's token")
 
     def _proof(self, sender: int, receiver: int, numbers: bytes) -> bytes:
         return hmac.digest(self._token.encode(), b"gloo %d %d " % (sender, receiver) + numbers, "sha256")
@@ -160,24 +160,24 @@ def _admit(admits: bool) -> None:
 
 
 def check_clients(ports: set[int]) -> None:
-    """Raises `ForeignRank` unless all clients on this host of these ports belong to this user.
+    """Raises `UntrustedRank` unless all clients on this host of these ports belong to this user.
 
     A client that has already closed its end has no user, but its data could still be read.
     """
     for port in ports:
-        foreign = _foreign(port)
+        foreign = _untrusted_clients(port)
         for _ in range(_READS - 1):
             if foreign:
-                foreign &= _foreign(port)
+                foreign &= _untrusted_clients(port)
         for client in foreign:
             user = "that has gone" if client.uid is None else f"of user {client.uid}"
-            raise ForeignRank(
+            raise UntrustedRank(
                 f"a process {user} connected to port {port}, at which the trainer's ranks find each other. Its data "
                 "was not read. Ask that user to stop, or use a machine without other users."
             )
 
 
-def _foreign(port: int) -> set[Client]:
+def _untrusted_clients(port: int) -> set[Client]:
     return {
         client
         for client in clients(port)
@@ -204,7 +204,7 @@ def join(
 
     For ``store_address`` and ``token`` see `open_rank_store`; a single rank uses neither. If the process has joined
     already, a second back end must have the same rank, world size and layout, unless all ranks `leave` first. Raises
-    TimeoutError if some ranks do not arrive, and `ForeignRank` if another user connects in the place of a rank.
+    TimeoutError if some ranks do not arrive, and `UntrustedRank` if another user connects in the place of a rank.
     """
     global _store, _layouts, _gloo_world
     check_layout(parallel, world_size)
@@ -271,7 +271,7 @@ def wait_for_ranks(doing: str, *, rank: int, timeout_s: float, group: dist.Proce
         ) from error
 
 
-def most_over_ranks(number: int) -> int:
+def max_over_ranks(number: int) -> int:
     """Returns the largest ``number`` of any rank; all ranks call it."""
     most = torch.tensor(number)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=world_group())

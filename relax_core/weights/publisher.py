@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
-from relax_core.contracts.outage import Outage, wait_out
+from relax_core.contracts.outage import Outage, retry_through_outage
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.transports import WeightReceiver, WeightTransport
 from relax_core.weights.version_folder import LATEST, PUSHED, VersionFolder
@@ -199,7 +199,9 @@ class WeightPublisher:
         with self._lock:
             if version > self._pushed:  # The push of an older version may end later.
                 self._pushed = version
-                wait_out(partial(self._folder.replace, PUSHED, version), self._outage, limit_s=self._outage_s)
+                retry_through_outage(
+                    partial(self._folder.replace, PUSHED, version), self._outage, limit_s=self._outage_s
+                )
 
     def close(self) -> None:
         """Waits up to `CLOSE_S` seconds for the pushes in progress; the remaining pushes end with the process."""

@@ -144,7 +144,7 @@ def view_bytes(manifest: WeightManifest) -> torch.Tensor:
     `DigestMismatch` if the file has another length, and ValueError if it is not a regular file.
     """
     published = manifest.data_offset + manifest.total_bytes
-    with open(manifest.path, "rb", opener=_open_at_once) as file:
+    with open(manifest.path, "rb", opener=_open_nonblocking) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"weights version {manifest.version}: {manifest.path} is not a regular file")
@@ -157,7 +157,7 @@ def view_bytes(manifest: WeightManifest) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)[manifest.data_offset :]
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """Opens a file without blocking, so that a pipe does not wait for its other end."""
     return os.open(path, flags | os.O_NONBLOCK)
 

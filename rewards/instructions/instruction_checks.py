@@ -57,11 +57,11 @@ def instruction_output(given: RewardInput, config: InstructionConfig, benchmark:
     except ValueError as error:
         return RewardOutput(reward=None, reason=str(error))
     share = sum(followed) / len(followed)
-    told = ", ".join(
+    message = ", ".join(
         f"{name} {'yes' if is_followed else 'no'}" for name, is_followed in zip(names, followed, strict=True)
     )
     reward = share if config.partial else float(all(followed))
-    return RewardOutput(reward=reward, exact=all(followed), parts={"share": share}, why=told)
+    return RewardOutput(reward=reward, exact=all(followed), parts={"share": share}, why=message)
 
 
 def instruction_names(row: Mapping[str, Any]) -> list[str]:

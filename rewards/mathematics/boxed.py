@@ -12,7 +12,7 @@ _NUMBER_WITH_WORDS = re.compile(
 _FRAME = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 
 
-def behind_thinking(response: str) -> str | None:
+def answer_after_thinking(response: str) -> str | None:
     """Returns the text after the last ``</think>``, or None if a ``<think>`` in it is not closed."""
     text = response.rpartition("</think>")[2]
     return None if "<think>" in text else text

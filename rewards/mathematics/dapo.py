@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import behind_thinking, boxed_answers, last_boxed, named_answers
+from rewards.mathematics.boxed import answer_after_thinking, boxed_answers, last_boxed, named_answers
 from rewards.mathematics.literals import stands_alone
 
 _READ, _READ_STRICT = 300, 100  # characters at the end of a response
@@ -71,7 +71,7 @@ class DapoConfig(RewardConfig):
 
 def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
     """Returns 1 for the right answer, else -1; the part ``right`` is 1 or 0. None for a label that is no integer."""
-    text = given.response if config.public else behind_thinking(given.response) or ""
+    text = given.response if config.public else answer_after_thinking(given.response) or ""
     text, why = text[-_READ:], ""
     if config.strict:
         wanted, found = given.answer, last_boxed(text[-_READ_STRICT:])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, last_boxed
+from rewards.mathematics.boxed import answer_after_thinking, boxed_answers, boxed_label, last_boxed
 from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
 
 _THINKING_ENDS = "</think>"
@@ -46,7 +46,7 @@ def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
 def _solution(response: str) -> str | None:
     """Returns the text that may hold the answer, or None without a solution after the thinking."""
     if _THINKING_ENDS in response:
-        return behind_thinking(response)
+        return answer_after_thinking(response)
     if _RESPONSE in response:
         return response.split(_RESPONSE)[1]
     return None

@@ -30,13 +30,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MOST_CHARACTERS = 1000
-MOST_TOKENS = 300
-MOST_NESTED = 40
-MOST_DIGITS = 310  # of one number; a finite float has at most 309 before its point
-MOST_BITS = 4096  # of a numerator, a denominator, or of the exponent of two of a float
-MOST_POWER = 64  # of a sum or a product
-MOST_FACTORIAL = 200
+MAX_CHARACTERS = 1000
+MAX_TOKENS = 300
+MAX_NESTED = 40
+MAX_DIGITS = 310  # of one number; a finite float has at most 309 before its point
+MAX_BITS = 4096  # of a numerator, a denominator, or of the exponent of two of a float
+MAX_POWER = 64  # of a sum or a product
+MAX_FACTORIAL = 200
 
 MORE_LETTERS = "αβγδεζηθικλμνξοπρςστυφχψωϑϕϖϱϵℓħ"  # Greek, some letters in both LaTeX forms, and LaTeX's ell and hbar
 _LETTER = f"A-Za-z{MORE_LETTERS}"
@@ -102,8 +102,8 @@ class _Token:
 
 
 def _tokens(text: str) -> list[_Token]:
-    if len(text) > MOST_CHARACTERS:
-        raise ExpressionError(f"{len(text)} characters; an expression has at most {MOST_CHARACTERS}")
+    if len(text) > MAX_CHARACTERS:
+        raise ExpressionError(f"{len(text)} characters; an expression has at most {MAX_CHARACTERS}")
     found: list[_Token] = []
     at = 0
     while at < len(text):
@@ -114,8 +114,8 @@ def _tokens(text: str) -> list[_Token]:
         elif match.lastgroup != "space":
             found.append(_Token(str(match.lastgroup), match[0]))
         at = match.end()
-    if len(found) > MOST_TOKENS:
-        raise ExpressionError(f"{len(found)} tokens; an expression has at most {MOST_TOKENS}")
+    if len(found) > MAX_TOKENS:
+        raise ExpressionError(f"{len(found)} tokens; an expression has at most {MAX_TOKENS}")
     return [*found, _Token("end", "")]
 
 
@@ -221,8 +221,8 @@ class _Reader:
 
     def _deeper(self) -> None:
         self._depth += 1
-        if self._depth > MOST_NESTED:
-            raise ExpressionError(f"more than {MOST_NESTED} levels of nesting")
+        if self._depth > MAX_NESTED:
+            raise ExpressionError(f"more than {MAX_NESTED} levels of nesting")
 
     def _named(self, name: str) -> Any:
         if name in FUNCTIONS:
@@ -268,8 +268,8 @@ class _Build:
         return _sympy().Pow(base, exponent, evaluate=False)
 
     def factorial(self, value: Any) -> Any:
-        if value.is_Number and not (value.is_Integer and 0 <= value.p <= MOST_FACTORIAL):
-            raise ExpressionError(f"a factorial of another number than 0 to {MOST_FACTORIAL}")
+        if value.is_Number and not (value.is_Integer and 0 <= value.p <= MAX_FACTORIAL):
+            raise ExpressionError(f"a factorial of another number than 0 to {MAX_FACTORIAL}")
         return _sympy().factorial(value, evaluate=self.fold and value.is_Number)
 
     def applied(self, function: str, value: Any) -> Any:
@@ -280,8 +280,8 @@ class _Build:
 
 def _number(text: str) -> Any:
     digits, _, exponent = text.lower().partition("e")
-    if len(digits) > MOST_DIGITS or len(exponent) > len("-300") or abs(int(exponent or 0)) > MOST_DIGITS:
-        raise ExpressionError(f"a number of more than {MOST_DIGITS} digits")
+    if len(digits) > MAX_DIGITS or len(exponent) > len("-300") or abs(int(exponent or 0)) > MAX_DIGITS:
+        raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
     return _integer(text) if text.isdigit() else _checked(_sympy().Float(text))
 
 
@@ -306,14 +306,14 @@ def _sympy() -> Any:
 
 
 def _check_power(base: Any, exponent: Any) -> None:
-    """Raises `ExpressionError` if a power may have more than `MOST_BITS` bits, or is a tower of unknown height."""
+    """Raises `ExpressionError` if a power may have more than `MAX_BITS` bits, or is a tower of unknown height."""
     sympy = _sympy()
     if any(not power.exp.is_Number for power in exponent.atoms(sympy.Pow)):
         raise ExpressionError("a power in an exponent, without a number as its own exponent")
     if base.is_Rational and abs(base.p) <= 1 and base.q == 1:
         return  # 0, 1 and -1
     bits = max([1, *map(_bits, base.atoms(sympy.Number))])
-    most = (MOST_POWER if base.has(sympy.Add) else MOST_BITS // bits) // _height(base)
+    most = (MAX_POWER if base.has(sympy.Add) else MAX_BITS // bits) // _height(base)
     for number in exponent.atoms(sympy.Number):
         if abs(number.p) > most * number.q if number.is_Rational else number.is_Float and bool(abs(number) > most):
             raise ExpressionError(f"a power with an exponent above {most}")
@@ -329,8 +329,8 @@ def _height(value: Any) -> int:
 
 def _checked(value: Any) -> Any:
     """Returns a value whose numbers are within the limits, else raises `ExpressionError`."""
-    if any(_bits(number) > MOST_BITS for number in value.atoms(_sympy().Number)):
-        raise ExpressionError(f"a value of more than {MOST_BITS} bits")
+    if any(_bits(number) > MAX_BITS for number in value.atoms(_sympy().Number)):
+        raise ExpressionError(f"a value of more than {MAX_BITS} bits")
     return value
 
 

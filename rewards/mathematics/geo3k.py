@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import behind_thinking, boxed_answers, last_boxed
+from rewards.mathematics.boxed import answer_after_thinking, boxed_answers, last_boxed
 from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
 
 _EMPTY = "answer='' is empty. Give the answer."
@@ -34,7 +34,7 @@ def score(given: RewardInput, config: Geo3kConfig) -> RewardOutput:
     """Returns the weighted sum of the parts ``right`` and ``form``; exact if the answer is right."""
     if not given.answer:
         return RewardOutput(reward=None, reason=_EMPTY)
-    found = last_boxed(behind_thinking(given.response) or "")
+    found = last_boxed(answer_after_thinking(given.response) or "")
     exact = found is not None and is_equal(found.strip(), given.answer, percent_signs=True)
     parts = {"right": float(exact), "form": float(has_form(given.response))}
     return RewardOutput(

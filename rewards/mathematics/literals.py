@@ -34,7 +34,7 @@ _BRACKETS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}"), ("{
 _BETWEEN = re.compile(r"\s*(?:[,;](?!\d{3}(?!\d))|[,;]\s+|\\cup|\band\b|\\text\s*\{\s*and\s*\})\s*")
 _OPERATOR = re.compile(r"[-+*/^=<>]|\\(?:frac|times|cdot|div|sqrt|pm)")
 _NEAR = 60  # characters around a number that show whether it stands alone
-_MOST_CHARACTERS = 2000  # of a literal; a longer text is no literal
+_MAX_CHARACTERS = 2000  # of a literal; a longer text is no literal
 
 
 def is_literal(text: str) -> bool:
@@ -42,7 +42,7 @@ def is_literal(text: str) -> bool:
 
     The last side of a chain of equations counts: ``x = 84`` and ``72 + 12 = 84`` are literals, ``84 = 72 + 12`` is not.
     """
-    if len(text) > _MOST_CHARACTERS:
+    if len(text) > _MAX_CHARACTERS:
         return False
     text = _CURRENCY.sub("", _MARKUP.sub(" ", text)) if "$" in text else _MARKUP.sub(" ", text)
     text = text.rpartition("=")[2].strip() if not re.search(r"[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)\b", text) else text
@@ -79,12 +79,12 @@ _NOT_ALONE_BEFORE = re.compile(
     r"(?:[<>≤≥≠]=?|!=|\\(?:leq?|geq?|neq?|lt|gt|approx)|\bnot|n't|\b(?:or|and|to|between)"
     r"|[\d)\]}%][\d.]*\s*\$?[,;]|\d\s|\bor\s+[A-Za-z]\s*=)\s*[$\\(]*\s*$"
 )
-_NOT_ALONE_BEHIND = re.compile(
+_NOT_ALONE_AFTER = re.compile(
     r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?(?:\d|\\(?:[dt]?frac|sqrt)(?![a-z]))"
 )
 _NEXT_NUMBER = re.compile(r"(?:[,;]\s|\band\b)[^A-Za-z]{0,8}\d")
 _WITHIN_BEFORE = re.compile(r"\d\.?$")  # a number after this is part of a longer number
-_WITHIN_BEHIND = re.compile(r"\.?\d")
+_WITHIN_AFTER = re.compile(r"\.?\d")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 
 
@@ -100,8 +100,8 @@ def stands_alone(found: str, text: str) -> bool:
     while at >= 0:
         end = at + len(found)
         before, behind = text[max(0, at - _NEAR) : at], text[end : end + _NEAR]
-        if not (_WITHIN_BEFORE.search(before) or _WITHIN_BEHIND.match(behind)):
-            if not _NOT_ALONE_BEFORE.search(before) and not _NOT_ALONE_BEHIND.match(behind):
+        if not (_WITHIN_BEFORE.search(before) or _WITHIN_AFTER.match(behind)):
+            if not _NOT_ALONE_BEFORE.search(before) and not _NOT_ALONE_AFTER.match(behind):
                 return True
             seen = True
         at = text.find(found, max(end, at + 1))
@@ -149,7 +149,7 @@ def _squeezed(text: str) -> str:
 
 def _stands_in(part: str, text: str) -> bool:
     """Returns whether ``part``, a text without spaces, occurs in ``text`` without adjacent letters or digits."""
-    if not part or len(part) > _MOST_CHARACTERS:
+    if not part or len(part) > _MAX_CHARACTERS:
         return False
     pattern = r"(?<!\w)" + r"\s*".join(map(re.escape, part)) + r"(?!\w)"
     return re.search(pattern, _NOISE.sub(" ", text).replace("\\dfrac", "\\frac")) is not None

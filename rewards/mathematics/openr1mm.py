@@ -25,7 +25,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.math import is_equal, prepare
-from rewards.mathematics.boxed import behind_thinking, framed, last_boxed, named_answers
+from rewards.mathematics.boxed import answer_after_thinking, framed, last_boxed, named_answers
 from rewards.mathematics.literals import is_longer_list, not_written_out, stands_alone
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
@@ -55,7 +55,7 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
         found = _tagged(given.response)
         exact = _verified(given.response, given.answer, evaluate=True)[0] or found == wanted
         return RewardOutput(reward=float(exact), exact=exact, answer=found, why=compared(found or None, wanted))
-    text = behind_thinking(given.response)
+    text = answer_after_thinking(given.response)
     if text is None:
         return RewardOutput(reward=0.0, answer="", why="the response has a <think> that never closes")
     found, why = _tagged(text), ""

@@ -30,7 +30,7 @@ _GLYPHS = (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "
 _THOUSANDS = re.compile(r"([0-9]),([0-9]{3})($|[^0-9])")
 _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
 _NEVER_PARSED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+|__")
-_MOST_LETTERS = 2  # an expression with more unknown letters is text
+_MAX_LETTERS = 2  # an expression with more unknown letters is text
 _BRACKETS = "()[]"
 _NESTED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _ROOT = re.compile(rf"\\sqrt *\[ *([0-9A-Za-z]+) *\] *({_NESTED}|[^\s{{])")  # LatexNodes2Text leaves out the degree
@@ -167,7 +167,7 @@ def _is_difference_zero(wanted: str, found: str) -> bool:
     if not text.translate(_WITHOUT_LETTERS).isascii() or _NEVER_PARSED.search(text):
         return False
     letters = {char for char in text.replace("sqrt", "").replace("frac", "") if char.isalpha()}
-    if len(letters) > _MOST_LETTERS:
+    if len(letters) > _MAX_LETTERS:
         return False
     import sympy
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import behind_thinking, framed, last_boxed
+from rewards.mathematics.boxed import answer_after_thinking, framed, last_boxed
 from rewards.mathematics.literals import stands_alone
 from rewards.questions.multiple_choice import tagged_texts
 
@@ -94,7 +94,7 @@ def squad_form(text: str) -> str:
 
 def _response(text: str) -> str:
     """Returns the part of a response to compare; empty if it has none, or several different answers."""
-    text = behind_thinking(text) or ""
+    text = answer_after_thinking(text) or ""
     if tagged := set(tagged_texts(text)):
         return tagged.pop() if len(tagged) == 1 else ""
     boxed = framed(text)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import behind_thinking, framed, last_boxed
+from rewards.mathematics.boxed import answer_after_thinking, framed, last_boxed
 
 _LETTERS = string.ascii_uppercase[:10]
 _MARKUP = re.compile(r"</?[a-z]{1,20}>|\\(?:text|math)[a-z]*\s*\{|\\[()\[\]]|[*_`${}~]")
@@ -43,7 +43,7 @@ _NAMED = tuple(
 _BOX = re.compile(r"[\s(\[]*([A-Za-z])(?![A-Za-z0-9])", re.ASCII)
 _SEPARATOR = r"[\s)\]\"'.]{0,3}(?:[,/;&|]|\b(?:or|and|to)\b|-)[\s(\[\"']{0,3}"
 _LIST_BEFORE = re.compile(rf"(?:\b[A-J]{_SEPARATOR}|\b[A-J]\s[(\[]?|[<>≤≥≠]=?\s?|!=\s?|\\(?:le|ge|ne|lt|gt)q?\s?)$")
-_LIST_BEHIND = re.compile(rf"{_SEPARATOR}[A-J]\b(?!['’]|\s+[a-z])|\s[(\[]?[A-J]\b(?=[\s)]*(?:[.,;]|[A-J]\b|$))")
+_LIST_AFTER = re.compile(rf"{_SEPARATOR}[A-J]\b(?!['’]|\s+[a-z])|\s[(\[]?[A-J]\b(?=[\s)]*(?:[.,;]|[A-J]\b|$))")
 _NEAR = 12  # characters around a letter that show whether it is in a list
 _ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
 _SEVERAL = ""  # replaces a letter that is in a list
@@ -73,14 +73,14 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
         question = _question(given.row, given.answer)
     except ValueError as error:
         return RewardOutput(reward=None, reason=str(error))
-    text = behind_thinking(given.response) or ""
+    text = answer_after_thinking(given.response) or ""
     letter = _letter(text, question.letters)
     if letter == _SEVERAL:
         return RewardOutput(reward=0.0, answer="", why="the letter of the answer is one of several")
     if letter is not None:
         exact = letter == question.right
         return RewardOutput(reward=float(exact), exact=exact, answer=letter, why=compared(letter, question.right))
-    words = _words(text)
+    words = _normalized_words(text)
     exact = any(right_text in words for right_text in question.right_texts) and not any(
         other_text in words for other_text in question.other_texts
     )
@@ -116,7 +116,7 @@ def _letter(text: str, letters: Sequence[str]) -> str | None:
 def _in_list(text: str, start: int, end: int) -> bool:
     """Returns whether a letter is in a list of letters, an alternative or an inequality."""
     before, behind = text[max(0, start - _NEAR) : start], text[end : end + _NEAR]
-    return bool(_LIST_BEFORE.search(before) or _LIST_BEHIND.match(behind))
+    return bool(_LIST_BEFORE.search(before) or _LIST_AFTER.match(behind))
 
 
 def _question(row: Mapping[str, Any], label: str) -> _Question:
@@ -129,9 +129,9 @@ def _question(row: Mapping[str, Any], label: str) -> _Question:
     if right is None:
         has = f"the letters {', '.join(letters)}" + (", the choices' texts or their numbers from 0" if choices else "")
         raise ValueError(f"answer={label[:60]!r} is none of {has}. Correct it, or the column choices.")
-    texts = {letter: _words(choice) for letter, choice in zip(letters, choices, strict=False)}
+    texts = {letter: _normalized_words(choice) for letter, choice in zip(letters, choices, strict=False)}
     named = [str(row[key]) for key in ("correct_answer", "answer_text") if row.get(key)]
-    rights = {text for text in [texts.get(right, ""), *map(_words, named)] if text}
+    rights = {text for text in [texts.get(right, ""), *map(_normalized_words, named)] if text}
     return _Question(
         letters=letters,
         right=right,
@@ -144,14 +144,14 @@ def _right_letter(label: str, letters: Sequence[str], choices: Sequence[str]) ->
     if label.upper() in letters:
         return label.upper()
     for letter, choice in zip(letters, choices, strict=False):
-        if _words(label) and _words(choice) == _words(label):
+        if _normalized_words(label) and _normalized_words(choice) == _normalized_words(label):
             return letter
     if label.isascii() and label.isdigit() and len(label) < 3 and int(label) < len(letters):
         return letters[int(label)]
     return None
 
 
-def _words(text: str) -> str:
+def _normalized_words(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import behind_thinking
+from rewards.mathematics.boxed import answer_after_thinking
 
 _EMPTY = "answer='' is empty. Give the right choice."
 
@@ -34,7 +34,7 @@ def score(given: RewardInput, config: MultipleChoiceConfig) -> RewardOutput:
     wanted = _label(given.answer)
     if not wanted:
         return RewardOutput(reward=None, reason=_EMPTY)
-    text = behind_thinking(given.response) or ""
+    text = answer_after_thinking(given.response) or ""
     found = tagged(text)
     if has_several(text):
         return RewardOutput(reward=0.0, answer="", why="the response has several answers in tags")

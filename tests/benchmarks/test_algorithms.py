@@ -8,11 +8,11 @@ from benchmarks.algorithms import (
     BEGIN,
     DOCS,
     END,
-    Figures,
+    Metrics,
     Run,
     planned,
     read_results,
-    run_figures,
+    run_metrics,
     steps_to,
     table,
     write_result,
@@ -25,14 +25,14 @@ def run_of(row: str, seed: int = 0, mode: str = "async") -> Run:
     return Run(row=row, mode=mode, seed=seed, steps=30, overrides=("optimizer.lr=1e-3",))
 
 
-def some_figures() -> Figures:
+def some_figures() -> Metrics:
     actor = [
         {"reward": 0.5 if step < 15 else 1.0, "exact": 1.0, "algorithm/clip_low": 0.1, "algorithm/clip_high": 0.2}
         for step in range(30)
     ]
     summary = {"eval": [{"exact": 0.25}, {"exact": 0.75}], "ledger": {"issued": 30, "trained": 20}}
     records = [MetricRecord(source="actor", step=step, time_s=0.0, values=values) for step, values in enumerate(actor)]
-    return run_figures(FinishedRun(summary=summary, records=records))
+    return run_metrics(FinishedRun(summary=summary, records=records))
 
 
 def test_steps_to_is_the_first_window_that_is_good_enough() -> None:
@@ -44,15 +44,15 @@ def test_steps_to_is_the_first_window_that_is_good_enough() -> None:
 
 
 def test_figures_and_table() -> None:
-    figures = some_figures()
-    unsolved = {name: value for name, value in figures.items() if name != "steps"}
-    assert abs(figures["cut"] - 0.3) < 1e-9
+    metrics = some_figures()
+    unsolved = {name: value for name, value in metrics.items() if name != "steps"}
+    assert abs(metrics["cut"] - 0.3) < 1e-9
     done = {
         run_of("grpo", 1): unsolved,
-        run_of("grpo", 0): figures,
-        run_of("grpo", mode="colocate"): {**figures, "exact_after": 0.9},
-        run_of("distill"): {**figures, "teacher": 0.97},
-        run_of("gspo", mode="colocate"): figures,  # the other runs of this row failed
+        run_of("grpo", 0): metrics,
+        run_of("grpo", mode="colocate"): {**metrics, "exact_after": 0.9},
+        run_of("distill"): {**metrics, "teacher": 0.97},
+        run_of("gspo", mode="colocate"): metrics,  # the other runs of this row failed
     }
     text = table(done, seeds=2)
     assert "| grpo | 0.50 → 1.00 | 0.25 → 0.75 | 10, — | 0.90 | — | 30.0 % | 1.50 |" in text

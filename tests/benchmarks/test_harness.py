@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Comparison, Figures, run_records, take_turns, write_report
+from benchmarks.harness import Comparison, Metrics, run_records, take_turns, write_report
 
 
 def test_ratios_are_taken_within_a_round_and_every_other_round_is_reversed(tmp_path: Path) -> None:
     """The machine is twice as slow in the second round; the ratio does not change."""
     calls: list[tuple[str, int]] = []
 
-    def way(name: str, rate: float, number: int) -> Figures:
+    def way(name: str, rate: float, number: int) -> Metrics:
         calls.append((name, number))
         return {"samples/s": rate / (1 + max(0, number))}
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import learning
 from benchmarks.harness import FinishedRun
-from benchmarks.learning import CASES, SUITES, command_line, figures_of, largest_fall, missed
+from benchmarks.learning import CASES, SUITES, command_line, largest_fall, metrics_of, missed
 from relax_core.config.compose import load_config
 from relax_core.preflight import CHECKS
 from relax_core.registry import names
@@ -79,9 +79,9 @@ def test_figures_of_parts_and_of_all_questions() -> None:
     summary = {"eval": [first, last], "exact": ends, "wall_s": 1.0, "samples_per_s": 9.0}
     run = FinishedRun(summary=summary, records=[])
     run.__dict__["steps"] = lambda source="actor": {0: {"exact": 0.5}, 1: {"exact": 0.25}}
-    figures = figures_of(run)
-    assert figures["gain"] == pytest.approx(0.6) and figures["inc/gain"] == pytest.approx(-0.1)
-    assert (figures["rev/first"], figures["rev/last"], figures["sampled_last"]) == (0.3, 0.9, 0.5)
+    metrics = metrics_of(run)
+    assert metrics["gain"] == pytest.approx(0.6) and metrics["inc/gain"] == pytest.approx(-0.1)
+    assert (metrics["rev/first"], metrics["rev/last"], metrics["sampled_last"]) == (0.3, 0.9, 0.5)
 
 
 @pytest.mark.parametrize(("reached", "code"), [((0.95, 0.8, 0.9), 0), ((0.9, 0.8, 0.8), 1)])
@@ -90,10 +90,10 @@ def test_finished_runs_are_judged_and_not_repeated(
 ) -> None:
     """One seed of three may miss the criterion of two kinds."""
     name, results = "do they match?", tmp_path / "results.jsonl"
-    figures = WON | {"sampled_first": 0.1, "wall_s": 1.0}
+    metrics = WON | {"sampled_first": 0.1, "wall_s": 1.0}
     with results.open("w") as file:
         for seed, last in enumerate(reached):
-            file.write(json.dumps({"run": [name, seed], "figures": figures | {"last": last}, "shares": [0.5]}) + "\n")
+            file.write(json.dumps({"run": [name, seed], "figures": metrics | {"last": last}, "shares": [0.5]}) + "\n")
     monkeypatch.setattr(sys, "argv", ["learning", "--only", name, "--results", str(results)])
     monkeypatch.setattr(learning, "learn", lambda *words: pytest.fail(f"{words} runs again"))
     assert learning.main() == code

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.countdown_task import model_config, write_rows, write_tokenizer
 from benchmarks.harness import FinishedRun
-from benchmarks.long_tail import WAYS, figures_of, parse, words_of
+from benchmarks.long_tail import WAYS, metrics_of, parse, words_of
 from relax_core.config.compose import load_config
 
 
@@ -42,14 +42,14 @@ def test_rates_leave_out_the_first_steps_and_the_last() -> None:
     actor = {step: counts | (fine if 2 <= step < 9 else spoiled) | {"reward": 0.1 * step} for step in range(10)}
     run = FinishedRun(summary={"ledger": {"dropped": {"stale": 3}}}, records=[])
     run.__dict__["steps"] = lambda source="actor": actor
-    found = figures_of(run, skipped=2)
+    found = metrics_of(run, skipped=2)
     assert (found["samples/s"], found["tokens/s"], found["length"]) == pytest.approx((48.0, 3000.0, 62.5))
     assert (found["waiting"], found["training"], found["stale"], found["surplus"]) == (0.25, 0.5, 3.0, 0.0)
     assert found["reward"] == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("words", [["--turns", "3", "--cap", "681"], ["--skip", "38"]])
-def test_runs_without_room_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--turns", "3", "--cap", "681"], ["--skip", "38"]])
+def test_runs_without_room_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(words)
-    assert words[-2] in capsys.readouterr().err
+        parse(arguments)
+    assert arguments[-2] in capsys.readouterr().err

@@ -82,11 +82,11 @@ def test_a_row_has_the_ratio_of_each_round_and_the_share_of_the_machine() -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "right", "near"),
+    ("message", "right", "near"),
     [("17 + 21 = 38", 1.0, 1.0), ("38 is not 40.", 0.0, 1 / 3), ("-38", 0.0, 1 / 77), ("none", 0.0, 0.0)],
 )
-def test_the_last_number_counts(said: str, right: float, near: float) -> None:
-    given = RewardInput(response=said, stopped=True, answer="38", row={})
+def test_the_last_number_counts(message: str, right: float, near: float) -> None:
+    given = RewardInput(response=message, stopped=True, answer="38", row={})
     assert score(given, LastNumberConfig()).reward == right
     assert score(given, LastNumberConfig(near=True)).reward == pytest.approx(near)
 

@@ -27,7 +27,7 @@ def test_a_judge_is_taught_what_is_right_and_its_verdict_can_be_read() -> None:
         for _ in range(200):
             _, answer, response = pair_of(rng, task)
             text = judgement(answer, response)
-            assert read(text, False) == float(answer == response) and len(text) < taught_models.MOST_TOKENS
+            assert read(text, False) == float(answer == response) and len(text) < taught_models.MAX_TOKENS
 
 
 def test_held_out_pairs_are_known_verdicts_of_questions_that_no_judge_was_taught(tmp_path: Path) -> None:

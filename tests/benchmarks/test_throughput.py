@@ -17,7 +17,7 @@ from benchmarks.throughput import (
     TAIL_OVERRIDES,
     TAIL_RUN,
     TAIL_TOKENS,
-    run_figures,
+    run_metrics,
 )
 from relax_core.config.compose import load_config
 from relax_core.tools.tiny_text import write_tiny_tokenizer
@@ -52,20 +52,20 @@ PROMPT_BATCHES = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(
 )
 def test_a_steps_parts_add_up(name: str, sync: float, other_ms: float) -> None:
     """A step takes 40 ms: 20 train, 11 engine and reward without overlap; the push is on the path in one case."""
-    figures = run_figures(name, actor_records([40.0, 40.0, 64.0]), PROMPT_BATCHES)
-    assert figures["step"] == 40.0
-    assert figures["sync"] == pytest.approx(sync)
-    assert figures["bus+control"] == pytest.approx(other_ms)
-    assert figures["control+bus+sync"] == pytest.approx(sync + other_ms)
-    on_path = 0.0 if name == ASYNC else figures["engine"] + figures["reward"]
-    assert figures["train"] + on_path + figures["control+bus+sync"] == pytest.approx(40.0)
+    metrics = run_metrics(name, actor_records([40.0, 40.0, 64.0]), PROMPT_BATCHES)
+    assert metrics["step"] == 40.0
+    assert metrics["sync"] == pytest.approx(sync)
+    assert metrics["bus+control"] == pytest.approx(other_ms)
+    assert metrics["control+bus+sync"] == pytest.approx(sync + other_ms)
+    on_path = 0.0 if name == ASYNC else metrics["engine"] + metrics["reward"]
+    assert metrics["train"] + on_path + metrics["control+bus+sync"] == pytest.approx(40.0)
 
 
 def test_slow_steps_show_in_the_mean_only() -> None:
-    figures = run_figures(ASYNC, actor_records([32.0, 32.0, 128.0]), PROMPT_BATCHES)
-    assert figures["samples/s"] == pytest.approx(4000.0)
-    assert figures["samples/s, mean"] == pytest.approx(1e3 * 3 * 128 / 192)
-    assert figures["tokens/s"] == pytest.approx(1e3 * 3 * 768 / 192)
+    metrics = run_metrics(ASYNC, actor_records([32.0, 32.0, 128.0]), PROMPT_BATCHES)
+    assert metrics["samples/s"] == pytest.approx(4000.0)
+    assert metrics["samples/s, mean"] == pytest.approx(1e3 * 3 * 128 / 192)
+    assert metrics["tokens/s"] == pytest.approx(1e3 * 3 * 768 / 192)
 
 
 @pytest.mark.parametrize("name", OVERRIDES)

@@ -17,19 +17,19 @@ from tests.bus.make_rows import uids_of
 from tests.bus.media_model import DIGESTS, NBYTES, MediaModel
 
 LEASE_S = 10.0
-MOST_WORKERS = 3  # the largest number of rollout workers
-WORKERS = st.integers(0, MOST_WORKERS - 1)
+MAX_WORKERS = 3  # the largest number of rollout workers
+WORKERS = st.integers(0, MAX_WORKERS - 1)
 ITEMS = st.sets(st.sampled_from(DIGESTS), max_size=4)
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
 
-Draw = Callable[[st.SearchStrategy[Any]], Any]
+PromptDraw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class BusModel(LedgerModel):
     """Runs the actions of clients and their faults. Actions get Hypothesis's ``draw``."""
 
     # -- actions of clients -------------------------------------------------------------------------------------
-    def admit(self, draw: Draw) -> None:
+    def admit(self, draw: PromptDraw) -> None:
         self.admit_groups(draw(st.integers(1, 12)), worker=draw(WORKERS))
 
     def admit_groups(self, max_groups: int, *, worker: int = 0) -> None:
@@ -50,7 +50,7 @@ class BusModel(LedgerModel):
             let_in = (self.max_staleness + 2) * (self.gps + self.spare_groups)
             assert own <= -(-let_in // self.rollout_workers), "a worker exceeds its share"
 
-    def roll_out(self, draw: Draw) -> None:
+    def roll_out(self, draw: PromptDraw) -> None:
         """Puts some of the groups whose generation may start, in any order."""
         self.admit(draw)
         ready = draw(st.permutations(self.startable()))
@@ -60,7 +60,7 @@ class BusModel(LedgerModel):
     def startable(self) -> list[Admission]:
         return [a for a in self.in_flight.values() if a.min_version <= self.core.version]
 
-    def put_row(self, admission: Admission, draw: Draw | None) -> None:
+    def put_row(self, admission: Admission, draw: PromptDraw | None) -> None:
         uids = uids_of(admission, self.group_size)
         dropped: set[str] = set()
         versions = [self.core.version] * len(uids)
@@ -82,7 +82,7 @@ class BusModel(LedgerModel):
         self.rows[row.group_uid] = row
         self.in_flight.pop(row.group_uid)
 
-    def draw_media(self, draw: Draw) -> dict[str, int]:
+    def draw_media(self, draw: PromptDraw) -> dict[str, int]:
         """Returns some of the items that are in use."""
         self.media.check(self.core, self.rows, self.in_flight)
         if not self.media.stored:
@@ -90,20 +90,20 @@ class BusModel(LedgerModel):
         digests = draw(st.sets(st.sampled_from(sorted(self.media.stored)), max_size=3))
         return {digest: NBYTES[digest] for digest in digests}
 
-    def hold(self, draw: Draw) -> None:
+    def hold(self, draw: PromptDraw) -> None:
         self.media.hold(self.core, draw(WORKERS), draw(ITEMS))
 
-    def let_go(self, draw: Draw) -> None:
-        self.media.let_go(self.core, draw(WORKERS), draw(ITEMS))
+    def release_items(self, draw: PromptDraw) -> None:
+        self.media.release_items(self.core, draw(WORKERS), draw(ITEMS))
 
-    def put_again(self, draw: Draw) -> None:
+    def put_again(self, draw: PromptDraw) -> None:
         before = self.core.progress()
         for row in self.rows.values():
             self.core.put([row])
             self.core.drop(row.group_uid, reason="late")
         assert self.core.progress() == before
 
-    def drop(self, draw: Draw) -> None:
+    def drop(self, draw: PromptDraw) -> None:
         if not self.in_flight:
             return
         uid = draw(st.sampled_from(list(self.in_flight)))
@@ -111,7 +111,7 @@ class BusModel(LedgerModel):
         self.core.drop(uid, reason="engine failed")
         self.in_flight.pop(uid)
 
-    def work(self, draw: Draw) -> None:
+    def work(self, draw: PromptDraw) -> None:
         self.work_on(draw(st.integers(1, 4)))
         if draw(st.booleans()):
             self.write(draw)
@@ -126,7 +126,7 @@ class BusModel(LedgerModel):
             self.worker_leases.append(lease)
             self.media.lease(lease, self.rows)
 
-    def write(self, draw: Draw | None) -> None:
+    def write(self, draw: PromptDraw | None) -> None:
         if not self.worker_leases:
             return
         lease = self.worker_leases.pop(0)
@@ -135,7 +135,7 @@ class BusModel(LedgerModel):
         except LeaseLost:
             assert lease.lease_id not in self.core.leases
 
-    def lease(self, draw: Draw) -> None:
+    def lease(self, draw: PromptDraw) -> None:
         min_groups = draw(st.integers(1, self.gps))
         lease = self.lease_rows(min_groups, draw(st.integers(min_groups, 4)), draw(COLUMNS))
         if lease is not None:
@@ -173,7 +173,7 @@ class BusModel(LedgerModel):
             assert all(index > last for index in left), "out of order at staleness 0"
         return lease
 
-    def ack(self, draw: Draw) -> None:
+    def ack(self, draw: PromptDraw) -> None:
         self.end_step(mask=draw(st.booleans()))
 
     def end_step(self, *, mask: bool) -> None:
@@ -209,13 +209,13 @@ class BusModel(LedgerModel):
             may_be_left = 0 if self.spare_groups else self.unfilled
             assert len(self.core.groups) <= may_be_left, "groups remain that no step will train"
             return
-        for worker in range(MOST_WORKERS):  # each gets its own groups, in any order of calls
+        for worker in range(MAX_WORKERS):  # each gets its own groups, in any order of calls
             change = self.core.version_change(step, worker=worker)
             own = sorted(uid for uid in gone if self.owners[uid] == worker)
             assert change is not None and (change.version, sorted(change.retired)) == (step + 1, own)
             assert self.core.version_change(step + 1, worker=worker) is None
 
-    def train(self, draw: Draw) -> None:
+    def train(self, draw: PromptDraw) -> None:
         """Trains a step with the groups that are ready."""
         if self.core.slots_left():
             lease = self.lease_rows(1, self.gps, draw(COLUMNS))
@@ -224,7 +224,7 @@ class BusModel(LedgerModel):
 
     def train_fully(self) -> None:
         """Trains a step without faults, which must get all of its groups."""
-        for worker in range(MOST_WORKERS):
+        for worker in range(MAX_WORKERS):
             self.admit_groups(100, worker=worker)
         for admission in self.startable():
             self.put_row(admission, None)
@@ -236,18 +236,18 @@ class BusModel(LedgerModel):
         self.end_step(mask=False)
 
     # -- faults -------------------------------------------------------------------------------------------------
-    def release(self, draw: Draw) -> None:
+    def release(self, draw: PromptDraw) -> None:
         if self.actor_leases:
             self.core.release([self.actor_leases.pop().lease_id])
 
-    def revoke(self, draw: Draw) -> None:
+    def revoke(self, draw: PromptDraw) -> None:
         self.core.revoke(draw(st.sampled_from(["actor", "advantages"])))
 
-    def wait(self, draw: Draw) -> None:
+    def wait(self, draw: PromptDraw) -> None:
         self.clock.now += draw(st.sampled_from([1.0, 6.0, LEASE_S]))
         self.core.expire()
 
-    def reclaim(self, draw: Draw) -> None:
+    def reclaim(self, draw: PromptDraw) -> None:
         worker = draw(WORKERS)
         reclaimed = self.core.reclaim(worker=worker)
         own = [a.index for a in self.in_flight.values() if self.owners[a.group_uid] == worker]
@@ -257,7 +257,7 @@ class BusModel(LedgerModel):
             self.in_flight[admission.group_uid] = admission
         self.media.lose_worker(worker, [admission.group_uid for admission in reclaimed])
 
-    def save(self, draw: Draw) -> None:
+    def save(self, draw: PromptDraw) -> None:
         snapshot = self.core.snapshot()
         self.journal.flush(timeout_s=FLUSH_S)
         file = self.new_file()
@@ -278,7 +278,7 @@ class BusModel(LedgerModel):
     def has_ended(self, group_uid: str) -> bool:
         return group_uid not in self.core.groups and group_uid not in self.in_flight
 
-    def crash_and_resume(self, draw: Draw) -> None:
+    def crash_and_resume(self, draw: PromptDraw) -> None:
         """Kills the process and resumes; either all or none of the events after the checkpoint are on disk."""
         if not self.saved:
             return
@@ -292,12 +292,12 @@ class BusModel(LedgerModel):
         self.media = MediaModel()
         self.back_to(saved)
 
-    def restore(self, draw: Draw) -> None:
+    def restore(self, draw: PromptDraw) -> None:
         """Goes back to a checkpoint in the same process."""
         if self.saved:
             self.back_to(draw(st.sampled_from(self.saved)))
 
-    def start_afresh(self, draw: Draw) -> None:
+    def start_afresh(self, draw: PromptDraw) -> None:
         """Crashes before the first checkpoint, so that no event in the file is valid any more."""
         if self.saved:
             return
@@ -339,7 +339,7 @@ class BusModel(LedgerModel):
             lambda: self.core.put([]),
             lambda: self.core.drop("g00000000", reason="late"),
             lambda: self.core.hold({}),
-            lambda: self.core.let_go([]),
+            lambda: self.core.release_items([]),
             lambda: self.core.lease(LeaseRequest(task="advantages", columns=("a",), max_groups=1)),
             lambda: self.core.write(1, {}),
             lambda: self.core.ack([], step=self.core.version, dropped={}),

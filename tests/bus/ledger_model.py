@@ -13,7 +13,7 @@ from pathlib import Path
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.ledger_reader import LedgerFile
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts.bus import Admission, Group, Lease
 from tests.bus.make_rows import Clock, make_settings
 from tests.bus.media_model import MediaModel
@@ -86,7 +86,9 @@ class LedgerModel:
         )
         self.file = file
         self.journal = Journal(file)
-        self.core = BusCore(settings, ledger=Ledger(group_size=self.group_size, journal=self.journal), clock=self.clock)
+        self.core = ReplayBuffer(
+            settings, ledger=Ledger(group_size=self.group_size, journal=self.journal), clock=self.clock
+        )
 
     # -- invariants --------------------------------------------------------------------------------------------
     def check_file(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_core.bus.ledger import Ledger
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import Admission, Group, LeaseRequest
 from relax_core.contracts.tree import sample_uid
@@ -35,9 +35,9 @@ def make_settings(**changes: Any) -> BusSettings:
     return BusSettings(**(values | changes))
 
 
-def make_core(*, clock: Clock | None = None, **changes: Any) -> BusCore:
+def make_core(*, clock: Clock | None = None, **changes: Any) -> ReplayBuffer:
     settings = make_settings(**changes)
-    return BusCore(settings, ledger=Ledger(group_size=settings.group_size, journal=None), clock=clock or Clock())
+    return ReplayBuffer(settings, ledger=Ledger(group_size=settings.group_size, journal=None), clock=clock or Clock())
 
 
 def uids_of(admission: Admission, group_size: int = 2) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts.bus import Group, Lease
 
 DIGESTS = [f"{number:032x}" for number in range(6)]
@@ -22,13 +22,13 @@ class MediaModel:
         self.lost: dict[int, tuple[set[str], set[str]]] = {}
         self.leased: dict[int, set[str]] = {}  # by lease id
 
-    def hold(self, core: BusCore, worker: int, digests: Collection[str]) -> None:
+    def hold(self, core: ReplayBuffer, worker: int, digests: Collection[str]) -> None:
         core.hold({digest: NBYTES[digest] for digest in digests}, worker=worker)
         self.held[worker].update(digests)
         self.stored.update(digests)
 
-    def let_go(self, core: BusCore, worker: int, digests: Collection[str]) -> None:
-        core.let_go(list(digests), worker=worker)
+    def release_items(self, core: ReplayBuffer, worker: int, digests: Collection[str]) -> None:
+        core.release_items(list(digests), worker=worker)
         self.held[worker].difference_update(digests)
 
     def lose_worker(self, worker: int, in_flight: Iterable[str]) -> None:
@@ -42,7 +42,7 @@ class MediaModel:
         """Applies a restore of the bus: groups and leases are removed, and workers keep the items that they hold."""
         self.lost, self.leased = {}, {}
 
-    def check(self, core: BusCore, rows: dict[str, Group], in_flight: Collection[str]) -> None:
+    def check(self, core: ReplayBuffer, rows: dict[str, Group], in_flight: Collection[str]) -> None:
         """Removes unused items as the bus does, and compares the remaining items with the items in use."""
         self.stored.difference_update(core.media.take_unnamed())
         self.lost = {worker: loss for worker, loss in self.lost.items() if not loss[1].isdisjoint(in_flight)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.ledger_reader import LedgerFile
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.columns import encode_tree
 from tests.bus.make_rows import Clock, for_actor, make_settings, uids_of
@@ -45,7 +45,7 @@ class PersistedRun:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal = Journal(path)
-        self.core = BusCore(make_settings(), ledger=Ledger(group_size=2, journal=self.journal), clock=Clock())
+        self.core = ReplayBuffer(make_settings(), ledger=Ledger(group_size=2, journal=self.journal), clock=Clock())
 
     def roll_out(self, groups: int) -> list[Admission]:
         admissions = self.core.admit(groups)

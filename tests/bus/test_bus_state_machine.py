@@ -15,10 +15,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.bus.bus_model import MOST_WORKERS, BusModel
+from tests.bus.bus_model import MAX_WORKERS, BusModel
 from tests.bus.media_model import DIGESTS
 
-WORK = ["roll_out", "train", "work", "lease"] * 4 + ["admit", "write", "ack", "put_again", "drop", "hold", "let_go"] * 2
+WORK = ["roll_out", "train", "work", "lease"] * 4 + [
+    "admit",
+    "write",
+    "ack",
+    "put_again",
+    "drop",
+    "hold",
+    "release_items",
+] * 2
 TROUBLE = ["release", "revoke", "wait", "reclaim", "save", "restore", "crash_and_resume", "start_afresh"]
 
 
@@ -37,7 +45,7 @@ class BusMachine(RuleBasedStateMachine):
     @initialize(
         groups_per_step=st.integers(1, 4),
         group_size=st.integers(1, 3),
-        rollout_workers=st.sampled_from([1, MOST_WORKERS]),
+        rollout_workers=st.sampled_from([1, MAX_WORKERS]),
     )
     def begin(self, groups_per_step: int, group_size: int, rollout_workers: int) -> None:
         self.model = BusModel(
@@ -77,8 +85,8 @@ class BusMachine(RuleBasedStateMachine):
             self.model.train_fully()
             self.model.check_counts()
         self.model.check_file()
-        for worker in range(MOST_WORKERS):
-            self.model.media.let_go(self.model.core, worker, DIGESTS)
+        for worker in range(MAX_WORKERS):
+            self.model.media.release_items(self.model.core, worker, DIGESTS)
         self.model.check_counts()
         assert self.model.core.groups or not self.model.media.stored, "an item remains at the end of the run"
         self.model.close()

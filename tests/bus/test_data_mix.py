@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import Admission, LedgerCounts
 from tests.bus.make_rows import for_actor, make_core, make_row
@@ -20,7 +20,7 @@ GROUPS = 8
 class Rollout:
     """Simulates a rollout: prompts take random times, videos ten times as long as others, and some are dropped."""
 
-    def __init__(self, core: BusCore, rng: random.Random, *, lost: float) -> None:
+    def __init__(self, core: ReplayBuffer, rng: random.Random, *, lost: float) -> None:
         self._core, self._rng, self._lost = core, rng, lost
         self._order = MixOrder(MIX)
         self._open: list[tuple[int, Admission]] = []
@@ -66,7 +66,7 @@ class Rollout:
         self._open = waiting
 
 
-def new_core(steps: int, **changes: object) -> BusCore:
+def new_core(steps: int, **changes: object) -> ReplayBuffer:
     return make_core(mix=MIX, groups_per_step=GROUPS, total_steps=steps, **changes)
 
 

@@ -18,7 +18,7 @@ from relax_core.bus.bus_actor import BusActor
 from relax_core.bus.journal import Journal, LedgerUnwritable
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.ray_bus import open_answer
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts.bus import Admission, BusWait
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 from tests.bus.make_rows import Clock, for_actor, make_row, make_settings, uids_of
@@ -44,8 +44,8 @@ def read(path: Path, query: str) -> list[tuple[object, ...]]:
         return database.execute(query).fetchall()
 
 
-def make_core(journal: Journal) -> BusCore:
-    return BusCore(make_settings(), ledger=Ledger(group_size=2, journal=journal), clock=Clock())
+def make_core(journal: Journal) -> ReplayBuffer:
+    return ReplayBuffer(make_settings(), ledger=Ledger(group_size=2, journal=journal), clock=Clock())
 
 
 def test_the_life_of_every_sample_can_be_read(journal: Journal, path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_ledger_that_is_locked_at_the_start_is_waited_for(
 
 def test_the_bus_admits_no_group_while_too_much_waits_and_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot waits for the same disk, and the wait graph names it for both."""
-    monkeypatch.setattr(journal_module, "MOST_WAITING_BYTES", 1)
+    monkeypatch.setattr(journal_module, "MAX_WAITING_BYTES", 1)
     actor = BusActor(msgspec.msgpack.encode(make_settings()), str(path))
 
     def value(answer: Any, kind: Any) -> Any:

@@ -77,7 +77,7 @@ def bus(other_node: str, folder: Path, tmp_path: Path, request: pytest.FixtureRe
 def look(bus: BlockingBus, items: list[MediaItem]) -> tuple[int, list[np.ndarray], bytes]:
     """Maps items as a rank does; returns its process id, their frames and the maps of the process."""
     reader = bus.media_reader(timeout_s=T)
-    reader.bring(items)
+    reader.fetch(items)
     mapped = [reader.tensors(item)["frames"] for item in items]
     assert not any(array.flags.writeable for array in mapped)
     return os.getpid(), [array.copy() for array in mapped], Path("/proc/self/maps").read_bytes()
@@ -102,7 +102,7 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
     assert bus.hold(held(*items), timeout_s=T) == []
     (admission,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(admission, columns=media_columns(items[:2]))], timeout_s=T)
-    bus.let_go([item.digest for item in items[:2]], timeout_s=T)
+    bus.release_items([item.digest for item in items[:2]], timeout_s=T)
     lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
     ranks = [on_node(other_node, look).remote(bus, items[:2]) for _ in range(3)]  # several ranks of one node at once
     for pid, frames, maps in ray.get(ranks, timeout=T):
@@ -112,18 +112,18 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
     assert {file.name for file in there.iterdir()} == {item.digest for item in items[:2]}
     first = (there / items[0].digest).stat()
     assert first.st_mode & 0o777 == 0o600
-    bus.bring_media([item.digest for item in items], node_id=other_node, timeout_s=T)  # as an engine's client does
+    bus.fetch_media([item.digest for item in items], node_id=other_node, timeout_s=T)  # as an engine's client does
     assert {file.name for file in there.iterdir()} == {item.digest for item in items}
     assert (there / items[0].digest).stat().st_ino == first.st_ino, "it was transferred once"
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
     left = {here: [items[2].digest], there: [items[2].digest]}
     wait_until(lambda: names_in(here, there) == left, what="the removal of items")
     with pytest.raises(MediaGone, match=f"media {items[0].digest}: the bus has no such item"):
-        bus.bring_media([items[0].digest], node_id=other_node, timeout_s=T)
+        bus.fetch_media([items[0].digest], node_id=other_node, timeout_s=T)
     again, _ = make_item(here, 0, height=SIZE, width=SIZE)
     assert bus.hold(held(again), timeout_s=T) == []
     ray.get(on_node(other_node, look).remote(bus, [again]), timeout=T)
-    bus.let_go([item.digest for item in (again, items[2])], timeout_s=T)
+    bus.release_items([item.digest for item in (again, items[2])], timeout_s=T)
     wait_until(lambda: names_in(here, there) == {here: [], there: []}, what="the removal of items")
 
 
@@ -133,12 +133,12 @@ def test_a_lost_node_is_named_and_leaves_no_file(
     here, there = bus.media_folder(timeout_s=T), node_folder(folder / "media", other_node)
     item, _ = make_item(here, 1)
     assert bus.hold(held(item), timeout_s=T) == []
-    bus.bring_media([item.digest], node_id=other_node, timeout_s=T)
+    bus.fetch_media([item.digest], node_id=other_node, timeout_s=T)
     second.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
     wait_until(lambda: not there.exists(), what="the end of the node's folder")
     late, _ = make_item(here, 2)
     assert bus.hold(held(late), timeout_s=T) == []
     with pytest.raises(BusLost, match=f"keeps the media items of node {other_node} has exited"):
-        bus.bring_media([late.digest], node_id=other_node, timeout_s=T)
-    bus.let_go([item.digest, late.digest], timeout_s=T)
+        bus.fetch_media([late.digest], node_id=other_node, timeout_s=T)
+    bus.release_items([item.digest, late.digest], timeout_s=T)
     wait_until(lambda: not list(here.iterdir()), what="the removal on the node that is left")

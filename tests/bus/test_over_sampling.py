@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.bus.staleness import plan_admissions
 from relax_core.contracts.bus import Admission
 from relax_core.contracts.columns import EPISODES
@@ -13,7 +13,7 @@ from relax_core.contracts.tree import Episode, Turn
 from tests.bus.make_rows import for_actor, make_core, make_row, make_settings
 
 
-def train(core: BusCore) -> list[int]:
+def train(core: ReplayBuffer) -> list[int]:
     """Trains one step with the ready groups and returns their indices."""
     lease = core.lease(for_actor(core.version))
     assert lease is not None

@@ -67,7 +67,7 @@ def test_optional_packages_and_data_are_told(monkeypatch: pytest.MonkeyPatch) ->
     there = {"pylatexenc", "if-verifiable", "gymnasium", "mcp"}
     monkeypatch.setattr(doctor, "_is_installed", there.__contains__)
     monkeypatch.setattr(doctor, "_has_nltk_data", lambda name: name != "punkt")
-    words = [finding.words for finding in doctor._optional()]
+    words = [finding.message for finding in doctor._optional()]
     assert "reasoning-gym is missing. Only data=reasoning_gym with its reward needs it: pip install" in words[0]
     assert "textarena is missing. Only env=textarena needs it: pip install 'relax-core[envs]'" in words[1]
     assert "data of nltk is missing: punkt. Only some instructions of reward=ifeval" in words[2]

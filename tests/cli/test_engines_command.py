@@ -18,11 +18,11 @@ from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import GatewayProcess, gateway
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
+from relax_core.server.engine_order_service import EngineOrderService, answering
+from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.gateway_client import FILE, GatewayClient, GatewayUnreachable
-from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk, answering
-from relax_core.server.orders import EngineRow, Order, RunRow, engine_id, read_room
-from tests.control.gateway_up import look_after, until_up
+from relax_core.server.order_types import EngineRow, Order, RunRow, engine_id, read_room
+from tests.control.gateway_harness import look_after, until_up
 
 DEADLINE_S = 120.0
 
@@ -30,10 +30,10 @@ DEADLINE_S = 120.0
 class Controller:
     """Advances the book's orders; an order for four engines fails, and with ``slow`` no order ends."""
 
-    def __init__(self, book: OrderBook) -> None:
+    def __init__(self, order_store: EngineOrderStore) -> None:
         self.slow = threading.Event()
         self._ended = threading.Event()
-        self._book = book
+        self._book = order_store
         self._book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         self._has([0])
         self._thread = threading.Thread(target=self._work)
@@ -86,9 +86,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Contro
     with gateway(config) as process:
         assert process is not None
         until_up(process)
-        book = OrderBook(folder)
-        controller = Controller(book)
-        desk = OrderDesk(book, limits_of(config), read_room(folder))
+        order_store = EngineOrderStore(folder)
+        controller = Controller(order_store)
+        desk = EngineOrderService(order_store, limits_of(config), read_room(folder))
         with answering(process.controller_end, desk.answer):
             yield folder, controller, process
         controller.end()
@@ -108,8 +108,8 @@ def test_engines_are_shown_added_and_taken_out(
     )
     assert but == "but the samples in flight can fill 1 engines, so more of them would get none"
     assert main(["engines", folder, "add", "1"]) == 0
-    words = capsys.readouterr().out.split()
-    assert [word for word in words if word.isupper()] == ["PENDING", "CREATING", "ACTIVE"] and words[-1] == "engine-1"
+    output = capsys.readouterr().out.split()
+    assert [word for word in output if word.isupper()] == ["PENDING", "CREATING", "ACTIVE"] and output[-1] == "engine-1"
     assert main(["engines", folder, "remove", "engine-1"]) == 0
     capsys.readouterr()
     assert main(["engines", folder, "add", "3", "--keep-partial"]) == 1
@@ -128,7 +128,7 @@ def test_engines_are_shown_added_and_taken_out(
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("arguments", "why"),
     [
         (["add"], "name how many engines"),
         (["add", "0"], "name how many engines"),
@@ -143,9 +143,9 @@ def test_engines_are_shown_added_and_taken_out(
     ],
 )
 def test_what_cannot_be_done_is_refused_in_words(
-    run: tuple[Path, Controller, GatewayProcess], words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+    run: tuple[Path, Controller, GatewayProcess], arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["engines", str(run[0]), *words]) == 2
+    assert main(["engines", str(run[0]), *arguments]) == 2
     assert why in capsys.readouterr().err
 
 

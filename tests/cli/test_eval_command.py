@@ -13,7 +13,7 @@ import pytest
 
 from relax_core.cli.eval_command import eval_command
 from relax_core.config.compose import load_config
-from relax_core.config.saved import to_yaml
+from relax_core.config.saved_config import to_yaml
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.data.eval_sets import eval_sets_alone
 from relax_core.data.media_tasks import files_folder
@@ -32,9 +32,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [(), ("eval.rows=3",), ("--nope",)])
-def test_without_a_target_the_usage_is_told(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> None:
-    assert "relax eval MODEL|CHECKPOINT|RUN [key=value ...]" in refused(capsys, *words)
+@pytest.mark.parametrize("arguments", [(), ("eval.rows=3",), ("--nope",)])
+def test_without_a_target_the_usage_is_told(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> None:
+    assert "relax eval MODEL|CHECKPOINT|RUN [key=value ...]" in refused(capsys, *arguments)
 
 
 def test_what_is_no_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def test_a_key_has_value_type_range_place_and_class(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("words", "value", "location"),
+    ("arguments", "value", "location"),
     [
         (["seed", "seed=3"], "seed=3", "the command line: seed=3"),
         (["algo.epochs", "algo=ppo"], "algo.epochs=2", "conf/algo/ppo.yaml, line "),
@@ -44,8 +44,10 @@ def test_a_key_has_value_type_range_place_and_class(capsys: pytest.CaptureFixtur
         (["engine.python"], "engine.python=null", "its default in relax_core/config/schema.py"),
     ],
 )
-def test_where_a_key_is_set(capsys: pytest.CaptureFixture[str], words: list[str], value: str, location: str) -> None:
-    printed = explained(capsys, *words)
+def test_where_a_key_is_set(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], value: str, location: str
+) -> None:
+    printed = explained(capsys, *arguments)
     assert printed["value"] == value
     assert printed["set in"].startswith(location)
 

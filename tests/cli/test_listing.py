@@ -30,9 +30,9 @@ SPEC = RewardSpec(name="mine", summary="always content", config=Config, score=sc
 
 def test_everything_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert list_command([]) == 0
-    told = capsys.readouterr().out
-    lines = told.splitlines()
-    sections = {text.split(" (")[0].strip(): text.splitlines() for text in told.split("\n\n")}
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    sections = {text.split(" (")[0].strip(): text.splitlines() for text in output.split("\n\n")}
     assert any(line.split()[:1] == ["file"] for line in sections["Data sources"])
     for kind in ALL_KINDS:
         for name in names(kind):

@@ -13,10 +13,10 @@ import yaml
 from relax_core.config.compose import config_from_yaml, load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.model_checks import media_token_ids
-from relax_core.config.saved import to_whole_yaml, to_yaml
+from relax_core.config.saved_config import to_yaml, to_yaml_with_secrets
 from relax_core.config.schema import RelaxConfig
 from relax_core.families.tiny_configs import tiny_config
-from relax_core.plan.batch import context_words
+from relax_core.plan.batch import context_notes
 from relax_core.preflight import CHECKS, banned_token_problems
 
 
@@ -35,7 +35,7 @@ def test_they_are_the_media_tokens_of_the_model_and_stand_in_the_record(with_med
     config = load_config(with_media, checks=CHECKS)
     assert config.rollout.banned_token_ids == [7, 9]
     assert yaml.safe_load(to_yaml(config))["rollout"]["banned_token_ids"] == [7, 9]
-    assert config_from_yaml(to_whole_yaml(config)).rollout.banned_token_ids == [7, 9]
+    assert config_from_yaml(to_yaml_with_secrets(config)).rollout.banned_token_ids == [7, 9]
     assert load_config().rollout.banned_token_ids == []
 
 
@@ -106,10 +106,10 @@ def test_ids_for_which_the_tokenizer_has_no_text_are_banned(
     config = load_config(with_media, checks=CHECKS)
     assert config.rollout.banned_token_ids == [7, 9, *holes, *range(91, 100)]
     textless = len(holes) + 9
-    (line,) = [word for word in context_words(settled(config), None) if "banned_token_ids" in word]  # type: ignore[arg-type]
+    (line,) = [word for word in context_notes(settled(config), None) if "banned_token_ids" in word]  # type: ignore[arg-type]
     assert f"has {textless + 2} tokens" in line and f"no text for {textless} token ids" in line
     own = settled(load_config([*with_media, "rollout.banned_token_ids=[30]"]))
-    (line,) = [word for word in context_words(own, None) if "banned_token_ids" in word]  # type: ignore[arg-type]
+    (line,) = [word for word in context_notes(own, None) if "banned_token_ids" in word]  # type: ignore[arg-type]
     assert "has 1 token," in line and f"no text for {textless} token ids of the model, and {len(holes[:1])} of" in line
 
 

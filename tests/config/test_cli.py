@@ -39,9 +39,9 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "text"), MISTAKES)
 def test_a_mistake_is_one_screen(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    told = capsys.readouterr()
-    assert text in told.err and "Traceback" not in told.err
-    assert len(told.err.splitlines()) < 24 and told.out == ""
+    output = capsys.readouterr()
+    assert text in output.err and "Traceback" not in output.err
+    assert len(output.err.splitlines()) < 24 and output.out == ""
 
 
 def test_a_mistake_ends_the_process_with_exit_code_2() -> None:
@@ -91,17 +91,17 @@ def test_help_names_every_group_and_the_usual_keys() -> None:
 
 def test_help_of_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algo=ppo", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("algo=ppo: PPO (arXiv 1707.06347) with a critic")
-    assert "  algo.gae_lambda=0.95" in told and "  algo.value_clip=0.2" in told
-    assert len(told.splitlines()) < 40
+    output = capsys.readouterr().out
+    assert output.startswith("algo=ppo: PPO (arXiv 1707.06347) with a critic")
+    assert "  algo.gae_lambda=0.95" in output and "  algo.value_clip=0.2" in output
+    assert len(output.splitlines()) < 40
     assert main(["launcher=slurm", "reward.name=math", "-h"]) == 0
-    told = capsys.readouterr().out
-    assert "  launcher.memory_gb=null" in told and "  reward.timeout_s=10.0" in told
+    output = capsys.readouterr().out
+    assert "  launcher.memory_gb=null" in output and "  reward.timeout_s=10.0" in output
     source = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "sqlite_source.py"
     assert main([f"data.name={source}", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "rows of an SQLite table" in told and "  data.config.table=rows " in told
+    output = capsys.readouterr().out
+    assert "rows of an SQLite table" in output and "  data.config.table=rows " in output
     assert main(["algo=ppoo", "--help"]) == 2
     assert "algo=ppoo does not exist. Nearest: ppo." in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import yaml
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.model_checks import DTYPES, fast_dtype
-from relax_core.config.saved import to_yaml
+from relax_core.config.saved_config import to_yaml
 from relax_core.preflight import CHECKS, EVAL_CHECKS, settle, settle_evaluation
 
 X86 = "processor\t: 0\nmodel name\t: Xeon bf16\nflags\t\t: fpu avx512f {}\nbugs\t\t: amx_bf16\n\nprocessor\t: 1\n"

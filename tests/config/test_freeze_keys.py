@@ -9,12 +9,12 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.model_checks import freeze_problems, frozen_parts
-from relax_core.config.saved import REFUSED, changes, plain
+from relax_core.config.saved_config import REFUSED, changes, plain
 from relax_core.preflight import CHECKS
-from relax_core.train.rank import rank_setup
+from relax_core.train.megatron_rank import rank_setup
 
-SEES, SEES_EXPERTS = ("model=tiny_qwen3_vl", "modality=auto"), ("model=tiny_qwen3_vl_moe", "modality=auto")
-HEARS = ("model=tiny_qwen3_omni", "data=four_modalities")
+VISION, SEES_EXPERTS = ("model=tiny_qwen3_vl", "modality=auto"), ("model=tiny_qwen3_vl_moe", "modality=auto")
+OMNI = ("model=tiny_qwen3_omni", "data=four_modalities")
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ HEARS = ("model=tiny_qwen3_omni", "data=four_modalities")
         ([], ()),
         (["model=tiny_qwen3_moe", "model.freeze=[router]"], ("router",)),
         (["model=tiny_qwen3_moe", "model.freeze=[language]"], ("language",)),
-        ([*SEES, "model.freeze=[projector,vision,vision]"], ("vision", "projector")),
+        ([*VISION, "model.freeze=[projector,vision,vision]"], ("vision", "projector")),
         ([*SEES_EXPERTS, "model.freeze=[router,language]", "optimizer.tower_lr=1e-5"], ("language", "router")),
         (["model=tiny_qwen3_vl", "modality=text"], ("vision", "projector")),
         (["modality=text"], ()),
-        ([*HEARS, "model.freeze=[audio]"], ("audio",)),
-        ([*HEARS, "model.freeze=[vision]", "optimizer.tower_lr=1e-5"], ("vision",)),
+        ([*OMNI, "model.freeze=[audio]"], ("audio",)),
+        ([*OMNI, "model.freeze=[vision]", "optimizer.tower_lr=1e-5"], ("vision",)),
         (["model=tiny_qwen3_omni", "modality=text"], ("vision", "audio", "projector")),
     ],
 )
@@ -51,20 +51,20 @@ def test_the_frozen_parts_reach_every_rank(keys: list[str], frozen: tuple[str, .
             "model.freeze=[language] with modality=text: nothing of model=tiny_qwen3_vl would train. Take one",
         ),
         (["optimizer.tower_lr=1e-5"], "optimizer.tower_lr=1e-05: model=tiny_qwen3 has no vision tower. Use"),
-        ([*SEES, "model.freeze=[vision]", "optimizer.tower_lr=1e-5"], "1e-05: model.freeze=[vision] freezes the"),
+        ([*VISION, "model.freeze=[vision]", "optimizer.tower_lr=1e-5"], "1e-05: model.freeze=[vision] freezes the"),
         (
             ["model=tiny_qwen3_vl", "modality=text", "optimizer.tower_lr=1e-5"],
             "optimizer.tower_lr=1e-05: modality=text does not train the vision tower. Use",
         ),
         (
-            [*HEARS, "model.freeze=[audio,vision]", "optimizer.tower_lr=1e-5"],
+            [*OMNI, "model.freeze=[audio,vision]", "optimizer.tower_lr=1e-5"],
             "optimizer.tower_lr=1e-05: model.freeze=[audio,vision] freezes the towers. Use",
         ),
         (
             ["model=tiny_qwen3_vl", "data=see", "model.freeze=[audio]"],
             "has no audio; it has vision, projector, language",
         ),
-        ([*SEES, "optimizer.tower_lr=0"], "optimizer.tower_lr=0.0: must be more than 0. null takes optimizer.lr;"),
+        ([*VISION, "optimizer.tower_lr=0"], "optimizer.tower_lr=0.0: must be more than 0. null takes optimizer.lr;"),
     ],
 )
 def test_what_cannot_be_is_refused_with_key_value_and_fix(keys: list[str], text: str) -> None:
@@ -75,9 +75,9 @@ def test_what_cannot_be_is_refused_with_key_value_and_fix(keys: list[str], text:
 
 def test_a_resumed_run_has_the_same_freeze_set() -> None:
     before, same, changed = (
-        plain(load_config([*SEES, f"model.freeze=[{parts}]"]))
+        plain(load_config([*VISION, f"model.freeze=[{parts}]"]))
         for parts in ("vision,projector", "projector,vision", "vision")
     )
     assert changes(before, same, keys=REFUSED) == []
     (change,) = changes(before, changed, keys=REFUSED)
-    assert change.words() == "model.freeze was [projector,vision], is [vision]"
+    assert change.describe() == "model.freeze was [projector,vision], is [vision]"

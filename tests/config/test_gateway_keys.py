@@ -10,7 +10,7 @@ from relax_core.control.engine_set import limits_of
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, in which no engine comes or goes"),
         (["engine.autoscaler.enabled=true", "gateway=none"], "with gateway=none: it orders engines through"),
@@ -22,10 +22,10 @@ from relax_core.control.engine_set import limits_of
         (["engine.elastic.allowed_hosts=['http://gpu7']"], "engine.elastic.allowed_hosts"),
     ],
 )
-def test_a_gateway_that_nobody_could_reach_is_refused(overrides: list[str], words: str) -> None:
+def test_a_gateway_that_nobody_could_reach_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(["gateway=local", *overrides])
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_gateway_may_listen_beside_loopback_and_without_one_nothing_is_checked() -> None:

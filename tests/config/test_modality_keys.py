@@ -54,7 +54,7 @@ def test_every_key_is_in_the_list_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "words"),
+    ("section", "values", "message"),
     [
         ("data", {"media_root": "/nowhere/at/all"}, "data.media_root=/nowhere/at/all: no such folder. Mount it"),
         ("parallel", {"micro_batch_patches": 0}, "parallel.micro_batch_patches=0: must be at least 1"),
@@ -62,9 +62,9 @@ def test_every_key_is_in_the_list_above() -> None:
         ("modality", {"name": "text"}, "data.task=see has images and videos: modality=text reads none."),
     ],
 )
-def test_the_other_keys_are_refused(sees: RelaxConfig, section: str, values: dict[str, Any], words: str) -> None:
+def test_the_other_keys_are_refused(sees: RelaxConfig, section: str, values: dict[str, Any], message: str) -> None:
     (told,) = problems_of(_with(sees, section, **values), ())
-    assert told.startswith(words), told
+    assert told.startswith(message), told
 
 
 def test_columns_of_a_model_that_reads_text_are_refused() -> None:

@@ -12,7 +12,7 @@ from launchers.sweep import Sweep
 from relax_core.config.compose import load_config, run
 from relax_core.config.errors import ConfigError
 from relax_core.config.rerun import rerun_line
-from relax_core.config.saved import plain
+from relax_core.config.saved_config import plain
 from relax_core.config.schema import FolderByTime, RelaxConfig
 
 ANOTHER = (
@@ -68,8 +68,14 @@ def test_a_sweep_starts_from_a_run(folder: Path, tmp_path: Path) -> None:
         seen.append((config.seed, config.optimizer.lr))
         return 0
 
-    words = [str(folder), "-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/runs/${{seed}}", "seed=1,2"]
-    assert run(rerun_line(words), job, sweep=Sweep(job)) == 0
+    overrides = [
+        str(folder),
+        "-m",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+        f"run.dir={tmp_path}/runs/${{seed}}",
+        "seed=1,2",
+    ]
+    assert run(rerun_line(overrides), job, sweep=Sweep(job)) == 0
     assert seen == [(1, 3e-4), (2, 3e-4)]
 
 

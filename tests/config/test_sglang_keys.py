@@ -14,7 +14,7 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["+engine.flags.tp_size=2"], "engine.flags={'tp_size': 2} is a key of engine=sglang only"),
         (["engine.python=/x"], "engine.python=/x is a key of engine=sglang only"),
@@ -79,10 +79,10 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         ([*SGLANG, "engine.weight_transport=gloo"], "servers that the run did not start load from its folder"),
     ],
 )
-def test_it_is_said_with_the_fix(overrides: list[str], words: str, tmp_path: Path) -> None:
+def test_it_is_said_with_the_fix(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_config(overrides)
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
     """SGLang would load its weights, and then wait for a processor that it does not have."""
     file = tmp_path / "qwen9_vl.py"
     file.write_text(
-        "import dataclasses\nfrom relax_core.families.table import QWEN3_VL\n"
+        "import dataclasses\nfrom relax_core.families.builtin_families import QWEN3_VL\n"
         "SPEC = dataclasses.replace(QWEN3_VL, name='qwen9_vl')\n"
     )
     folder = tmp_path / "model"

@@ -106,7 +106,7 @@ def test_where_trainer_and_engine_agree_nothing_is_rejected_and_every_weight_is_
         "num_samples": 1,
     }
     rules = {rule: [0.99, 1.01] if rule.endswith("_ratio") else [-1e-6, 1e-6] for rule in F.REJECTION_RULES}
-    assert F.kept_by_rejection(logprobs=logprobs, **shape, rules=rules).all()
+    assert F.rejection_mask(logprobs=logprobs, **shape, rules=rules).all()
     for level in F.CORRECTION_LEVELS:
         weights, outside = F.correction_weights(
             old_logprobs=logprobs, **shape, method="tis", level=level, low=0.5, high=2.0
@@ -139,7 +139,7 @@ def test_a_rule_by_hand(rule: str) -> None:
             inside = (values >= low) & (values <= high)
             if reduction == "seq_any":
                 inside = inside.view(2, 2).all(1).repeat_interleave(2)
-            kept = F.kept_by_rejection(
+            kept = F.rejection_mask(
                 logprobs=(ratios * engine).log(),
                 rollout_logprobs=engine.log(),
                 loss_mask=torch.tensor([True] * 4 + [False]),
@@ -318,7 +318,7 @@ def test_with_a_discount_of_1_what_is_to_come_is_a_plain_sum(samples: list[list[
     got = F.discounted_rewards(
         token_rewards=values, loss_mask=mask, sample_ids=ids, num_samples=len(samples), gamma=1.0
     )
-    wanted = F.sums_to_the_end(per_token=values, loss_mask=mask, sample_ids=ids)
+    wanted = F.reward_to_go(per_token=values, loss_mask=mask, sample_ids=ids)
     torch.testing.assert_close(got[mask], wanted[mask], rtol=1e-5, atol=1e-5)
 
 

@@ -64,7 +64,7 @@ def test_a_token_outside_of_its_set_is_told(tokens: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "words"),
+    ("kept", "message"),
     [
         (KeptTokens.of_lists([[3]], vocab_size=VOCAB), "1 kept sets came for 2 tokens"),
         (KeptTokens(VOCAB, np.int32([1, 2]).tobytes(), np.uint32([3]).tobytes()), "they do not fit"),
@@ -75,13 +75,13 @@ def test_a_token_outside_of_its_set_is_told(tokens: int, seed: int) -> None:
         (KeptTokens.of_mask(np.ones((2, 3), dtype=bool)), "of a vocabulary of 3 came for token 3"),
     ],
 )
-def test_what_is_no_encoding_is_told(kept: KeptTokens, words: str) -> None:
-    assert words in str(kept.fault([3, 3]))
+def test_what_is_no_encoding_is_told(kept: KeptTokens, message: str) -> None:
+    assert message in str(kept.fault([3, 3]))
 
 
 @pytest.mark.parametrize(
-    ("sets", "words"), [([[3], []], "token 1 is empty"), ([[3], [VOCAB]], "not in 0..99"), ([[-1]], "not in 0..99")]
+    ("sets", "message"), [([[3], []], "token 1 is empty"), ([[3], [VOCAB]], "not in 0..99"), ([[-1]], "not in 0..99")]
 )
-def test_lists_that_are_no_sets_are_refused(sets: list[list[int]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_lists_that_are_no_sets_are_refused(sets: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         KeptTokens.of_lists(sets, vocab_size=VOCAB)

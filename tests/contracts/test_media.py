@@ -181,7 +181,7 @@ def test_a_tree_with_an_item_where_it_belongs_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda tree, item: {"media": [Media(item, 0, 6)]}, "the ids of its rows are not those of the item"),
         (lambda tree, item: {"media": [Media(item, 1, 6)]}, "it stands for 6 rows"),
@@ -193,10 +193,10 @@ def test_a_tree_with_an_item_where_it_belongs_is_taken() -> None:
     ],
 )
 def test_items_that_do_not_fit_a_tree_are_refused(
-    change: Callable[[TokenTree, MediaItem], dict[str, list[Media]]], told: str
+    change: Callable[[TokenTree, MediaItem], dict[str, list[Media]]], message: str
 ) -> None:
     tree, item = picture_tree()
-    with pytest.raises(ValueError, match=f"group g00000001: item .*{told}"):
+    with pytest.raises(ValueError, match=f"group g00000001: item .*{message}"):
         check_tree(replace(tree, **change(tree, item)))  # type: ignore[arg-type]
 
 

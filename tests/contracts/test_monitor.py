@@ -23,7 +23,7 @@ def test_each_check_has_its_interval_and_a_finding_its_action() -> None:
 
     def look() -> Finding | None:
         looks.append("seldom")
-        return Finding(blames="engine-0", how="died") if clock.now >= 2.0 else None
+        return Finding(failed_part="engine-0", how="died") if clock.now >= 2.0 else None
 
     def often() -> None:
         looks.append("often")
@@ -54,9 +54,9 @@ def test_a_check_beside_the_loop_acts_once_in_its_thread_and_then_ends() -> None
     check = Check(
         name="bus",
         every_s=0.01,
-        look=lambda: Finding(blames="the bus", how="froze"),
+        look=lambda: Finding(failed_part="the bus", how="froze"),
         act=act,
-        beside=True,
+        in_thread=True,
         at_end=ended.set,
     )
     with Monitor([check]):
@@ -75,7 +75,7 @@ def test_an_error_beside_the_loop_ends_the_loop() -> None:
     hook, threading.excepthook = threading.excepthook, quiet
     try:
         with Monitor(
-            [Check(name="Ray", every_s=0.0, look=look, act=pytest.fail, beside=True, at_end=ended.set)]
+            [Check(name="Ray", every_s=0.0, look=look, act=pytest.fail, in_thread=True, at_end=ended.set)]
         ) as monitor:
             assert ended.wait(DEADLINE_S)
             with pytest.raises(OSError, match="no such process"):
@@ -86,7 +86,7 @@ def test_an_error_beside_the_loop_ends_the_loop() -> None:
 
 def test_an_empty_cause_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        Finding(blames="the bus", how="")
+        Finding(failed_part="the bus", how="")
 
 
 def test_a_pause_of_this_process_is_no_silence_of_others() -> None:

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from relax_core.contracts import outage
-from relax_core.contracts.outage import Outage, is_outage, wait_out
+from relax_core.contracts.outage import Outage, is_outage, retry_through_outage
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -72,12 +72,15 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_action_is_repeated_until_the_outage_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
-    disk_outage = Outage("the file", report=told.append)
+    messages: list[str] = []
+    disk_outage = Outage("the file", report=messages.append)
     with caplog.at_level(logging.WARNING):
-        assert wait_out(Disk(FULL, FULL, sqlite_error(sqlite3.SQLITE_BUSY)), disk_outage, limit_s=math.inf) == "written"
+        assert (
+            retry_through_outage(Disk(FULL, FULL, sqlite_error(sqlite3.SQLITE_BUSY)), disk_outage, limit_s=math.inf)
+            == "written"
+        )
     assert disk_outage.problem == ""
-    assert told[:2] == ["the file: waits for the disk (No space left on device since 0 s)"] * 2
+    assert messages[:2] == ["the file: waits for the disk (No space left on device since 0 s)"] * 2
     begin, end = (record.message for record in caplog.records)
     assert begin == "the file waits for the disk: No space left on device"
     assert end.startswith("the file goes on after 0.") and end.endswith(": of a test")
@@ -86,9 +89,9 @@ def test_an_action_is_repeated_until_the_outage_is_over(caplog: pytest.LogCaptur
 def test_another_error_and_the_limit_end_the_wait() -> None:
     disk_outage = Outage("the file")
     with pytest.raises(ValueError, match="a value"):
-        wait_out(Disk(FULL, ValueError("a value")), disk_outage, limit_s=math.inf)
+        retry_through_outage(Disk(FULL, ValueError("a value")), disk_outage, limit_s=math.inf)
     with pytest.raises(OSError, match="No space left"):
-        wait_out(Disk(*[FULL] * 99), disk_outage, limit_s=0.05)
+        retry_through_outage(Disk(*[FULL] * 99), disk_outage, limit_s=0.05)
     assert disk_outage.problem.startswith("No space left on device since 0 s")
 
 
@@ -96,4 +99,4 @@ def test_a_wait_that_is_given_up_raises_the_newest_error() -> None:
     given_up = threading.Event()
     given_up.set()
     with pytest.raises(OSError, match="No space left"):
-        wait_out(Disk(FULL), Outage("the file"), limit_s=math.inf, given_up=given_up)
+        retry_through_outage(Disk(FULL), Outage("the file"), limit_s=math.inf, given_up=given_up)

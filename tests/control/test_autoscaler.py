@@ -13,12 +13,12 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.control.autoscaler import Autoscaler, ScaleRules, SignalWindow
 from relax_core.control.engine_set import usable_engines
-from relax_core.control.worker_health import Beat
+from relax_core.control.worker_health import WorkerHeartbeat
 from relax_core.observe.event_log import ACTOR, metric_record
 from relax_core.preflight import settle
 from relax_core.roles.worker import EngineReport, WorkerStatus
-from relax_core.server.order_book import OrderBook
-from relax_core.server.orders import EngineRow
+from relax_core.server.engine_order_store import EngineOrderStore
+from relax_core.server.order_types import EngineRow
 
 WINDOW_S, COOLDOWN_S = 60.0, 120.0
 
@@ -101,16 +101,16 @@ class Scaled:
             ),
         )
         self.now, self.folder = 0.0, folder
-        self.book = OrderBook(folder)
-        self.book.write_engines([EngineRow(id="engine-0", origin="start", state="serving", since=1.0)])
-        self.autoscaler = Autoscaler(self.config, self.book, clock=lambda: self.now)
+        self.order_store = EngineOrderStore(folder)
+        self.order_store.write_engines([EngineRow(id="engine-0", origin="start", state="serving", since=1.0)])
+        self.autoscaler = Autoscaler(self.config, self.order_store, clock=lambda: self.now)
 
     def pass_seconds(self, seconds: int, *, wait_ms: float, waiting: int, cache_share: float = 0.5) -> None:
         report = EngineReport(url="http://h:0", version=1, running=8, waiting=waiting, cache_share=cache_share)
         status = WorkerStatus(
             name="engine-0", state="running", since=0.0, detail="", error=None, pid=1, host="h", engine=report
         )
-        beats = {"engine-0": Beat(name="engine-0", life="alive", status=status, silent_s=0.0)}
+        beats = {"engine-0": WorkerHeartbeat(name="engine-0", life="alive", status=status, silent_s=0.0)}
         for _ in range(seconds):
             self.now += 1.0
             records = [metric_record(ACTOR, 1, {"step_ms": 1000.0, "wait_ms": wait_ms})]
@@ -124,30 +124,30 @@ def scaled(tmp_path: Path) -> Scaled:
 
 def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(scaled: Scaled) -> None:
     """SGLang moves samples out of its queue and back, so that the queue may look empty."""
-    scaled.book.enable_autoscaler(True)
+    scaled.order_store.enable_autoscaler(True)
     scaled.pass_seconds(70, wait_ms=500.0, waiting=0, cache_share=0.80)
-    last = scaled.book.last_decision
+    last = scaled.order_store.last_decision
     assert last is not None and last.action == "none" and "no sample waits in an engine" in last.reason
     assert last.cache_share == pytest.approx(0.80)
     scaled.pass_seconds(60, wait_ms=500.0, waiting=0, cache_share=0.97)
-    (change,) = scaled.book.decisions()
+    (change,) = scaled.order_store.decisions()
     assert change.target == 2 and re.search(r"whose caches are (8[5-9]|9\d)% full", change.reason), change.reason
 
 
 def test_it_orders_engines_as_a_client_does_and_says_why(scaled: Scaled) -> None:
     scaled.pass_seconds(90, wait_ms=500.0, waiting=4)
-    assert scaled.book.last_decision is None and not scaled.book.open_orders(), "the autoscaler is off"
-    scaled.book.enable_autoscaler(True)
+    assert scaled.order_store.last_decision is None and not scaled.order_store.open_orders(), "the autoscaler is off"
+    scaled.order_store.enable_autoscaler(True)
     scaled.pass_seconds(55, wait_ms=500.0, waiting=4)
-    last = scaled.book.last_decision
+    last = scaled.order_store.last_decision
     assert last is not None and last.reason == "the window is not full yet" and last.wait_share is None
     scaled.pass_seconds(10, wait_ms=500.0, waiting=4)
-    (order,) = scaled.book.open_orders()
-    (change,) = scaled.book.decisions()
+    (order,) = scaled.order_store.open_orders()
+    (change,) = scaled.order_store.decisions()
     assert (change.action, change.engines, change.target, change.request_id) == ("out", 1, 2, order.request_id)
     assert change.wait_share == pytest.approx(0.5) and "50%" in change.reason and "4.0 samples wait" in change.reason
     assert order.kind == "scale_out" and order.body["num_replicas"] == 2
-    last = scaled.book.last_decision
+    last = scaled.order_store.last_decision
     assert last is not None and last.reason == f"order {order.request_id} is under way"
 
 
@@ -159,19 +159,19 @@ def test_it_orders_none_that_the_samples_in_flight_could_not_fill(scaled: Scaled
     serving = [
         EngineRow(id=f"engine-{number}", origin="added", state="serving", since=1.0) for number in range(1, usable)
     ]
-    scaled.book.write_engines(serving)
-    scaled.book.enable_autoscaler(True)
+    scaled.order_store.write_engines(serving)
+    scaled.order_store.enable_autoscaler(True)
     scaled.pass_seconds(200, wait_ms=500.0, waiting=4)
-    last = scaled.book.last_decision
-    assert last is not None and f"more than {usable} engines" in last.reason and not scaled.book.open_orders()
+    last = scaled.order_store.last_decision
+    assert last is not None and f"more than {usable} engines" in last.reason and not scaled.order_store.open_orders()
 
 
 def test_an_order_that_cannot_be_written_is_placed_later(scaled: Scaled) -> None:
-    scaled.book.enable_autoscaler(True)
+    scaled.order_store.enable_autoscaler(True)
     (scaled.folder / "events").rename(scaled.folder / "moved")
     (scaled.folder / "events").touch()
     scaled.pass_seconds(70, wait_ms=500.0, waiting=4)
-    assert not scaled.book.open_orders()
+    assert not scaled.order_store.open_orders()
     (scaled.folder / "events").unlink()
     scaled.pass_seconds(1, wait_ms=500.0, waiting=4)
-    assert len(scaled.book.open_orders()) == 1
+    assert len(scaled.order_store.open_orders()) == 1

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from relax_core.control.engine_orders import EngineOrders, end_book, open_book
-from relax_core.control.process_numbers import EngineNumbers
+from relax_core.control.engine_orders import EngineOrders, end_open_orders, open_order_store
+from relax_core.control.process_metrics import EngineMetrics
 from relax_core.roles.worker import EngineReport
-from relax_core.server.orders import Kind, Order, State, StateAt
+from relax_core.server.order_types import Kind, Order, State, StateAt
 from tests.control.changes_harness import Run, run
 
 __all__ = ["run"]
@@ -26,7 +26,7 @@ class Ordered:
     def __init__(self, run: Run, folder: Path) -> None:
         self.run = run
         folder.mkdir()
-        self.book, run.engines = open_book(folder, count=1, anew=True)
+        self.order_store, run.engines = open_order_store(folder, count=1, anew=True)
         self.stops = 0
         self.begin(folder)
 
@@ -34,7 +34,7 @@ class Ordered:
         """Begins an attempt with the current engines."""
         self.run.begin(folder)
         self.orders = EngineOrders(
-            self.book,
+            self.order_store,
             self.run.changes,
             self.run.engines,
             kind="embedded",
@@ -46,15 +46,15 @@ class Ordered:
         self.stops += 1
 
     def place(self, kind: Kind, state: State = "PENDING", **body: Any) -> str:
-        return self.book.place(kind, body, status=state).request_id
+        return self.order_store.place(kind, body, status=state).request_id
 
     def order(self, name: str) -> Order:
-        order = self.book.order(name)
+        order = self.order_store.order(name)
         assert order is not None
         return order
 
     def change(self, name: str, **parts: Any) -> None:
-        self.book._orders[name] = replace(self.order(name), **parts)
+        self.order_store._orders[name] = replace(self.order(name), **parts)
 
     def tick(self, *, trained: bool = True) -> None:
         self.run.tick()
@@ -63,7 +63,7 @@ class Ordered:
     def numbers(self, *, step: int) -> dict[str, float]:
         """Returns the recorded metrics of the engines at a train step."""
         records: list[tuple[int, dict[str, float]]] = []
-        numbers = EngineNumbers(
+        numbers = EngineMetrics(
             self.run.engines,
             record=lambda step, values: records.append((step, dict(values))),
             add_decoding=lambda step, engines: None,
@@ -108,7 +108,7 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     assert order.engines == [1, 2] and not order.failure
     assert states(order) == ["PENDING", "CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
     ordered.tick()
-    rows = {row.number: row for row in ordered.book.engines()}
+    rows = {row.number: row for row in ordered.order_store.engines()}
     assert {number: row.state for number, row in rows.items()} == {0: "serving", 1: "serving", 2: "serving"}
     assert (rows[2].origin, rows[2].weight_version, rows[2].url) == ("added", 4, "http://h:2")
     assert (rows[2].kind, rows[2].from_step, rows[2].to_step, rows[2].samples_waiting) == ("embedded", 3, None, 7)
@@ -123,9 +123,9 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
 
     kept = ordered.place("scale_in", num_replicas=1, engine_ids=None, force=False, timeout_secs=None)
     ordered.until(kept, "DRAINING")
-    ordered.book.ask_cancel(kept)
+    ordered.order_store.ask_cancel(kept)
     assert ordered.until(kept, "CANCELLED").engines == [] and ordered.run.states()[2] == "serving"
-    assert all(row.present for row in ordered.book.engines()), "an order to remove them finds them"
+    assert all(row.present for row in ordered.order_store.engines()), "an order to remove them finds them"
 
     ray.get(ordered.run.services.rollouts[1].owe.remote(0))
     gone = ordered.place("scale_in", num_replicas=2, engine_ids=None, force=False, timeout_secs=None)
@@ -134,8 +134,8 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     named = ordered.place("scale_in", num_replicas=None, engine_ids=[0, 1], force=True, timeout_secs=None)
     assert ordered.until(named, "COMPLETED").engines == [1], "a first engine stays"
     ordered.tick()
-    assert [row.state for row in ordered.book.engines()] == ["serving", "left", "left"]
-    assert [row.to_step for row in ordered.book.engines()] == [None, 3, 3]
+    assert [row.state for row in ordered.order_store.engines()] == ["serving", "left", "left"]
+    assert [row.to_step for row in ordered.order_store.engines()] == [None, 3, 3]
 
 
 def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) -> None:
@@ -149,7 +149,7 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
 
     cancelled = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
     ordered.until(cancelled, "CREATING" if ordered.order(cancelled).status == "PENDING" else "HEALTH_CHECKING")
-    ordered.book.ask_cancel(cancelled)
+    ordered.order_store.ask_cancel(cancelled)
     assert ordered.until(cancelled, "CANCELLED").engines == [3], "numbers are never used twice"
     kept = ordered.place("scale_out", num_replicas=3, timeout_secs=600.0, partial="keep_partial")
     ordered.serve(4)
@@ -165,7 +165,7 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     order = ordered.until(late, "ACTIVE")
     assert order.engines == [6] and order.failure == "engine-7: it did not serve within timeout_secs=0.001"
     ordered.tick()
-    failed = {row.number: row.last_failure for row in ordered.book.engines() if row.state == "failed"}
+    failed = {row.number: row.last_failure for row in ordered.order_store.engines() if row.state == "failed"}
     assert failed[5] == "no memory is left" and failed.keys() == {2, 5, 7}, "each assigned number is reported"
 
 
@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
     ordered.tick()
     ordered.tick()
     assert ordered.run.states() == {0: "serving"}, "nothing is done before it is written"
-    end_book(ordered.book)
+    end_open_orders(ordered.order_store)
     file.unlink()
     moved.rename(file)
     words = [record.getMessage() for record in caplog.records]
@@ -191,12 +191,12 @@ def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
 def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Path) -> None:
     """A controller is lost after it has written the servers' numbers; its successor uses the same numbers."""
     body = {"timeout_secs": 600.0, "partial": "rollback_all"}
-    place = partial(ordered.book.place, "scale_out", queues=True)
+    place = partial(ordered.order_store.place, "scale_out", queues=True)
     asked = (["http://h:1", "http://h:2"], ["http://h:3"], ["http://h:4"])
     first, second, third = (place({**body, "engine_urls": urls}).request_id for urls in asked)
     ordered.orders._numbered(["http://h:1", "http://h:2"])
     for _ in range(2):
-        ordered.book, ordered.run.engines = open_book(tmp_path / "run", count=1, anew=False)
+        ordered.order_store, ordered.run.engines = open_order_store(tmp_path / "run", count=1, anew=False)
         ordered.begin(tmp_path / "run")
         ordered.tick()
         order = ordered.order(first)
@@ -207,7 +207,7 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
     ]
     assert ordered.order(second).status == "PENDING", "it is queued, and its timeout has not started"
     ordered.change(second, history=[StateAt(state="PENDING", at=1.0)])
-    ordered.book.ask_cancel(third)
+    ordered.order_store.ask_cancel(third)
     ordered.tick()
     assert ordered.order(third).status == "CANCELLED", "a queued order is cancelled at once"
     for number in (1, 2):
@@ -218,16 +218,16 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
     ordered.serve(3)
     assert ordered.until(second, "ACTIVE").engines == [3]
     ordered.tick()
-    rows = {row.number: row for row in ordered.book.engines()}
+    rows = {row.number: row for row in ordered.order_store.engines()}
     assert (rows[3].origin, rows[3].url) == ("external", "http://h:3")
 
 
 def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: Ordered, tmp_path: Path) -> None:
     """A controller is lost right after it has written its intent, and again while an engine joins."""
     out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
-    ordered.book.move(ordered.order(out), "CREATING", engines=[1])
+    ordered.order_store.move(ordered.order(out), "CREATING", engines=[1])
     for _ in range(2):
-        ordered.book, ordered.run.engines = open_book(tmp_path / "run", count=1, anew=False)
+        ordered.order_store, ordered.run.engines = open_order_store(tmp_path / "run", count=1, anew=False)
         ordered.begin(tmp_path / "run")
         ordered.tick()
         assert ordered.run.states() == {0: "serving", 1: "joining"}
@@ -240,6 +240,6 @@ def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: O
     ordered.tick()
     assert ordered.order(stop).status == "STOPPING" and ordered.stops == 1
     running = ordered.place("scale_out", num_replicas=3, **DEFAULTS)
-    ordered.book, engines = open_book(tmp_path / "run", count=1, anew=True)
+    ordered.order_store, engines = open_order_store(tmp_path / "run", count=1, anew=True)
     assert ordered.order(stop).status == "COMPLETED" and ordered.order(running).status == "FAILED"
     assert engines.present() == [0] and engines.reserve(1) == [2]

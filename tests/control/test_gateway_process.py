@@ -22,9 +22,9 @@ from relax_core.contracts.process_trees import process_state
 from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import gateway
 from relax_core.server.gateway_client import FILE
-from tests.control import supervised
-from tests.control.gateway_up import look_after, until_up
-from tests.control.supervised import DEADLINE_S, start
+from tests.control import supervised_cases
+from tests.control.gateway_harness import look_after, until_up
+from tests.control.supervised_cases import DEADLINE_S, start
 from tests.ports import free_port
 
 
@@ -49,7 +49,9 @@ def eventually(what: str, true: Callable[[], bool]) -> None:
 
 def test_a_gateway_that_does_not_start_ends_the_run_in_words(tmp_path: Path) -> None:
     """No port can be bound at an address that this machine does not have."""
-    process = start(tmp_path, supervised.dies_when_told_and_then_waits, "gateway=local", "gateway.host=198.51.100.7")
+    process = start(
+        tmp_path, supervised_cases.dies_when_told_and_then_waits, "gateway=local", "gateway.host=198.51.100.7"
+    )
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1 and "the gateway did not start: gateway.port=" in err, err
     assert not (tmp_path / "ready").exists(), "no controller has started"
@@ -59,7 +61,7 @@ def test_the_gateway_outlives_its_controller_and_its_own_death_and_ends_with_the
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):  # the first port is in use
         overrides = ("gateway=local", f"gateway.port={port}")
-        process = start(tmp_path, supervised.dies_when_told_and_then_waits, *overrides)
+        process = start(tmp_path, supervised_cases.dies_when_told_and_then_waits, *overrides)
         eventually("it does not answer", lambda: answer(tmp_path, "/healthz") == {"status": "ok"})
         first = json.loads((tmp_path / FILE).read_text())
         assert int(first["url"].rpartition(":")[2]) > port
@@ -119,9 +121,9 @@ def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(
         os.kill(process.pid, signal.SIGKILL)
         eventually("it is not noticed", lambda: look_after(process) is None and not (tmp_path / FILE).exists())
         look_after(process)
-    words = capsys.readouterr().err
-    assert words.count("the run takes no more orders") == 1
-    assert "ended with exit code -9" in words and "run.max_restarts=0" in words
+    output = capsys.readouterr().err
+    assert output.count("the run takes no more orders") == 1
+    assert "ended with exit code -9" in output and "run.max_restarts=0" in output
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])

@@ -15,7 +15,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.control.model_folders import judge_folders, judge_problems, made_in_time, teacher_folders
 from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.build_plan import as_text, make_plan
-from relax_core.plan.data_check import look_at_data
+from relax_core.plan.data_check import summarize_data
 from relax_core.plan.memory_plan import judge_holders
 from relax_core.preflight import CHECKS
 from relax_core.roles.process_placement import roles_of
@@ -129,7 +129,7 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
     # 300 - 256 rows are trained on; the file's first line is blank.
     line = f"row 41: {rows}, line 43: source='art' is none of the teachers: default."
     config = load_config(["algo=distill", *keys, "algo.teacher_key=source"], checks=CHECKS)
-    assert [text[: len(line)] for text in look_at_data(config).named] == [line]
+    assert [text[: len(line)] for text in summarize_data(config).named] == [line]
     (text,) = problems(*keys, "algo.teacher_key=source", "data.max_bad_rows=0")
     assert (
         f"1 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0. The first: {line}" in text
@@ -210,7 +210,7 @@ def test_judges_have_engines_and_memory_of_their_own(model: Path, prompt: Path) 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (("reward.judges.main.model=/nowhere",), "reward.judges.main.model=/nowhere: no such folder"),
         (("reward.judges.main.model={model}", "reward.judges.main.engine=x"), "reward.judges.main.engine: engine"),
@@ -228,9 +228,9 @@ def test_judges_have_engines_and_memory_of_their_own(model: Path, prompt: Path) 
         ),
     ],
 )
-def test_what_cannot_work_is_told(model: Path, prompt: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_what_cannot_work_is_told(model: Path, prompt: Path, overrides: tuple[str, ...], message: str) -> None:
     found = list(judge_problems(config_of(prompt, *(override.format(model=model) for override in overrides))))
-    assert len(found) == 1 and words in found[0], found
+    assert len(found) == 1 and message in found[0], found
 
 
 def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt:
         "eval.every=0",
         "model.task=arithmetic",
     )
-    refused = look_at_data(config).refused
+    refused = summarize_data(config).refused
     assert refused is not None and f"{file}, line 2: " in refused
     assert "judge='mian' is none of the judges: main" in refused
 

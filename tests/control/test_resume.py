@@ -9,7 +9,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.model_checks import DTYPES
-from relax_core.config.saved import plain, to_yaml
+from relax_core.config.saved_config import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.data.data_identity import data_digest
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_the_trainer_alone_is_refused(config: RelaxConfig, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["seed=7"], "seed was 0, is 7. Go on with seed=0, or start a new run"),
         (["data.shuffle=false"], "data.shuffle was true, is false. Go on with data.shuffle=true"),
@@ -177,14 +177,14 @@ def test_a_checkpoint_of_the_trainer_alone_is_refused(config: RelaxConfig, tmp_p
         (["seed=7", "data.size=9"], "seed was 0, is 7; data.size was 0, is 9. Go on with seed=0 data.size=0"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(config: RelaxConfig, overrides: list[str], words: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(config: RelaxConfig, overrides: list[str], message: str) -> None:
     made_with = load_config([f"run.dir={config.run.dir}"])
     folder = write_checkpoint(Path(config.run.dir), 10, config=made_with)
     before = plain(made_with)["data"]["size"]
     other_config = load_config([f"run.dir={config.run.dir}", "resume=auto", *overrides])
     with pytest.raises(ValueError, match="it was made by another run") as refused:
         find_resume_point(other_config)
-    assert words.replace("data.size was 0", f"data.size was {before}").replace(
+    assert message.replace("data.size was 0", f"data.size was {before}").replace(
         "data.size=0", f"data.size={before}"
     ) in (str(refused.value))
     assert str(folder) in str(refused.value)
@@ -211,8 +211,8 @@ def test_a_resume_with_an_automatic_dtype_keeps_that_of_the_run(config: RelaxCon
     """The checkpoint comes from a machine with another kind of processor."""
 
     def resumed(dtype: str) -> ResumePoint | None:
-        words = [f"run.dir={config.run.dir}", "resume=auto", f"model.dtype={dtype}"]
-        return find_resume_point(load_config(words, settle=settle))
+        overrides = [f"run.dir={config.run.dir}", "resume=auto", f"model.dtype={dtype}"]
+        return find_resume_point(load_config(overrides, settle=settle))
 
     for dtype in DTYPES:
         write_checkpoint(Path(config.run.dir), 10, config=load_config([f"model.dtype={dtype}"]))

@@ -17,8 +17,8 @@ from relax_core.control.run_alarms import UNKNOWN_RECORDS, RunAlarms
 from relax_core.observe.alarms import read_alarms
 from relax_core.observe.event_log import RESUMED, RUN
 from relax_core.observe.stragglers import Straggler
-from relax_core.server.order_book import OrderBook
-from tests.observe.receivers import Told, http_receiver
+from relax_core.server.engine_order_store import EngineOrderStore
+from tests.observe.receivers import Message, http_receiver
 
 
 class Clock:
@@ -29,12 +29,12 @@ class Clock:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
+def told() -> Iterator[Message]:
     with http_receiver() as receiver:
         yield receiver
 
 
-def alarms(folder: Path, told: Told, *overrides: str, clock: Clock, again: bool = False) -> RunAlarms:
+def alarms(folder: Path, told: Message, *overrides: str, clock: Clock, again: bool = False) -> RunAlarms:
     urls = folder / "urls"
     urls.write_text(f"json://127.0.0.1:{told.port}\n")
     urls.chmod(0o600)
@@ -63,7 +63,7 @@ def slow(*, ended: bool) -> Straggler:
     )
 
 
-def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_one_message(tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_alarms, "RESTARTS_PER_HOUR", 1)
     monkeypatch.setattr(run_alarms, "DISK_GIB", 1e6)
     clock = Clock()
@@ -95,10 +95,10 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pyte
     assert "own words" not in texts and "actor-0 died: ValueError (the run's logs say more)" in texts
 
 
-def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Told) -> None:
+def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Message) -> None:
     """Orders that failed earlier are reported, too; orders that are open at the end of the run are not."""
     run = alarms(tmp_path, told, clock=Clock())
-    book = OrderBook(tmp_path / "run")
+    book = EngineOrderStore(tmp_path / "run")
 
     def failed() -> dict[str, str]:
         return {order.request_id: order.failure for order in book.orders() if order.status == "FAILED"}
@@ -107,7 +107,7 @@ def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, to
     order = book.place("scale_out", {"num_replicas": 2})
     book.move(order, "FAILED", failure="engine-1: no memory is left")
     open_order = book.place("scale_out", {"num_replicas": 2})
-    run.watch_no_more()
+    run.stop_watching()
     book.end_orders()
     run.close("stopped", "in the run's folder")
     events = {alarm.event: alarm.text for alarm in read_alarms(tmp_path / "run")}
@@ -116,7 +116,7 @@ def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, to
 
 
 def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
-    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_alarms, "REPEAT_S", 60.0)
     clock = Clock()
@@ -136,7 +136,7 @@ def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
     ]
 
 
-def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_path: Path, told: Told) -> None:
+def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_path: Path, told: Message) -> None:
     clock = Clock()
     rule = "notify.rules=['actor/reward < 0.5 for 1 step']"
     first = alarms(tmp_path, told, rule, clock=clock)
@@ -149,7 +149,7 @@ def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_pa
     assert [alarm.event for alarm in read_alarms(tmp_path / "run")] == ["started", "rule", "stopped"]
 
 
-def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path: Path, told: Told) -> None:
+def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path: Path, told: Message) -> None:
     rules = "'actor/reward < 0.5 for 2 steps', 'actor/algorithm/rewrad > 1 for 2 steps'"
     run = alarms(tmp_path, told, f"notify.rules=[{rules}]", clock=Clock())
     resumed = record(0, source=RUN, **{RESUMED: 1.0})
@@ -162,7 +162,7 @@ def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path
     run.close("finished", "")
 
 
-def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, told: Told) -> None:
+def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, told: Message) -> None:
     """A run without a shadow has no actor/hack_onset."""
     run = alarms(tmp_path, told, f"notify.rules=[{', '.join(PRESETS)}]", clock=Clock())
     run.add_records(record(step, reward=1.0) for step in range(2 * UNKNOWN_RECORDS))
@@ -170,7 +170,7 @@ def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, told:
     run.close("finished", "")
 
 
-def test_only_the_chosen_events_are_told(tmp_path: Path, told: Told) -> None:
+def test_only_the_chosen_events_are_told(tmp_path: Path, told: Message) -> None:
     run = alarms(tmp_path, told, "notify.events=[failed]", clock=Clock())
     run.happened("recovery", "tier 2", "the bus died")
     run.tick(step=1)
@@ -179,7 +179,7 @@ def test_only_the_chosen_events_are_told(tmp_path: Path, told: Told) -> None:
 
 
 def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
-    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each condition is reported once, and again only after it had ended; a resume resets the count."""
     rules = ("actor/truncated >= 1 for 3 steps", "actor/groups_without_signal > 0.5 for 2 steps")
@@ -223,7 +223,7 @@ def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
     ],
 )  # fmt: skip
 def test_first_steps_that_train_hardly_any_group_are_told_once(
-    tmp_path: Path, told: Told, shares: list[float], exact: float, words: str | None
+    tmp_path: Path, told: Message, shares: list[float], exact: float, words: str | None
 ) -> None:
     run = alarms(tmp_path, told, "notify.events=[]", clock=Clock(), again=True)
     run.add_records(record(step, groups_without_signal=share, exact=exact) for step, share in enumerate(shares))

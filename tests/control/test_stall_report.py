@@ -14,22 +14,22 @@ from relax_core.contracts.bus import BusWait
 from relax_core.control.controller import TRAINER, Controller
 from relax_core.control.recoveries import ServicesLost
 from relax_core.control.stall_report import chain
-from relax_core.control.worker_health import Beat, RoleWatch
+from relax_core.control.worker_health import RoleWatch, WorkerHeartbeat
 from relax_core.roles.worker import State, Wait, WorkerStatus
 from tests.roles.run_context import context_in
 
 
-def beat(name: str, *on: str, silent_s: float = 0.0, state: State = "running", life: Any = "alive") -> Beat:
+def beat(name: str, *on: str, silent_s: float = 0.0, state: State = "running", life: Any = "alive") -> WorkerHeartbeat:
     waits = tuple(Wait(what=f"call {number}", on=peer, since=0.0) for number, peer in enumerate(on))
     status = WorkerStatus(name=name, state=state, since=0.0, pid=1, detail="", error=None, waits=waits)
-    return Beat(name=name, life=life, status=status, silent_s=silent_s)
+    return WorkerHeartbeat(name=name, life=life, status=status, silent_s=silent_s)
 
 
 def in_bus(task: str, *owed_by: str) -> BusWait:
     return BusWait(task=task, since_s=5.0, text=f"{task} waits for g00000007", owed_by=list(owed_by))
 
 
-def blockers(*beats: Beat, bus: Any = ()) -> list[str]:
+def blockers(*beats: WorkerHeartbeat, bus: Any = ()) -> list[str]:
     return chain({known_beat.name: known_beat for known_beat in beats}, bus, start="actor-0").blockers
 
 
@@ -88,7 +88,7 @@ def test_a_bus_that_does_not_answer_is_the_blocker() -> None:
 
 
 def test_a_trainer_that_has_not_started_waits_for_no_worker() -> None:
-    starting = Beat(name="actor-0", life="starting", status=None)
+    starting = WorkerHeartbeat(name="actor-0", life="starting", status=None)
     found = chain({"actor-0": starting, "rollout-0": beat("rollout-0", "bus")}, [], start="actor-0")
     assert found.blockers == ["actor-0"]
     assert "actor-0: starting" in found.lines
@@ -99,7 +99,7 @@ def test_a_trainer_that_has_not_started_waits_for_no_worker() -> None:
 LONG_S = 1000.0  # more than run.start_timeout_s and run.stall_timeout_s together
 
 
-def beat_of(*, progress: int) -> Beat:
+def beat_of(*, progress: int) -> WorkerHeartbeat:
     status = WorkerStatus(
         name=TRAINER,
         state="running",
@@ -109,7 +109,7 @@ def beat_of(*, progress: int) -> Beat:
         error=None,
         progress=progress,
     )
-    return Beat(name=TRAINER, life="alive", status=status)
+    return WorkerHeartbeat(name=TRAINER, life="alive", status=status)
 
 
 def controller(folder: Path) -> Controller:
@@ -122,7 +122,7 @@ def controller(folder: Path) -> Controller:
             stragglers=SimpleNamespace(add_decoding=print),
             check_trackers=print,
             report_stragglers=print,
-            tell_alarms=print,
+            send_alarms=print,
         ),
         events=SimpleNamespace(record=print),
         checks=(),

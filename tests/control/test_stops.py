@@ -12,13 +12,13 @@ import pytest
 
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.controller_process import AGAIN_S, StopSignals
-from tests.control import supervised
-from tests.control.supervised import DEADLINE_S, controller_of, start, wait_for
+from tests.control import supervised_cases
+from tests.control.supervised_cases import DEADLINE_S, controller_of, start, wait_for
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_is_one_stop(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, supervised.trains_until_stopped)
+    process = start(tmp_path, supervised_cases.trains_until_stopped)
     controller = controller_of(tmp_path)
     for pid in (controller, process.pid, controller):
         os.kill(pid, number)
@@ -28,7 +28,7 @@ def test_a_signal_to_all_processes_is_one_stop(number: signal.Signals, tmp_path:
 
 
 def test_a_hang_up_passes_a_run_by_that_was_started_with_nohup(tmp_path: Path) -> None:
-    process = start(tmp_path, supervised.trains_until_stopped, preexec_fn=_no_hang_up)
+    process = start(tmp_path, supervised_cases.trains_until_stopped, preexec_fn=_no_hang_up)
     controller_of(tmp_path)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)  # two pending signals are delivered in the order of their numbers
@@ -41,7 +41,7 @@ def _no_hang_up() -> None:
 
 
 def test_before_a_train_step_is_done_a_stop_ends_everything_at_once(tmp_path: Path) -> None:
-    process = start(tmp_path, supervised.has_not_trained)
+    process = start(tmp_path, supervised_cases.has_not_trained)
     controller = psutil.Process(controller_of(tmp_path))
     below = [controller, *controller.children()]
     process.terminate()
@@ -52,7 +52,7 @@ def test_before_a_train_step_is_done_a_stop_ends_everything_at_once(tmp_path: Pa
 
 
 def test_a_train_step_that_is_reported_after_the_stop_has_its_checkpoint(tmp_path: Path) -> None:
-    process = start(tmp_path, supervised.reports_its_step_after_the_stop)
+    process = start(tmp_path, supervised_cases.reports_its_step_after_the_stop)
     controller_of(tmp_path)
     process.terminate()
     _, err = process.communicate(timeout=DEADLINE_S)
@@ -60,7 +60,7 @@ def test_a_train_step_that_is_reported_after_the_stop_has_its_checkpoint(tmp_pat
     assert (tmp_path / "checkpoint").exists()
 
 
-def stop_twice(folder: Path, case: supervised.Case) -> tuple[int, str, str]:
+def stop_twice(folder: Path, case: supervised_cases.Case) -> tuple[int, str, str]:
     """Sends a second signal after the first signal was received, late enough to count as another stop."""
     process = start(folder, case)
     controller_of(folder)
@@ -74,18 +74,18 @@ def stop_twice(folder: Path, case: supervised.Case) -> tuple[int, str, str]:
 
 
 def test_another_signal_interrupts_the_controller(tmp_path: Path) -> None:
-    code, out, _ = stop_twice(tmp_path, supervised.ends_when_interrupted)
+    code, out, _ = stop_twice(tmp_path, supervised_cases.ends_when_interrupted)
     assert (code, out) == (99, "interrupted\n")
 
 
 def test_a_controller_that_is_not_interrupted_is_killed(tmp_path: Path) -> None:
-    code, _, err = stop_twice(tmp_path, supervised.ends_never)
+    code, _, err = stop_twice(tmp_path, supervised_cases.ends_never)
     assert code == 128 + signal.SIGINT
     assert "ended at once, without a checkpoint" in err
 
 
 def test_a_controller_that_dies_of_the_stop_is_not_repeated(tmp_path: Path) -> None:
-    process = start(tmp_path, supervised.dies_when_stopped)
+    process = start(tmp_path, supervised_cases.dies_when_stopped)
     controller_of(tmp_path)
     process.terminate()
     _, err = process.communicate(timeout=DEADLINE_S)

@@ -15,7 +15,7 @@ import pytest
 from relax_core.contracts.monitor import LONGEST_GAP_S
 from relax_core.contracts.process_trees import EXITED, kill, process_state
 from relax_core.control.recoveries import Recoveries, RunFailed, ServicesLost, run_failed
-from relax_core.control.worker_health import Beat, Heartbeats, RoleWatch, WorkerHealth, verdict
+from relax_core.control.worker_health import Heartbeats, RoleWatch, WorkerHealth, WorkerHeartbeat, verdict
 from relax_core.roles.failure import Lost
 from relax_core.roles.worker import State, WorkerStatus, process_host
 
@@ -231,19 +231,21 @@ def status(name: str, state: State = "running", *, since: float = 0.0, **more: A
     return WorkerStatus(name=name, state=state, since=since, detail=f"{name}'s words", **reported)
 
 
-def alive(name: str, state: State = "running", *, silent_s: float = 0.0, **more: Any) -> Beat:
-    return Beat(name=name, life="alive", status=status(name, state, **more), silent_s=silent_s)
+def alive(name: str, state: State = "running", *, silent_s: float = 0.0, **more: Any) -> WorkerHeartbeat:
+    return WorkerHeartbeat(name=name, life="alive", status=status(name, state, **more), silent_s=silent_s)
 
 
-def dead(name: str) -> Beat:
-    return Beat(name=name, life="dead", status=status(name), cause="The actor died\nclass_name: X")
+def dead(name: str) -> WorkerHeartbeat:
+    return WorkerHeartbeat(name=name, life="dead", status=status(name), cause="The actor died\nclass_name: X")
 
 
-def beats(*given: Beat) -> dict[str, Beat]:
+def beats(*given: WorkerHeartbeat) -> dict[str, WorkerHeartbeat]:
     return {beat.name: beat for beat in given}
 
 
-def judge(*given: Beat, bus: str | None = None, killed: dict[str, str] | None = None, sure: bool = True) -> Any:
+def judge(
+    *given: WorkerHeartbeat, bus: str | None = None, killed: dict[str, str] | None = None, sure: bool = True
+) -> Any:
     return verdict(beats(*given), bus=bus, killed=killed or {}, sure=sure)
 
 
@@ -271,7 +273,7 @@ def test_a_worker_that_restarts_keeps_its_count() -> None:
     watch = RoleWatch()
     watch.roles(beats(alive("rollout-0", pid=1)))
     watch.roles(beats(alive("rollout-0", pid=2)))
-    (restarting,) = watch.roles(beats(Beat(name="rollout-0", life="restarting", status=status("rollout-0"))))
+    (restarting,) = watch.roles(beats(WorkerHeartbeat(name="rollout-0", life="restarting", status=status("rollout-0"))))
     assert (restarting.state, restarting.restarts) == ("restarting", 1)
     (exited,) = watch.roles(beats(dead("rollout-0")))
     assert (exited.state, exited.detail) == ("failed", "its process has exited")
@@ -316,8 +318,8 @@ def test_of_several_deaths_the_one_that_was_brought_about_is_the_cause() -> None
 
 
 def test_all_is_well() -> None:
-    starting = Beat(name="engine-0", life="starting", status=None)
-    restarting = Beat(name="rollout-0", life="restarting", status=status("rollout-0", "failed"))
+    starting = WorkerHeartbeat(name="engine-0", life="starting", status=None)
+    restarting = WorkerHeartbeat(name="rollout-0", life="restarting", status=status("rollout-0", "failed"))
     assert judge(alive("actor-0"), alive("advantages-0", "done"), starting, restarting) is None
 
 
@@ -359,14 +361,14 @@ def start(ray_session: str) -> Iterator[Callable[..., Any]]:
         ray.kill(actor)
 
 
-def until(heartbeats: Heartbeats, actor: Any, condition: Callable[[Beat], bool]) -> Beat:
+def until(heartbeats: Heartbeats, actor: Any, condition: Callable[[WorkerHeartbeat], bool]) -> WorkerHeartbeat:
     deadline = time.monotonic() + DEADLINE_S
     while not condition(beat := heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"]):
         assert time.monotonic() < deadline, beat
     return beat
 
 
-def is_alive(beat: Beat) -> bool:
+def is_alive(beat: WorkerHeartbeat) -> bool:
     return beat.life == "alive" and beat.silent_s == 0.0
 
 
@@ -376,7 +378,7 @@ def stop(heartbeats: Heartbeats, actor: Any, pid: int) -> None:
     until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "status-0" in heartbeats._asked)
 
 
-def beat_pid(beat: Beat) -> int:
+def beat_pid(beat: WorkerHeartbeat) -> int:
     assert beat.status is not None
     return beat.status.pid
 

@@ -56,7 +56,7 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path, made: str, weighted
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         (["train-0.jsonl", "test-0.jsonl"], r"several splits.*data\.path='.*/train\*\.jsonl'"),
         (["x_val.jsonl", "x.jsonl"], "several splits"),
@@ -65,10 +65,10 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path, made: str, weighted
         (["README.md"], r"no file of \.jsonl"),
     ],
 )
-def test_a_folder_whose_files_are_not_clear_is_refused(tmp_path: Path, files: list[str], told: str) -> None:
+def test_a_folder_whose_files_are_not_clear_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
     for name in files:
         write(tmp_path / name, "a")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         data_files(str(tmp_path), key="data.path")
 
 
@@ -88,7 +88,7 @@ def test_the_command_for_arrow_files_makes_a_file_that_is_read(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("rows.jsonl.gz", "gunzip -k"),
         ("rows.csv.zst", "zstd -d"),
@@ -97,9 +97,9 @@ def test_the_command_for_arrow_files_makes_a_file_that_is_read(tmp_path: Path) -
         ("rows.tsv", "unknown suffix '.tsv'"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_with_the_command_that_helps(tmp_path: Path, name: str, told: str) -> None:
+def test_a_file_of_another_kind_is_refused_with_the_command_that_helps(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         opened(tmp_path / name)
 
 
@@ -112,7 +112,7 @@ def test_a_name_of_the_hub_is_refused_with_its_download(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["data.path=https://x.org/a/train.jsonl?x=1"], "curl -L -o train.jsonl 'https://x.org/a/train.jsonl"),
         (["data.path=s3://bucket/train.jsonl"], "Copy it"),
@@ -120,7 +120,7 @@ def test_a_name_of_the_hub_is_refused_with_its_download(tmp_path: Path, monkeypa
         (["data.path=a.jsonl", "data.eval_path=http://x/b.csv"], "data.eval_path=http"),
     ],
 )
-def test_an_address_is_refused(words: list[str], told: str) -> None:
+def test_an_address_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(["data=file", "model.task=reverse_digits", *words])
-    assert told in str(refused.value)
+        load_config(["data=file", "model.task=reverse_digits", *arguments])
+    assert message in str(refused.value)

@@ -49,12 +49,12 @@ def write_database(path: Path, rows: list[tuple[str, str]]) -> str:
     return str(path)
 
 
-def plugin_words(database: str) -> list[str]:
+def plugin_error_text(database: str) -> list[str]:
     return [f"data.name={SQLITE}", f"data.config.database={database}", "model.task=reverse_digits"]
 
 
 def sqlite_config(database: str, **changes: Any) -> DataConfig:
-    config = load_config([*plugin_words(database), "data.eval_size=8", "eval.rows=8"]).data
+    config = load_config([*plugin_error_text(database), "data.eval_size=8", "eval.rows=8"]).data
     for key, value in changes.items():
         setattr(config, key, value)
     return config
@@ -137,7 +137,7 @@ def test_a_source_that_does_not_open_is_told(tmp_path: Path, opened: str, messag
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             ["data.config.databas=x"],
@@ -149,16 +149,16 @@ def test_a_source_that_does_not_open_is_told(tmp_path: Path, opened: str, messag
     ],
     ids=["unknown key", "no file", "relative path", "missing value"],
 )
-def test_a_mistake_in_its_configuration_is_told(words: list[str], message: str) -> None:
+def test_a_mistake_in_its_configuration_is_told(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        load_config([f"data.name={SQLITE}", "model.task=reverse_digits", *words], checks=CHECKS, settle=settle)
+        load_config([f"data.name={SQLITE}", "model.task=reverse_digits", *arguments], checks=CHECKS, settle=settle)
     assert len(caught.value.problems) == 1  # reported once, although several checks read the data
 
 
 def test_files_beside_a_source_are_refused(tmp_path: Path) -> None:
-    words = plugin_words(write_database(tmp_path / "rows.db", ROWS))
+    message = plugin_error_text(write_database(tmp_path / "rows.db", ROWS))
     with pytest.raises(ConfigError, match=r"data.path=/x.jsonl with data.name=.*rows of its own. Drop data.path"):
-        load_config([*words, "data.path=/x.jsonl"])
+        load_config([*message, "data.path=/x.jsonl"])
 
 
 def test_a_configuration_that_nothing_reads_and_an_unknown_source_are_refused() -> None:
@@ -169,8 +169,10 @@ def test_a_configuration_that_nothing_reads_and_an_unknown_source_are_refused() 
 
 
 def test_the_name_of_a_run_has_no_path_of_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config([*plugin_words(write_database(tmp_path / "rows.db", ROWS)), "data.eval_size=8", "eval.rows=8"])
+    config = load_config(
+        [*plugin_error_text(write_database(tmp_path / "rows.db", ROWS)), "data.eval_size=8", "eval.rows=8"]
+    )
     assert config.name == "tiny_qwen3-sqlite_source"
     monkeypatch.chdir(Path(SQLITE).parent)
-    words = plugin_words(str(tmp_path / "rows.db"))[1:]
+    words = plugin_error_text(str(tmp_path / "rows.db"))[1:]
     assert load_config(["data.name=sqlite_source.py", *words, "data.eval_size=8", "eval.rows=8"]).data.name == SQLITE

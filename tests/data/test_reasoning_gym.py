@@ -39,7 +39,7 @@ def test_the_task_is_the_sources_and_the_builtin_model_has_a_warm_start(package:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["data.task=chain_summ"], "data.task=chain_summ: reasoning-gym has no such task. Nearest: chain_sum"),
         (["data.config.task=leg_counting"], "data.task=chain_sum with data.config.task=leg_counting: name one task"),
@@ -49,9 +49,9 @@ def test_the_task_is_the_sources_and_the_builtin_model_has_a_warm_start(package:
         (["data.config.row=5"], "data.config.row is not a setting of reasoning_gym. Nearest: data.config.rows"),
     ],
 )
-def test_what_cannot_be_is_told_with_key_value_and_fix(package: None, words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        load_config([*WORDS, *words])
+def test_what_cannot_be_is_told_with_key_value_and_fix(package: None, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config([*WORDS, *arguments])
 
 
 def test_rows_are_the_same_each_time_and_none_is_a_held_out_one(package: None) -> None:

@@ -170,11 +170,11 @@ def test_no_error_shows_a_long_text_that_is_no_path(tmp_path: Path, value: str) 
         with pytest.raises(BadRow) as told:
             jsonl(tmp_path, {"prompt": [{"role": "user", "content": [part]}]})[0]
         assert len(str(told.value)) < 500 + len(str(tmp_path))
-    assert len(MediaSource(kind="image", path=value).words) < 500
+    assert len(MediaSource(kind="image", path=value).description) < 500
 
 
 @pytest.mark.parametrize(
-    ("row", "reason", "words"),
+    ("row", "reason", "message"),
     [
         ({"prompt": "<image><image>", "images": ["1.png"]}, "bad_media:placeholder_count", "has another number"),
         ({"prompt": "no place", "images": ["1.png"]}, "bad_media:placeholder_count", "data.media_keys.image"),
@@ -207,9 +207,9 @@ def test_no_error_shows_a_long_text_that_is_no_path(tmp_path: Path, value: str) 
     ],
 )
 def test_a_row_that_does_not_fit_is_bad_with_its_reason(
-    tmp_path: Path, row: dict[str, Any], reason: str, words: str
+    tmp_path: Path, row: dict[str, Any], reason: str, message: str
 ) -> None:
-    with pytest.raises(BadRow, match=words) as told:
+    with pytest.raises(BadRow, match=message) as told:
         jsonl(tmp_path, row)[0]
     assert told.value.reason == reason and str(told.value).startswith(str(tmp_path / "rows.jsonl") + ", line 1: ")
     assert isinstance(told.value, MediaError) == reason.startswith("bad_media")

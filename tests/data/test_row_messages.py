@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from relax_core.config.choices import LastAssistant
-from relax_core.contracts.checked import checked_env
+from relax_core.contracts.checked_plugins import checked_env
 from relax_core.contracts.data import BadRow
 from relax_core.data.data_files import RowKeys, open_rows
 from relax_core.data.row_formats import MessagesOfText, messages_of
@@ -153,7 +153,7 @@ def test_messages_are_read(prompt: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "message"),
     [
         (str(ASKED), "no JSON"),
         ('[{"role": "user", "content": "hi"', "no JSON"),
@@ -161,9 +161,9 @@ def test_messages_are_read(prompt: Any, wanted: Any) -> None:
         ([{"from": "alien", "value": "q"}], "'alien'"),
     ],
 )
-def test_what_looks_like_messages_and_is_none_makes_a_bad_row(tmp_path: Path, prompt: Any, told: str) -> None:
+def test_what_looks_like_messages_and_is_none_makes_a_bad_row(tmp_path: Path, prompt: Any, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}))
     source = opened(tmp_path / "rows.jsonl")
-    with pytest.raises(BadRow, match=f"line 1: prompt=.*{told}") as bad:
+    with pytest.raises(BadRow, match=f"line 1: prompt=.*{message}") as bad:
         source.numbered(0)
     assert bad.value.reason == "bad_row:prompt" and source.modality(0) == "text"

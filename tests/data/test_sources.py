@@ -149,7 +149,7 @@ def test_values_of_a_csv_file_are_text_as_they_stand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("rows.csv", 'question,answer\n"1,2\n', r"rows\.csv, line \d: not CSV in UTF-8: unexpected end of data"),
         ("rows.csv", "", r"rows\.csv: it has no rows"),
@@ -157,9 +157,9 @@ def test_values_of_a_csv_file_are_text_as_they_stand(tmp_path: Path) -> None:
         ("rows.json", "[]", r"rows\.json: it has no rows"),
     ],
 )
-def test_a_malformed_table_is_named_with_its_place(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_a_malformed_table_is_named_with_its_place(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         _file_source(str(tmp_path / name), eval_size=0, eval_rows=0)
 
 
@@ -167,7 +167,7 @@ FIELDS = r"rows\.csv, line 2: it has another number of fields than the first lin
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "reason", "told"),
+    ("name", "text", "reason", "message"),
     [
         ("rows.csv", "question,answer\n1 + 1?,2,3\n1,2\n", "bad_row:fields", FIELDS),
         ("rows.csv", "question,answer\n1 + 1?\n1,2\n", "bad_row:fields", FIELDS),
@@ -177,11 +177,11 @@ FIELDS = r"rows\.csv, line 2: it has another number of fields than the first lin
         ("rows.json", '[7, {"question": "1"}]', "bad_row:malformed", r"rows\.json, row 0: not a JSON object"),
     ],
 )
-def test_a_bad_row_of_a_table_is_named(tmp_path: Path, name: str, text: str, reason: str, told: str) -> None:
+def test_a_bad_row_of_a_table_is_named(tmp_path: Path, name: str, text: str, reason: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     source = _file_source(str(tmp_path / name), eval_size=0, eval_rows=0, shuffle=False)
     assert len(source) == 2
-    with pytest.raises(BadRow, match=told) as bad:
+    with pytest.raises(BadRow, match=message) as bad:
         source.row(0)
     assert bad.value.reason == reason
 

@@ -163,7 +163,7 @@ CODER = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "told"),
+    ("parser", "text", "message"),
     [
         ("hermes", f'{GOOD}<tool_call>{{"name": "f", "arguments": {{bad}}}}</tool_call>', "is not JSON"),
         ("hermes", f"<tool_call>{{bad}}</tool_call>{GOOD}", "is not JSON"),
@@ -179,10 +179,10 @@ CODER = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call
         ("pythonic", "[f(a=1), 3]", "name(key=value)"),
     ],
 )
-def test_a_broken_call_leaves_the_others(parser: str, text: str, told: str) -> None:
+def test_a_broken_call_leaves_the_others(parser: str, text: str, message: str) -> None:
     action = read_action(text, stopped=True, parser=parser, tools=tool("f", a=WHOLE))
     assert action.tool_calls == (ToolCall(name="f", arguments={"a": 1}),)
-    assert told in action.call_error and not action.parse_error
+    assert message in action.call_error and not action.parse_error
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "told"),
+    ("parser", "text", "message"),
     [
         ("hermes", '<tool_call>{"name": "f"}', "does not end with </tool_call>"),
         ("hermes", '<tool_call>{"name": }</tool_call>', "is not JSON"),
@@ -241,9 +241,9 @@ def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> No
         ("mistral", "[TOOL_CALLS] []", "has no call"),
     ],
 )
-def test_a_broken_call_is_told_and_the_text_stays(parser: str, text: str, told: str) -> None:
+def test_a_broken_call_is_told_and_the_text_stays(parser: str, text: str, message: str) -> None:
     action = read_action(text, stopped=True, parser=parser)
-    assert told in action.parse_error and not action.tool_calls and action.content == text
+    assert message in action.parse_error and not action.tool_calls and action.content == text
 
 
 @pytest.mark.parametrize("text", ["3 + 4 = 7", "a list: [1, 2]", "{braces", ""])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from envs.calculator import SPEC, CalculatorConfig
-from relax_core.contracts.checked import checked_env
+from relax_core.contracts.checked_plugins import checked_env
 from relax_core.contracts.env import Action
 from relax_core.contracts.tool_calls import tool_schema
 from relax_core.data.chat_template import (

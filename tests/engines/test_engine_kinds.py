@@ -13,7 +13,7 @@ OWN = ("relax_core/engines/embedded/", "relax_core/engines/sglang/")
 # Module → the reason it may name one.
 NAMES_ONE = {
     "relax_core/registry.py": "its table says where each of Relax's own ones is found",
-    "relax_core/families/table.py": "each family's own name",
+    "relax_core/families/builtin_families.py": "each family's own name",
     "relax_core/families/tiny_configs.py": "a built-in model's config.json has a model_type",
     "relax_core/data/tool_parsers.py": "a form of tool calls has the name of the family that writes it",
     "relax_core/tools/import_gguf.py": "a GGUF architecture has the name of the family that it becomes",

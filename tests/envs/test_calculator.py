@@ -42,16 +42,16 @@ def test_several_calls_have_several_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "told"),
+    ("response", "message"),
     [
         ('<tool_call>{{"name": "divide", "arguments": {{}}}}</tool_call>', "There is no tool 'divide'"),
         ('<tool_call>{{"name": "multiply", "arguments": {{"a": 1}}}}</tool_call>', "missing required field `b`"),
         ('<tool_call>{{"name": "multiply", "arguments": {{"a": 1, "b": "2"}}}}</tool_call>', "got `str`"),
     ],
 )
-def test_a_mistake_in_a_call_is_an_observation(response: str, told: str) -> None:
+def test_a_mistake_in_a_call_is_an_observation(response: str, message: str) -> None:
     (step,) = played(response)
-    assert told in step.observation[0]["content"] and not step.done and step.reward is None
+    assert message in step.observation[0]["content"] and not step.done and step.reward is None
 
 
 def test_a_call_that_cannot_be_read_is_told() -> None:

@@ -184,7 +184,7 @@ def test_a_server_that_dies_fails_its_episode_and_not_the_next_one(odd: str) -> 
 
 @STARTS
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "message"),
     [
         ({"error": {"code": -32603, "message": "no such city"}}, "no such city"),
         ({"error": {"code": -32000, "message": "no such city"}}, "no such city"),
@@ -193,15 +193,15 @@ def test_a_server_that_dies_fails_its_episode_and_not_the_next_one(odd: str) -> 
     ],
 )
 def test_an_error_of_a_server_that_lives_is_read_by_the_model(
-    tmp_path: Path, answer: dict[str, Any], words: str, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, answer: dict[str, Any], message: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     file = tmp_path / "raw.py"
     file.write_text(RAW.format(answer=answer))
     config = config_of(raw=McpServer(command=f"python {file}"))
 
     async def scene(env: McpTools) -> None:
-        assert words in await called(env, "find")
-        assert words in await called(env, "find")
+        assert message in await called(env, "find")
+        assert message in await called(env, "find")
 
     played(config, scene)
     assert not recwarn.list
@@ -240,7 +240,7 @@ def test_two_tools_of_one_name_get_the_name_of_their_server(odd: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "words"),
+    ("server", "message"),
     [
         (McpServer(), r"env\.servers\.a: it has neither command nor url"),
         (McpServer(command="no-such-program x"), "there is no program no-such-program"),
@@ -250,8 +250,8 @@ def test_two_tools_of_one_name_get_the_name_of_their_server(odd: str) -> None:
         (McpServer(command="python x", cwd="/nowhere"), r"env\.servers\.a\.cwd=/nowhere is no folder"),
     ],
 )
-def test_a_server_that_makes_no_sense_is_refused(server: McpServer, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_server_that_makes_no_sense_is_refused(server: McpServer, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check(config_of(a=server))
 
 

@@ -226,14 +226,14 @@ def test_a_server_that_does_not_answer_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         (OpenEnvConfig(), r"env\.url=: write the address"),
         (OpenEnvConfig(url="ws://a"), r"env\.url=ws://a: write the address"),
     ],
 )
-def test_settings_without_sense_are_refused(config: OpenEnvConfig, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_settings_without_sense_are_refused(config: OpenEnvConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check(config)
 
 
@@ -264,7 +264,7 @@ def test_a_run_trains_on_the_games_of_a_server(tmp_path: Path) -> None:
             "eval.every=0",
         )
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == 3 * 4 * 8
     assert run.summary["logprob_gap"]["max"] <= 2e-5
     rewards = [values["reward"] for values in run.steps()]

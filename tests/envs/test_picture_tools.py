@@ -131,7 +131,7 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
         env_config=config,
         tokenizer=tokenizer,
         max_prompt_tokens=3000,
-        items=ItemCache(Encoder(tokenizer), most_bytes=0),
+        items=ItemCache(Encoder(tokenizer), max_bytes=0),
         prompt_items=4,
     )
     sampling = SamplingParams(n=2, max_new_tokens=1000, stop_token_ids=tokenizer.stop_token_ids)
@@ -148,7 +148,7 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
         assert [turn.tools for turn in record.turns] == [["crop"], ["rotate"], []]
         assert record.turns[-1].reward == 1.0
     last = next(request for request in pool.requests if request.rid.endswith(".2"))
-    assert [medium.item.words for medium in last.media] == ["[image 32×16]", "[image 16×16]", "[image 16×16]"]
+    assert [medium.item.description for medium in last.media] == ["[image 32×16]", "[image 16×16]", "[image 16×16]"]
     for medium in last.media:
         assert last.input_ids[medium.start : medium.end] == medium.item.ids.tolist()
     for record, reward in zip(records, (1.0, 0.0), strict=True):
@@ -156,7 +156,9 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
     tree = build_tree("g0", records)
     check_tree(tree)
     # The row's image occurs once in the tree, and each tool's image once per episode.
-    assert [medium.item.words for medium in tree.media].count("[image 32×16]") == 1 and len(tree.media) == 1 + 2 * 2
+    assert [medium.item.description for medium in tree.media].count("[image 32×16]") == 1 and len(
+        tree.media
+    ) == 1 + 2 * 2
     for medium in tree.media:
         assert not tree.loss_mask[medium.start : medium.end].any()
     text = tokenizer.decode(last.input_ids)

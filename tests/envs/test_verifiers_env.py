@@ -18,13 +18,13 @@ def test_the_program_gets_names_or_whole_paths(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         (VerifiersConfig(), r"env\.taskset is empty"),
         (VerifiersConfig(taskset="gone.py"), r"env\.taskset=gone\.py: there is no such file"),
         (VerifiersConfig(taskset="a", harness="gone.py"), r"env\.harness=gone\.py: there is no such file"),
     ],
 )
-def test_settings_without_sense_are_refused(config: VerifiersConfig, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_settings_without_sense_are_refused(config: VerifiersConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check(config)

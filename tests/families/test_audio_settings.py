@@ -64,15 +64,15 @@ def test_a_family_that_does_not_hear_has_no_tower(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"dither": 0.1}, "preprocessor_config.json dither=0.1: random noise"),
         ({"feature_size": 80}, "feature_size=80 with num_mel_bins=128"),
         ({"feature_extractor_type": "ClapFeatureExtractor"}, "feature_extractor_type=ClapFeatureExtractor: only"),
     ],
 )
-def test_another_extractor_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_another_extractor_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_audio_tower(FAMILY, CONFIG, model_folder=write(tmp_path, **changes))
 
 

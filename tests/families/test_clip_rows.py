@@ -20,7 +20,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import AudioSettings, PatchSettings
-from relax_core.families.audio_tower import clip_rows, heard_video_rows
+from relax_core.families.audio_tower import clip_rows, video_with_sound_rows
 from relax_core.families.vision_tower import ItemRows, image_rows, timed_video_rows
 
 IMAGE, VIDEO, AUDIO, VISION_START, VISION_END, AUDIO_START, AUDIO_END = range(90, 97)
@@ -83,9 +83,9 @@ def test_ids_and_positions_are_those_of_transformers(shown: list[Any], heard: bo
 
 def test_a_sound_before_its_video_ends_decides_nothing() -> None:
     """Only the rest of the longer one moves the positions, even if the other reaches further."""
-    rows = heard_video_rows(SEEN, HEARD, grid=[2, 2, 2], seconds=10.0, frames=10)
+    rows = video_with_sound_rows(SEEN, HEARD, grid=[2, 2, 2], seconds=10.0, frames=10)
     assert rows.offsets[0].tolist() == [0, 1, 1, 2, 131, 132] and rows.advance == 133
-    rows = heard_video_rows(SEEN, HEARD, grid=[1, 20, 20], seconds=1.0, frames=24)
+    rows = video_with_sound_rows(SEEN, HEARD, grid=[1, 20, 20], seconds=1.0, frames=24)
     assert rows.advance == 5, "its height is 10 rows, and the following three audio rows end before position 4"
 
 
@@ -102,7 +102,7 @@ def rows_of(medium: Any, *, heard: bool) -> ItemRows:
     _, steps, size, seconds, count = medium
     grid = [steps, *size]
     if heard:
-        return heard_video_rows(SEEN, HEARD, grid=grid, seconds=seconds, frames=count)
+        return video_with_sound_rows(SEEN, HEARD, grid=grid, seconds=seconds, frames=count)
     return timed_video_rows(SEEN, grid=grid, seconds=seconds)
 
 

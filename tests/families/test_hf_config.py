@@ -11,13 +11,13 @@ from relax_core.families.hf_config import end_token_ids, read_hf_config
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [("{", "config.json is not JSON"), ("[1]", "config.json is not a JSON object"), (None, "no config.json there")],
 )
-def test_a_broken_file_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         read_hf_config(tmp_path)
 
 

@@ -10,10 +10,10 @@ import pytest
 import transformers
 
 from relax_core.contracts.family import ExpertLayout, Experts
+from relax_core.families.builtin_families import QWEN3_OMNI_MOE, read_architecture
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import end_token_ids, language_values
 from relax_core.families.rope import Rope
-from relax_core.families.table import QWEN3_OMNI_MOE, read_architecture
 from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
 from relax_core.tools.tiny_media import write_settings
 
@@ -39,9 +39,9 @@ def test_a_published_folder_is_read(tmp_path: Path) -> None:
         and architecture.expert_layout is ExpertLayout.apart
     )
     assert (
-        architecture.passes("talker.model.norm.weight")
-        and architecture.passes("code2wav.x")
-        and not architecture.passes("thinker.talker.")
+        architecture.is_copied("talker.model.norm.weight")
+        and architecture.is_copied("code2wav.x")
+        and not architecture.is_copied("thinker.talker.")
     )
     vision, audio = architecture.vision, architecture.audio
     assert vision is not None and audio is not None
@@ -75,14 +75,14 @@ def test_the_option_is_named_where_another_was_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"model_type": "qwen2_5_omni"}, "Qwen2.5-Omni.*Use a folder of Qwen3-Omni, with model=qwen3_omni"),
         ({"model_type": "qwen3_omni_moe_thinker"}, "the thinker alone.*outer config"),
         ({"thinker_config": None}, "config.json has no text_config, which family qwen3_omni_moe needs"),
     ],
 )
-def test_another_omni_folder_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_another_omni_folder_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write_settings(tmp_path, tiny_omni_config() | change, tiny_omni_files())
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         folder_architecture(tmp_path)

@@ -174,34 +174,34 @@ def test_checking_a_folder_names_the_words_that_train_it(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"attention_dropout": 0.1}, "attention_dropout=0.1: seed_oss computes attention_dropout=0 only"),
         ({"attention_out_bias": True}, "no bias of the attention's output projection"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3: the first must be a multiple"),
     ],
 )
-def test_what_it_does_not_compute_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_what_it_does_not_compute_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     values = {**SIZES, **SETTINGS, "rms_norm_eps": 1e-6, "model_type": "seed_oss"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert folder_architecture(tmp_path, family=str(FILE)).qkv_bias
     (tmp_path / "config.json").write_text(json.dumps(values | change))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         folder_architecture(tmp_path, family=str(FILE))
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ("name='x', qkv_bias='yes'", "SPEC.qkv_bias='yes': give True or False"),
         ("name=''", "a family's name is config.json's model_type"),
         ("name='x', only=[('a', 1)]", "give a tuple of Only"),
     ],
 )
-def test_a_spec_is_checked_where_it_enters(tmp_path: Path, fields: str, words: str) -> None:
+def test_a_spec_is_checked_where_it_enters(tmp_path: Path, fields: str, message: str) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(f"from relax_core.contracts.family import Family\nSPEC = Family({fields})\n")
-    with pytest.raises(PluginError, match=words):
+    with pytest.raises(PluginError, match=message):
         find_family(str(file))
 
 

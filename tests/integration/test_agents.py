@@ -42,7 +42,7 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
         "eval.rows=4",
     )
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == 3 * 2 * 4
     gap = run.summary["logprob_gap"]
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
@@ -122,7 +122,7 @@ def test_agents_elsewhere_play_a_run_and_one_that_falls_silent_is_replaced(tmp_p
             agent.join(60)
             assert not agent.is_alive()
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == 3 * 2 * 4
     played = [uid for agent in agents for uid in agent.played]
     assert agents[0].left in played and len(set(played)) == len(played) >= 3 * 2 * 4

@@ -43,7 +43,7 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinishedRun, lis
 
 def test_refused_groups_are_persisted_and_replaced(refusing: tuple[FinishedRun, list[tuple[str, str]]]) -> None:
     run, _ = refusing
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     books = run.summary["ledger"]
     assert books["trained"] == 6 * 8 * 16
     assert set(books["dropped"]) == {"all_equal"} and books["dropped"]["all_equal"] % 16 == 0
@@ -75,7 +75,7 @@ def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
     cut = ("rollout.mask_truncated=true", "rollout.max_new_tokens=7", "algo.correction=tis_normalized")
     run = run_to_end(tmp_path / "run", *SHORT, *keys, *strict, *cut)
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     books = run.summary["ledger"]
     assert set(books["dropped"]) == {"truncated"} and books["dropped"]["truncated"] > 0
     assert books["trained"] + books["dropped"]["truncated"] == 6 * 8 * 16

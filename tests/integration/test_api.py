@@ -103,8 +103,8 @@ def test_a_thread_runs_a_lambda_and_stops_it(tmp_path: Path, capsys: pytest.Capt
         return len(told) >= 3
 
     def call() -> None:
-        words = ["run.steps=100000", *SHORT, f"run.dir={tmp_path / 'run'}"]
-        found.append(relax_core.run(words, reward=lambda given: share, on_step=on_step))
+        overrides = ["run.steps=100000", *SHORT, f"run.dir={tmp_path / 'run'}"]
+        found.append(relax_core.run(overrides, reward=lambda given: share, on_step=on_step))
 
     thread = threading.Thread(target=call)
     thread.start()

@@ -44,7 +44,7 @@ SPEC = RewardSpec(name="mine", summary="reads a key that is not there", config=C
 """
 
 
-def assert_told(run: FinishedRun, *words: str, code: int) -> None:
+def assert_reported(run: FinishedRun, *words: str, code: int) -> None:
     """Checks the last screen of output, because a slow machine prints more lines about its start."""
     assert run.code == code, run.output
     screen = "\n".join(run.output.splitlines()[-SCREEN_LINES:])
@@ -72,7 +72,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 def failed(folder: Path, *overrides: str, words: tuple[str, ...]) -> FinishedRun:
     """Checks a failure of a running run and returns the run."""
     run = run_to_end(folder, "run.steps=4", *overrides)
-    assert_told(run, *words, code=1)
+    assert_reported(run, *words, code=1)
     assert run.summary.get("outcome", "failed").startswith("failed")
     return run
 
@@ -102,20 +102,20 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "words"), MISTAKES)
+@pytest.mark.parametrize(("overrides", "arguments"), MISTAKES)
 def test_a_mistake_is_refused_before_anything_starts_and_by_the_plan(
-    refused: Callable[..., None], overrides: list[str], words: tuple[str, ...]
+    refused: Callable[..., None], overrides: list[str], arguments: tuple[str, ...]
 ) -> None:
-    refused(*overrides, words=words)
-    refused("plan=true", *overrides, words=words, codes=(1, 2))
+    refused(*overrides, words=arguments)
+    refused("plan=true", *overrides, words=arguments, codes=(1, 2))
 
 
 def test_the_line_of_the_readme_names_what_the_machine_lacks_and_nothing_else(tmp_path: Path) -> None:
     run = run_to_end(tmp_path / "run", "algo=grpo", "model=qwen3_omni", "mode=async")
     assert run.code == 2 and not run.folder.exists(), run.output
-    told = run.output.splitlines()
-    assert told[0] == "relax: 3 problems in the configuration"
-    assert [line.split()[1].partition("=")[0] for line in told[1:]] == ["data.path", "model.path", "placement.nodes"]
+    output = run.output.splitlines()
+    assert output[0] == "relax: 3 problems in the configuration"
+    assert [line.split()[1].partition("=")[0] for line in output[1:]] == ["data.path", "model.path", "placement.nodes"]
 
 
 def test_a_malformed_line_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoints_stay(full_disk_run: Finishe
         if ledger_first
         else ("actor-0 failed: OSError", f"{full_disk_run.folder}/checkpoints/step_", "No space left on device")
     )
-    assert_told(full_disk_run, "relax: failed: actor-0 failed", *words, code=1)
+    assert_reported(full_disk_run, "relax: failed: actor-0 failed", *words, code=1)
     assert 2 in full_disk_run.checkpoints()
     assert not list((full_disk_run.folder / "checkpoints").glob(".*partial"))
 

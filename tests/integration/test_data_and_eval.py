@@ -71,7 +71,7 @@ def in_two_parts(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 def test_bad_rows_are_left_out_named_and_persisted_and_the_books_close(in_two_parts: FinishedRun) -> None:
     assert in_two_parts.code == 0, in_two_parts.output
-    in_two_parts.assert_books_closed()
+    in_two_parts.assert_all_samples_accounted()
     books = in_two_parts.summary["ledger"]
     assert books["trained"] == 12 * 8 * GROUP_SIZE
     assert books["dropped"].keys() == BAD.keys()  # every bad row was met, some of them twice
@@ -89,14 +89,14 @@ def test_evaluation_counts_bad_rows_apart_and_tells_each_set(in_two_parts: Finis
     evaluations = in_two_parts.summary["eval"]
     assert [evaluation["step"] for evaluation in evaluations] == [0, 3, 6, 9, 12]
     for evaluation in evaluations:
-        figures = evaluation["figures"]
+        metrics = evaluation["figures"]
         assert (
             (evaluation["rows"], evaluation["bad_rows"])
-            == (figures["held_out/rows"], figures["held_out/bad_rows"])
+            == (metrics["held_out/rows"], metrics["held_out/bad_rows"])
             == (16, 0)
         )
-        assert (figures["second/rows"], figures["second/bad_rows"]) == (15, 1)
-        assert figures["exact/low"] <= evaluation["exact"] == figures["held_out/exact"] <= figures["exact/high"]
+        assert (metrics["second/rows"], metrics["second/bad_rows"]) == (15, 1)
+        assert metrics["exact/low"] <= evaluation["exact"] == metrics["held_out/exact"] <= metrics["exact/high"]
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(in_two_parts: FinishedRun) -> None:
@@ -138,11 +138,11 @@ def test_relax_eval_finds_what_the_run_found(in_two_parts: FinishedRun, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = in_two_parts.folder.glob("evaluations/step_12/*/evaluation.json")
     result = json.loads(file.read_text())
-    figures = in_two_parts.summary["eval"][-1]["figures"]
+    metrics = in_two_parts.summary["eval"][-1]["figures"]
     assert (result["step"], result["checkpoint"]) == (12, str(in_two_parts.folder / "checkpoints" / "step_00000012"))
     for eval_set in result["sets"]:
-        assert eval_set["figures"]["exact"]["value"] == figures[f"{eval_set['name']}/exact"]
-        assert eval_set["figures"]["reward"]["value"] == pytest.approx(figures[f"{eval_set['name']}/reward"])
+        assert eval_set["figures"]["exact"]["value"] == metrics[f"{eval_set['name']}/exact"]
+        assert eval_set["figures"]["reward"]["value"] == pytest.approx(metrics[f"{eval_set['name']}/reward"])
     assert [eval_set["bad_rows"] for eval_set in result["sets"]] == [{}, {"bad_row:prompt": 1}]
     assert "held_out, 16 prompts" in done.stdout and str(file) in done.stdout
 
@@ -173,9 +173,9 @@ def test_a_mixture_with_stop_strings_ends_early_where_nothing_gets_better(tmp_pa
     books = run.summary["ledger"]
     assert (books["trained"], books["dropped"], books["lost"]) == (ended * 8 * GROUP_SIZE, {}, 0)
     for evaluation in evaluations:
-        figures = evaluation["figures"]
-        assert figures["pass@2"] <= figures["pass@4"] and evaluation["exact"] <= figures["pass@2"]
-        assert figures["pass@4/low"] <= figures["pass@4"] <= figures["pass@4/high"]
+        metrics = evaluation["figures"]
+        assert metrics["pass@2"] <= metrics["pass@4"] and evaluation["exact"] <= metrics["pass@2"]
+        assert metrics["pass@4/low"] <= metrics["pass@4"] <= metrics["pass@4/high"]
     texts = [json.loads(line) for line in (run.folder / "texts.jsonl").read_text().splitlines()]
     responses = [row["response"] for text in texts for row in text["rows"]]
     assert not any("0" in response[:-1] or "99" in response[:-1] for response in responses)

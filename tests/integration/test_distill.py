@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from relax_core.data.generated import example
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +22,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Returns a short run with the defaults: async, the built-in teacher, a forward pass."""
     run = run_to_end(tmp_path_factory.mktemp("taught") / "run", *QUIET, f"run.steps={STEPS}", f"eval.every={STEPS}")
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     return run
 
 
@@ -56,7 +56,7 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
     more = (*fast, "algo.form=topk_mixed", "algo.group_size=8", "mode=colocate", "run.steps=40", "eval.every=40")
     run = run_to_end(tmp_path / "run", *QUIET, *keys, *data, *more)
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["staleness"]["max"] == 0
     first, last = run.steps()[0], run.steps()[-1]
     assert last["algorithm/teacher_divergence"] < 0.5 * first["algorithm/teacher_divergence"]
@@ -72,7 +72,7 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
 def test_a_killed_teacher_is_replaced(tmp_path: Path) -> None:
     """First the teacher's worker is killed, then its engine."""
     keys = ("algo.served_by=engine", "run.steps=60", "eval.every=0", "run.save_every=0", "run.export_hf=false")
-    held = HeldTraining(tmp_path, updates=15, algorithm="distill")
+    held = TrainingGate(tmp_path, updates=15, algorithm="distill")
     with LiveRun(tmp_path / "run", *held.overrides, *keys) as live:
         live.wait_step(5)
         worker = live.kill("TeacherWorker")
@@ -84,6 +84,6 @@ def test_a_killed_teacher_is_replaced(tmp_path: Path) -> None:
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert [recovery["tier"] for recovery in run.summary["recoveries"]] == [1, 1]
     assert run.summary["ledger"]["trained"] == 60 * 8 * 16

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from relax_core.control.controller_process import AGAIN_S
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -28,13 +28,13 @@ def test_before_the_first_step_it_ends_without_an_export(tmp_path: Path) -> None
 
 
 def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=20)
+    held = TrainingGate(tmp_path, updates=20)
     overrides = ("eval.every=0", "run.save_every=10", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_checkpoint(20)
         services = {pid for pid, line in live.processes().items() if "ray::" in line and "IDLE" not in line}
         live.signal_all(signal.SIGTERM)
-        live.wait_stop_heard()
+        live.wait_stop_received()
         time.sleep(1.5 * AGAIN_S)  # processes that react to the signal besides the supervisor have ended by then
         assert len(services) >= 4 and services <= live.processes().keys()  # bus, actor, engine, rollout
         live.kill(ACTOR)
@@ -50,11 +50,11 @@ def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: P
 
 
 def test_a_busy_trainer_is_not_waited_for_after_a_second_signal(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=3)
+    held = TrainingGate(tmp_path, updates=3)
     with LiveRun(tmp_path / "run", "eval.every=0", "run.stall_timeout_s=6000", *held.overrides) as live:
         live.wait_step(2)
         live.interrupt()
-        live.wait_stop_heard()
+        live.wait_stop_received()
         time.sleep(1.5 * AGAIN_S)  # earlier it would count as the same Ctrl-C
         live.interrupt()
         run = live.finish(deadline_s=240.0)

@@ -10,8 +10,8 @@ import pytest
 
 from relax_core.observe.event_log import read_metrics
 from relax_core.tools.make_tiny import tiny_model_folder
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS = 20
@@ -24,7 +24,7 @@ def test_a_killed_judge_costs_verdicts_and_no_episode_is_lost(tmp_path: Path) ->
     (tmp_path / "prompt.jinja").write_text("rev {{ response }}")
     known = {"question": "rev 12", "answer": "12", "verdict": 0}
     (tmp_path / "known.jsonl").write_text(json.dumps(known))
-    held = HeldTraining(tmp_path, updates=6)
+    held = TrainingGate(tmp_path, updates=6)
     overrides = (
         "reward=genrm",
         f"reward.judges.main.model={judge}",
@@ -48,7 +48,7 @@ def test_a_killed_judge_costs_verdicts_and_no_episode_is_lost(tmp_path: Path) ->
         run = live.finish()
     assert run.code == 0, run.output
     assert run.summary["steps"] == STEPS
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert [recovery["tier"] for recovery in run.summary["recoveries"]] == [1]
     records = read_metrics(run.folder)
     assert [record.source for record in records].count("judge_check") == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from relax_core.bus.ledger_reader import LedgerFile
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ROOT, LiveRun, run_to_end
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -30,7 +30,7 @@ def moment(seed: int) -> tuple[int, float]:
 
 def kill_and_resume(folder: Path, *, seed: int) -> None:
     step, delay_s = moment(seed)
-    held = HeldTraining(folder.parent, updates=STEPS - 3)
+    held = TrainingGate(folder.parent, updates=STEPS - 3)
     overrides = (*OVERRIDES, *held.overrides)
     with LiveRun(folder, *overrides) as live:
         live.wait_step(step)
@@ -46,7 +46,7 @@ def kill_and_resume(folder: Path, *, seed: int) -> None:
     assert resumed.summary["steps"] == STEPS
     assert len(resumed.steps()) == STEPS
     assert resumed.summary["staleness"]["max"] <= 1
-    resumed.assert_books_closed()
+    resumed.assert_all_samples_accounted()
     with LedgerFile(folder / "ledger.sqlite") as file:
         books = file.counts(run_over=True)
     assert books.lost == books.trained_twice == [] and books.open == {}
@@ -65,7 +65,7 @@ def test_at_any_moment(seed: int, tmp_path: Path) -> None:
 
 def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
     """The run starts again; persisted events and metrics of the first attempt no longer count."""
-    held = HeldTraining(tmp_path, updates=12)
+    held = TrainingGate(tmp_path, updates=12)
     overrides = ("mode.max_staleness=1", "run.steps=24", "run.save_every=0", "eval.every=0", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
@@ -74,7 +74,7 @@ def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
-    resumed.assert_books_closed()
+    resumed.assert_all_samples_accounted()
     assert resumed.summary["steps"] == len(resumed.steps()) == 24
 
 

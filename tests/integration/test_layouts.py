@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -34,7 +34,7 @@ ACTOR_RANK, ACTOR_FWD_RANK = "ray::ActorRank", "ray::ActorFwdRank"
 
 
 def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=15)
+    held = TrainingGate(tmp_path, updates=15)
     overrides = (*LAYOUT, *held.overrides, *ACTOR_FWD, *ROUTES, "eval.every=0", "run.export_hf=false")
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(3)
@@ -46,7 +46,7 @@ def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: P
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == STEPS * 8 * 16
     other_rank, lead, actor = run.summary["recoveries"]
     assert {other_rank["cause"], lead["cause"]} == {

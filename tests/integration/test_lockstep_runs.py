@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from relax_core.bus.ledger_reader import LedgerFile
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 from tests.integration.test_on_policy import assert_same_run
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +28,7 @@ def assert_same_games(played: FinishedRun, reference: FinishedRun) -> None:
     episodes = episodes_of(played)
     assert episodes == episodes_of(reference) and len(episodes) == steps * PROMPTS * GROUP_SIZE
     for run in (played, reference):
-        run.assert_books_closed()
+        run.assert_all_samples_accounted()
         assert run.summary["run"]["repeatable"] is True
         assert run.summary["ledger"]["trained"] == steps * PROMPTS * GROUP_SIZE
         assert run.summary["logprob_gap"]["max"] <= 2e-5
@@ -75,12 +75,12 @@ def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     side_by_side: FinishedRun, steps: int, tmp_path: Path
 ) -> None:
     """The resumed run begins with an additional evaluation, which changes nothing."""
-    held = HeldTraining(tmp_path, updates=STOPPED_AFTER + 1)
+    held = TrainingGate(tmp_path, updates=STOPPED_AFTER + 1)
     overrides = (*LOCKSTEP, f"run.steps={steps}", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(STOPPED_AFTER - 1)
         live.interrupt()
-        live.wait_stop_heard()
+        live.wait_stop_received()
         held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output

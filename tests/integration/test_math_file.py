@@ -17,7 +17,7 @@ def test_math_file_trains_and_evaluates(tmp_path: Path) -> None:
     run = run_to_end(tmp_path / "run", "experiment=math_file", *short)
     assert run.code == 0, run.output
     assert run.summary["steps"] == 3
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert set(run.summary["ledger"]["dropped"]) <= {"reward_failed"}
     assert [(evaluation["step"], evaluation["rows"]) for evaluation in run.summary["eval"]] == [(0, 16), (3, 16)]
     texts = [json.loads(line) for line in (run.folder / "texts.jsonl").read_text().splitlines()]

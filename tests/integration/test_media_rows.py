@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from relax_core.data.media_tasks import files_folder
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ROOT, FinishedRun, LiveRun, run_to_end
 from tests.integration.test_on_policy import assert_same_run
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = pytest.mark.integration
 
@@ -149,15 +149,15 @@ def assert_relax_eval_finds_the_same(run: FinishedRun) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = run.folder.glob(f"evaluations/step_{STEPS}/*/evaluation.json")
-    figures = run.summary["eval"][-1]["figures"]
+    metrics = run.summary["eval"][-1]["figures"]
     found = json.loads(file.read_text())["sets"]
     assert [(eval_set["name"], eval_set["rows"], eval_set["bad_rows"]) for eval_set in found] == [
         ("held_out", 8, {}),
         ("other", 3, {"bad_media:truncated": 1}),
     ]
-    assert (figures["other/rows"], figures["other/bad_rows"]) == (3, 1)
+    assert (metrics["other/rows"], metrics["other/bad_rows"]) == (3, 1)
     for eval_set in found:
-        assert eval_set["figures"]["reward"]["value"] == pytest.approx(figures[f"{eval_set['name']}/reward"])
+        assert eval_set["figures"]["reward"]["value"] == pytest.approx(metrics[f"{eval_set['name']}/reward"])
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
 ) -> None:
     run, (file, reasons) = straight, rows
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     books = run.summary["ledger"]
     assert books["trained"] == STEPS * PROMPTS * GROUP_SIZE and books["dropped"] == reasons
     named = run.summary["bad_rows"]
@@ -206,9 +206,9 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert gap["tokens"] > 0 and gap["mean"] <= TOLERANCE / 20 and gap["max"] <= 5 * TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    figures = [record["values"] for record in records if record["source"] == "rollout"]
-    last = figures[-1]
-    assert last["tower_passes"] > 0 < max(values["feature_mb"] for values in figures)
+    metrics = [record["values"] for record in records if record["source"] == "rollout"]
+    last = metrics[-1]
+    assert last["tower_passes"] > 0 < max(values["feature_mb"] for values in metrics)
     assert last["bad_media"] == sum(reasons.values()) / GROUP_SIZE
     for reason, samples in reasons.items():
         assert last[reason.replace(":", "/")] == samples / GROUP_SIZE
@@ -228,19 +228,19 @@ def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     straight: FinishedRun, rows: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
     """The weights equal those of an asynchronous run without a stop: mode and resume change no bit."""
-    held = HeldTraining(tmp_path, updates=5)
+    held = TrainingGate(tmp_path, updates=5)
     overrides = (*strict_overrides(rows[0]), "mode=colocate", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
         live.interrupt()
-        live.wait_stop_heard()
+        live.wait_stop_received()
         held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
     assert 3 <= stopped.summary["steps"] < STEPS
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
-    resumed.assert_books_closed()
+    resumed.assert_all_samples_accounted()
     assert resumed.summary["ledger"]["dropped"] == rows[1]
     assert_same_run(resumed, straight)
 
@@ -263,14 +263,14 @@ def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
         *("rollout.workers=2", "data.max_bad_rows=0.6", "run.export_hf=false"),
     )
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     gap = run.summary["logprob_gap"]
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    figures = [record["values"] for record in records if record["source"] == "rollout"]
-    assert max(values["encoded"] for values in figures) == 2  # two pictures, used in every episode of every group
-    assert {values["worker"] for values in figures} == {0.0, 1.0}
+    metrics = [record["values"] for record in records if record["source"] == "rollout"]
+    assert max(values["encoded"] for values in metrics) == 2  # two pictures, used in every episode of every group
+    assert {values["worker"] for values in metrics} == {0.0, 1.0}
     assert run.summary["ledger"]["dropped"].get("bad_media:truncated", 0) > 0
     assert set(run.summary["ledger"]["dropped"]) <= {"bad_media:truncated", "stale"}
     assert run.summary["bad_rows"][0]["reason"] == "bad_media:truncated"
-    assert max(values["turns"] for values in figures) > 1
+    assert max(values["turns"] for values in metrics) > 1

@@ -99,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 def test_bad_rows_of_all_kinds_are_counted_by_reason_and_nothing_is_lost(run: FinishedRun) -> None:
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     reasons, _ = expected()
     assert len(reasons) == 7 and sum(reasons.values()) == GROUP_SIZE * len(BAD)
     books = run.summary["ledger"]

@@ -16,8 +16,8 @@ from relax_core.observe.sample_index import SampleIndex, every_id
 from relax_core.observe.summary import STEP_PARTS
 from relax_core.server.sample_views import SampleViews
 from tests.integration.conftest import STRICT
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import DEADLINE_S, ROOT, FinishedRun, LiveRun, run_to_end
+from tests.integration.training_gate import TrainingGate
 
 FROM_TOKENS = ("reward", "exact", "reward_position", "reward_length", "response_tokens", "truncated", "tokens")
 FROM_WEIGHTS = ("loss", "grad_norm", "logprob_gap_max", "algorithm/ratio")
@@ -75,7 +75,7 @@ def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) ->
     assert strict.summary["outcome"] == "finished" and strict.summary["steps"] == 60
     assert strict.summary["staleness"] == {"max": 0, "histogram": {"0": 60 * 8 * 16}}
     assert strict.summary["ledger"]["trained"] == 60 * 8 * 16
-    strict.assert_books_closed()
+    strict.assert_all_samples_accounted()
     assert [evaluation["step"] for evaluation in strict.summary["eval"]] == [0, 25, 50, 60]
 
 
@@ -97,19 +97,19 @@ def test_colocate_over_transfer_queue_is_the_same_run_to_the_bit(strict: Finishe
     """Neither the mode nor the bus that carries the rows changes a bit."""
     colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate", "bus=transfer_queue")
     assert colocate.code == 0, colocate.output
-    colocate.assert_books_closed()
+    colocate.assert_all_samples_accounted()
     assert_same_run(colocate, strict)
 
 
 @pytest.mark.integration
 def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=10)
+    held = TrainingGate(tmp_path, updates=10)
     strict_held = (*STRICT, *held.overrides)
     with LiveRun(tmp_path / "run", *strict_held) as live:
         live.wait_step(2)
         live.assert_no_media_library()
         live.interrupt()
-        live.wait_stop_heard()
+        live.wait_stop_received()
         held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
@@ -119,7 +119,7 @@ def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_
 
     resumed = run_to_end(tmp_path / "run", *strict_held, "resume=auto")
     assert resumed.code == 0, resumed.output
-    resumed.assert_books_closed()
+    resumed.assert_all_samples_accounted()
     assert resumed.summary["ledger"]["trained"] == 60 * 8 * 16
     assert_same_run(resumed, strict)
 
@@ -127,17 +127,17 @@ def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_
 def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun) -> None:
     """The first steps have the same learning rates, because both warm up over ten steps."""
     loop = f"runpy.run_path({str(ROOT / 'examples/one_loop.py')!r}, run_name='read')['train']('run.steps=10')"
-    told = "[(one.reward, one.exact, one.logprob_gap, one.ratio) for one in figures]"
+    message = "[(one.reward, one.exact, one.logprob_gap, one.ratio) for one in figures]"
     ran = subprocess.run(
-        [sys.executable, "-c", f"import json, runpy; figures = {loop}; print(json.dumps({told}))"],
+        [sys.executable, "-c", f"import json, runpy; figures = {loop}; print(json.dumps({message}))"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
     )
     assert ran.returncode == 0, ran.stderr
-    figures = json.loads(ran.stdout.splitlines()[-1])
-    assert len(figures) == 10
-    for step, (reward, exact, gap, ratio) in enumerate(figures):
+    metrics = json.loads(ran.stdout.splitlines()[-1])
+    assert len(metrics) == 10
+    for step, (reward, exact, gap, ratio) in enumerate(metrics):
         values = strict.steps()[step]
         in_float32 = pytest.approx((reward, exact), rel=1e-6)
         assert (values["reward"], values["exact"]) == in_float32, f"step {step}"

@@ -35,7 +35,7 @@ def test_a_full_disk_and_a_lock_on_the_ledger_are_waited_out(small_disk: Callabl
         run = live.finish()
     assert run.code == 0, run.output
     assert ENDS + LOCKED in run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["recoveries"] == [] and run.summary["steps"] == STEPS
     assert run.checkpoints()[-1] == STEPS
     assert len(run.steps()) == STEPS  # no metric of a step is lost

@@ -48,7 +48,7 @@ def test_a_file_on_the_command_line_trains(tmp_path: Path) -> None:
     short = ("run.steps=8", "eval.every=0", "run.save_every=0", "run.export_hf=false")
     run = run_to_end(tmp_path / "run", *keys, *short, cwd=project)
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == 8 * 8 * 8
     steps = run.steps()
     for values in steps:

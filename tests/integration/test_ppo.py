@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +22,7 @@ OF_THE_CRITIC = ("value/loss", "value/grad_norm", "value/return", "value/explain
 def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     run = run_to_end(tmp_path_factory.mktemp("strict") / "run", *STRICT)
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     return run
 
 
@@ -49,12 +49,12 @@ def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
 
 def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, tmp_path: Path) -> None:
     """The first part is async, the second time-shared; together they equal the run without a stop."""
-    held = HeldTraining(tmp_path, updates=5 * UPDATES_A_STEP, algorithm="ppo")
+    held = TrainingGate(tmp_path, updates=5 * UPDATES_A_STEP, algorithm="ppo")
     strict_held = (*STRICT, *held.overrides)
     with LiveRun(tmp_path / "run", *strict_held) as live:
         live.wait_step(2)
         live.interrupt()
-        live.wait_stop_heard()
+        live.wait_stop_received()
         held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
@@ -63,21 +63,21 @@ def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, t
     assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "provenance.json").is_file()
     resumed = run_to_end(tmp_path / "run", *strict_held, "mode=colocate", "resume=auto")
     assert resumed.code == 0, resumed.output
-    resumed.assert_books_closed()
+    resumed.assert_all_samples_accounted()
     assert_same_run(resumed, strict)
 
 
 @pytest.mark.chaos
 def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> None:
     """Its weights are trainer state: all services go back to the newest checkpoint, and the run is equal."""
-    held = HeldTraining(tmp_path, updates=12 * UPDATES_A_STEP, algorithm="ppo")
+    held = TrainingGate(tmp_path, updates=12 * UPDATES_A_STEP, algorithm="ppo")
     with LiveRun(tmp_path / "run", *STRICT, *held.overrides) as live:
         live.wait_checkpoint(8)
         live.kill("ray::CriticTrainer")
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     (recovery,) = run.summary["recoveries"]
     assert (recovery["tier"], recovery["from_step"]) == (2, 8)
     assert_same_run(run, strict)

@@ -120,8 +120,13 @@ def test_the_cluster_wants_its_token(cluster: RayCluster, tmp_path: Path) -> Non
 
 def test_a_stop_writes_a_checkpoint(cluster: RayCluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = ["launcher.follow=false", f"launcher.token_file={cluster.token_file}", "run.steps=1000000", "eval.every=0"]
-    done = cluster.relax(*words, "run.save_every=0", f"run.dir={folder}")
+    overrides = [
+        "launcher.follow=false",
+        f"launcher.token_file={cluster.token_file}",
+        "run.steps=1000000",
+        "eval.every=0",
+    ]
+    done = cluster.relax(*overrides, "run.save_every=0", f"run.dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     deadline = time.monotonic() + DEADLINE_S
     metrics = folder / "metrics.jsonl"

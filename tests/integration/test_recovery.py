@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from relax_core.observe.alarms import read_alarms
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -21,7 +21,7 @@ def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
     """Checks that all steps are done and every sample has one end and is not stale; returns the recoveries."""
     assert run.code == 0, run.output
     assert run.summary["steps"] == run.summary["steps_recorded"] == steps
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == steps * 8 * 16
     assert run.summary["staleness"]["max"] <= 1
     recoveries: list[dict[str, Any]] = run.summary["recoveries"]
@@ -30,7 +30,7 @@ def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
 
 
 def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=12)
+    held = TrainingGate(tmp_path, updates=12)
     overrides = (*OVERRIDES, "run.steps=45", "run.save_every=25", "parallel.dp=2", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
@@ -53,7 +53,7 @@ def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -
 
 
 def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=12)
+    held = TrainingGate(tmp_path, updates=12)
     role = "algo.normalize_std=batch"
     saved = (*OVERRIDES, "run.save_every=4", "run.steps=50")
     overrides = (*saved, "run.heartbeat_timeout_s=10", role, *held.overrides)
@@ -81,7 +81,7 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
 
 
 def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=12)
+    held = TrainingGate(tmp_path, updates=12)
     overrides = (*OVERRIDES, "run.steps=40", "run.max_recoveries=1", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
@@ -100,7 +100,7 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
 def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     watched = ("run.heartbeat_timeout_s=600", "run.stall_timeout_s=100", "run.steps=24")
     log, blocker = tmp_path / "run" / "logs" / "watchdog.log", "blocker: rollout-0\n"
-    held = HeldTraining(tmp_path, updates=12)
+    held = TrainingGate(tmp_path, updates=12)
     with LiveRun(tmp_path / "run", *OVERRIDES, *watched, *held.overrides) as live:
         live.wait_step(5)
         pid = live.freeze(ROLLOUT)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun, run_to_end
 from tests.integration.test_on_policy import assert_same_run
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
@@ -22,7 +22,7 @@ MIX = "data.mix={video: 0.25, text: 0.25, image: 0.5}"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
         ("model=tiny_qwen3_5", "data=see"),
@@ -30,23 +30,23 @@ MIX = "data.mix={video: 0.25, text: 0.25, image: 0.5}"
     ],
     ids=["omni", "states", "mix"],
 )
-def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """At staleness 0, also with the cursor of a mix by modality."""
-    straight = run_to_end(tmp_path / "straight", *STRICT, *words)
+    straight = run_to_end(tmp_path / "straight", *STRICT, *arguments)
     assert straight.code == 0, straight.output
-    straight.assert_books_closed()
-    held = HeldTraining(tmp_path, updates=STOPPED_AFTER + 1)
-    overrides = (*STRICT, *words, *held.overrides)
+    straight.assert_all_samples_accounted()
+    held = TrainingGate(tmp_path, updates=STOPPED_AFTER + 1)
+    overrides = (*STRICT, *arguments, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(STOPPED_AFTER - 1)
         live.interrupt()
-        live.wait_stop_heard()
+        live.wait_stop_received()
         held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
     assert STOPPED_AFTER <= stopped.summary["steps"] < STEPS
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
-    resumed.assert_books_closed()
+    resumed.assert_all_samples_accounted()
     assert resumed.summary["ledger"]["trained"] == STEPS * PROMPTS * GROUP_SIZE
     assert_same_run(resumed, straight)

@@ -32,7 +32,7 @@ def test_an_exploit_halts_the_run_and_names_a_checkpoint_from_before(tmp_path: P
     reward.write_text(PLUGIN.format(name="loose", right="1.0"), encoding="utf-8")
     in_training = "given.uid.startswith('g') and int(given.uid[1:9]) >= 40"
     shadow.write_text(PLUGIN.format(name="strict", right=f"0.0 if {in_training} else 1.0"), encoding="utf-8")
-    words = (
+    overrides = (
         "reward=plugin",
         f"reward.name={reward}",
         "rollout.prompts_per_step=4",
@@ -43,7 +43,7 @@ def test_an_exploit_halts_the_run_and_names_a_checkpoint_from_before(tmp_path: P
         "eval.rows=16",
     )
     shadowed = (f"reward.shadow={{reward: {shadow}}}", "reward.shadow_share=1.0")
-    run = run_to_end(tmp_path / "run", *words, *shadowed, "reward.on_hack=halt")
+    run = run_to_end(tmp_path / "run", *overrides, *shadowed, "reward.on_hack=halt")
     assert run.code == 1
     onset = next(int(values["hack_onset"]) for values in run.steps() if "hack_onset" in values)
     assert onset == 10 and len(run.steps()) <= onset + 5
@@ -52,6 +52,6 @@ def test_an_exploit_halts_the_run_and_names_a_checkpoint_from_before(tmp_path: P
     assert f"resume={before}" in run.output and before.is_dir()
     assert any("shadow" in finding for finding in run.summary["findings"])
     assert run.summary["eval"][0]["figures"]["shadow_gap"] == 0.0
-    gone_on = run_to_end(tmp_path / "gone_on", *words, f"resume={before}", "reward.audit=off")
+    gone_on = run_to_end(tmp_path / "gone_on", *overrides, f"resume={before}", "reward.audit=off")
     assert gone_on.code == 0, gone_on.output
     assert len(gone_on.steps()) == 20 - onset

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from relax_core.observe.event_log import read_metrics
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ROLLOUT, LiveRun
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -29,7 +29,7 @@ OVERRIDES = (
 
 
 def test_one_of_two_rollout_workers_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=15)
+    held = TrainingGate(tmp_path, updates=15)
     with LiveRun(tmp_path / "run", *OVERRIDES, *held.overrides) as live:
         live.wait_step(10)
         live.wait_for("the first evaluation", lambda: evaluated(live.folder) == [0])
@@ -42,7 +42,7 @@ def test_one_of_two_rollout_workers_is_killed_and_nothing_is_lost(tmp_path: Path
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] == STEPS * 8 * 16
     assert set(run.summary["ledger"]["dropped"]) <= {"over_sampled", "stale"}
     (recovery,) = run.summary["recoveries"]

@@ -12,8 +12,8 @@ from relax_core.config.compose import load_config
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import SGLANG_PYTHON
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.sglang, pytest.mark.integration]
 SGLANG = ("engine=sglang", f"engine.python={SGLANG_PYTHON}")
@@ -23,13 +23,13 @@ GAP = 1e-4  # largest float32 log-prob difference of engine and trainer on token
 def assert_on_policy(run: FinishedRun) -> None:
     assert run.code == 0, run.output
     assert run.summary["logprob_gap"]["tokens"] > 1000 and run.summary["logprob_gap"]["max"] < GAP
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
 
 
 def test_the_demo_learns_and_a_server_that_is_killed_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=8)
-    words = ("run.steps=70", "eval.every=70", "eval.rows=64", "run.heartbeat_timeout_s=60", *held.overrides)
-    with LiveRun(tmp_path / "demo", *SGLANG, *words) as live:
+    held = TrainingGate(tmp_path, updates=8)
+    overrides = ("run.steps=70", "eval.every=70", "eval.rows=64", "run.heartbeat_timeout_s=60", *held.overrides)
+    with LiveRun(tmp_path / "demo", *SGLANG, *overrides) as live:
         live.wait_step(4)
         live.kill("sglang/sglang_process.py")
         held.let_go()
@@ -64,7 +64,7 @@ def test_a_server_of_somebody_elses_is_met_by_its_address_and_left_running(tmp_p
         )
         assert run.code == 0, run.output
         assert run.summary["logprob_gap"]["tokens"] > 0 and run.summary["logprob_gap"]["max"] < GAP
-        run.assert_books_closed()
+        run.assert_all_samples_accounted()
         assert process.poll() is None
     finally:
         process.stop(timeout_s=10.0)
@@ -95,7 +95,7 @@ def test_a_judge_on_a_server_of_its_own_gives_the_rewards(tmp_path: Path) -> Non
         deadline_s=900.0,
     )
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert run.summary["ledger"]["trained"] > 0
     judged = run.summary["judges"]["main"]
     assert judged["verdicts"] > 0 and judged["none"] < 1.0

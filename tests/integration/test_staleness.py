@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = pytest.mark.integration
 
@@ -24,12 +24,12 @@ def assert_all_trained_inside(run: FinishedRun, *, steps: int, max_staleness: in
     assert run.summary["steps"] == steps
     assert run.summary["staleness"]["max"] <= max_staleness
     assert run.summary["ledger"]["trained"] == run.summary["ledger"]["issued"] == steps * 8 * 16
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
 
 
 def test_a_window_of_four_steps_holds_over_sigterm_and_resume(tmp_path: Path) -> None:
     """The first part trains the oldest tokens that its window allows; both parts train every prompt once."""
-    held = HeldTraining(tmp_path, updates=0)
+    held = TrainingGate(tmp_path, updates=0)
     overrides = ("mode.max_staleness=4", *QUIET, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides, "run.steps=100000") as live:
         live.wait_drawn(samples_ahead(4))

@@ -37,7 +37,7 @@ def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
         "eval.rows=16",
     )
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert len(run.steps()) == 6
     assert run.summary["ledger"]["trained"] == 6 * 8 * 16
     for values in run.steps():

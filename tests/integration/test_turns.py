@@ -38,7 +38,7 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
         "eval.every=0",
     )
     assert run.code == 0, run.output
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     assert len(run.steps()) == 4
     gap = run.summary["logprob_gap"]
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
@@ -60,9 +60,9 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
 
     # The checkpoint plays: the terminal shows whole conversations with marked responses.
     assert play.main([f"checkpoint={run.folder}", "--episodes=2", "env.highest=3"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("user: guess a number from 1 to 3\nassistant: ⟦") == 2
-    assert re.search(r"\[(env_done|max_turns|token_budget)\]\n\[reward [0-9.]+\]\n$", told), told
+    output = capsys.readouterr().out
+    assert output.count("user: guess a number from 1 to 3\nassistant: ⟦") == 2
+    assert re.search(r"\[(env_done|max_turns|token_budget)\]\n\[reward [0-9.]+\]\n$", output), output
     assert play.main([f"checkpoint={run.folder}", "env.lowest=3"]) == 2
     assert "env.lowest" in capsys.readouterr().err
 
@@ -84,4 +84,4 @@ def test_an_evaluation_leaves_the_places_of_env_workers_to_training(tmp_path: Pa
     )
     assert run.code == 0, run.output
     assert len(run.steps()) == 3
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()

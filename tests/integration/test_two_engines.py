@@ -13,8 +13,8 @@ import pytest
 
 from relax_core.bus.ledger_reader import LedgerFile
 from relax_core.cli import stall_command
-from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, LiveRun
+from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -40,7 +40,7 @@ STILL_STEPS = 6  # train steps that are done while an engine is stopped
 def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = HeldTraining(tmp_path, updates=20)
+    held = TrainingGate(tmp_path, updates=20)
     with LiveRun(tmp_path / "run", *OVERRIDES, *held.overrides) as live:
         live.wait_step(10)
         engines = [pid for pid, line in live.processes().items() if ENGINE in line]
@@ -57,7 +57,7 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
     report = capsys.readouterr().out
     assert "which worker waits for which" in report and "blocker: " in report
     assert not list((run.folder / "stall").iterdir()), "answered requests are removed"
-    run.assert_books_closed()
+    run.assert_all_samples_accounted()
     books = run.summary["ledger"]
     assert books["trained"] == STEPS * 8 * 16, "a step was incomplete"
     assert set(books["dropped"]) <= {"over_sampled", "stale"} and books["dropped"]["over_sampled"] > 0

@@ -18,7 +18,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.launcher_checks import sbatch_arguments
 from relax_core.config.options import conf_folder, yaml_options
 from relax_core.config.ranges import OF_LAUNCHER, RANGES
-from relax_core.config.saved import to_whole_yaml
+from relax_core.config.saved_config import to_yaml_with_secrets
 from relax_core.config.schema import LAUNCHERS, LauncherConfig
 
 
@@ -75,7 +75,7 @@ def test_arguments_of_sbatch() -> None:
 )
 def test_a_whole_configuration_comes_back_from_its_yaml(overrides: list[str]) -> None:
     config = load_config(["mode=colocate", *overrides])
-    assert config_from_yaml(to_whole_yaml(config)) == config
+    assert config_from_yaml(to_yaml_with_secrets(config)) == config
 
 
 def test_a_submitted_run_is_what_it_was_and_for_this_user_only(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_submitted_run_is_what_it_was_and_for_this_user_only(tmp_path: Path) -
 
 
 def test_a_mistyped_submitted_file_is_the_users_error() -> None:
-    text = to_whole_yaml(load_config(["launcher=slurm"]))
+    text = to_yaml_with_secrets(load_config(["launcher=slurm"]))
     with pytest.raises(ConfigError, match=r"run\.steps=many: expected a whole number"):
         config_from_yaml(text.replace("steps: 320", "steps: many"))
 

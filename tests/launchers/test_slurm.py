@@ -60,10 +60,10 @@ def test_a_dry_run_needs_no_slurm_and_without_slurm_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    words = ["launcher=slurm", f"run.dir={tmp_path}/run"]
-    assert main([*words, "launcher.dry_run=true"]) == 0
+    overrides = ["launcher=slurm", f"run.dir={tmp_path}/run"]
+    assert main([*overrides, "launcher.dry_run=true"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash")
-    assert main(words) == 2
+    assert main(overrides) == 2
     refused = capsys.readouterr().err
     assert refused == "relax: launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.\n"
     assert list(tmp_path.iterdir()) == []
@@ -100,9 +100,9 @@ def test_a_controller_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch
 
 
 def test_states_in_words() -> None:
-    assert JobState(state="PENDING", reason="Priority").words() == "waits in the queue (Priority)"
-    assert JobState(state="RUNNING", nodes="n1", restarts=2).words() == "running on n1, started again 2 times"
-    assert JobState(state="TIMEOUT").words() == "reached its time limit"
+    assert JobState(state="PENDING", reason="Priority").describe() == "waits in the queue (Priority)"
+    assert JobState(state="RUNNING", nodes="n1", restarts=2).describe() == "running on n1, started again 2 times"
+    assert JobState(state="TIMEOUT").describe() == "reached its time limit"
 
 
 def test_identity_of_a_task_in_a_job_array(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,8 @@ def test_a_run_that_is_refused_at_its_start_is_compared_as_refused(
     def refuse_two(config: RelaxConfig) -> int:
         return 2 if config.seed == 2 else record(config)
 
-    words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/runs/${{seed}}", "seed=1,2,4"]
-    assert compose.run(words, refuse_two, sweep=Sweep(refuse_two)) == 2
+    overrides = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/runs/${{seed}}", "seed=1,2,4"]
+    assert compose.run(overrides, refuse_two, sweep=Sweep(refuse_two)) == 2
     printed = capsys.readouterr().out
     assert "seed=2  refused" in printed and "seed=2: refused at its start" in printed
     assert not (tmp_path / "runs" / "2").exists()
@@ -136,8 +136,8 @@ def test_a_run_here_knows_its_own_overrides(tmp_path: Path) -> None:
         return 0
 
     before = list(sys.argv)
-    words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2"]
-    assert compose.run(words, tell, sweep=Sweep(tell)) == 0
+    overrides = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2"]
+    assert compose.run(overrides, tell, sweep=Sweep(tell)) == 0
     assert reported == [[f"run.dir={tmp_path}/run", "seed=1"], [f"run.dir={tmp_path}/run", "seed=2"]]
     assert sys.argv == before
 
@@ -153,8 +153,8 @@ def test_a_stopped_run_is_the_sweeps_last(tmp_path: Path) -> None:
         started.append(config.seed)
         return 130
 
-    words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2,3"]
-    assert compose.run(words, stopped, sweep=Sweep(stopped)) == 130
+    overrides = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2,3"]
+    assert compose.run(overrides, stopped, sweep=Sweep(stopped)) == 130
     assert started == [1]
 
 

@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass
-class Told:
+class Message:
     """Holds the received titles and texts in order; the first ``refusals`` messages are refused."""
 
     messages: list[tuple[str, str]] = field(default_factory=list)
@@ -54,9 +54,9 @@ def serving(make: Callable[[], socketserver.BaseServer]) -> Iterator[int]:
 
 
 @contextmanager
-def http_receiver() -> Iterator[Told]:
+def http_receiver() -> Iterator[Message]:
     """Runs an HTTP server that takes the JSON messages of Apprise."""
-    told = Told()
+    told = Message()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -72,9 +72,9 @@ def http_receiver() -> Iterator[Told]:
 
 
 @contextmanager
-def smtp_receiver() -> Iterator[Told]:
+def smtp_receiver() -> Iterator[Message]:
     """Runs a server of the few SMTP commands that an e-mail needs (RFC 5321)."""
-    told = Told()
+    told = Message()
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:

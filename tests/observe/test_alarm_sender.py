@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.alarms import MOST_WAITING, AlarmSender, main, read_receivers
-from tests.observe.receivers import DEADLINE_S, Told, http_receiver, smtp_receiver
+from relax_core.observe.alarms import MAX_WAITING, AlarmSender, main, read_receivers
+from tests.observe.receivers import DEADLINE_S, Message, http_receiver, smtp_receiver
 from tests.ports import free_port
 
 KNOWN = "what is known"
@@ -24,12 +24,12 @@ def urls_file(folder: Path, *addresses: str, mode: int = 0o600) -> Path:
 
 
 @pytest.fixture
-def http() -> Iterator[Told]:
+def http() -> Iterator[Message]:
     with http_receiver() as told:
         yield told
 
 
-def test_a_message_reaches_http_and_mail(tmp_path: Path, http: Told) -> None:
+def test_a_message_reaches_http_and_mail(tmp_path: Path, http: Message) -> None:
     with smtp_receiver() as mail:
         file = urls_file(
             tmp_path,
@@ -48,7 +48,7 @@ def test_a_message_reaches_http_and_mail(tmp_path: Path, http: Told) -> None:
         assert lines == []
 
 
-def test_a_refused_message_is_sent_again_and_then_told_in_the_log(tmp_path: Path, http: Told) -> None:
+def test_a_refused_message_is_sent_again_and_then_told_in_the_log(tmp_path: Path, http: Message) -> None:
     http.refusals = 2
     lines: list[str] = []
     receivers = read_receivers(urls_file(tmp_path, f"json://me:a-secret@127.0.0.1:{http.port}"))
@@ -63,7 +63,7 @@ def test_a_refused_message_is_sent_again_and_then_told_in_the_log(tmp_path: Path
     assert "a-secret" not in lines[0]
 
 
-def test_one_that_never_answers_and_a_dead_one_delay_nobody(tmp_path: Path, http: Told) -> None:
+def test_one_that_never_answers_and_a_dead_one_delay_nobody(tmp_path: Path, http: Message) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         addresses = [
             f"json://127.0.0.1:{silent.getsockname()[1]}",
@@ -85,12 +85,12 @@ def test_one_that_never_answers_and_a_dead_one_delay_nobody(tmp_path: Path, http
     assert sum("it refused, or nobody answers there" in line for line in lines) == 2
 
 
-def test_a_thousand_messages_are_few(http: Told, tmp_path: Path) -> None:
+def test_a_thousand_messages_are_few(http: Message, tmp_path: Path) -> None:
     sender = AlarmSender(read_receivers(urls_file(tmp_path, f"json://127.0.0.1:{http.port}")), lambda line: None)
     for number in range(1000):
         sender.put(f"message {number}", KNOWN)
     sender.close(timeout_s=DEADLINE_S)
-    assert 1 <= len(http.messages) <= 1000 // MOST_WAITING
+    assert 1 <= len(http.messages) <= 1000 // MAX_WAITING
     assert http.messages[-1][0].endswith("more")
 
 
@@ -103,24 +103,24 @@ def test_what_waits_at_the_end_is_named() -> None:
 
 
 def test_a_message_from_a_process_of_its_own(
-    tmp_path: Path, http: Told, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, http: Message, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([str(urls_file(tmp_path, f"json://127.0.0.1:{http.port}")), "failed", "the controller died"]) == 0
     assert http.messages == [("failed", "the controller died")]
 
 
 @pytest.mark.parametrize(
-    ("addresses", "words"),
+    ("addresses", "message"),
     [
         (["json://127.0.0.1", "nosuch://secret-host"], "line 4"),
         (["just words and a secret-host"], "line 3"),
         ([], "has no address"),
     ],
 )
-def test_a_wrong_file_is_refused_without_its_addresses(tmp_path: Path, addresses: list[str], words: str) -> None:
+def test_a_wrong_file_is_refused_without_its_addresses(tmp_path: Path, addresses: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=r"notify\.urls_file") as refused:
         read_receivers(urls_file(tmp_path, *addresses))
-    assert words in str(refused.value) and "secret-host" not in str(refused.value)
+    assert message in str(refused.value) and "secret-host" not in str(refused.value)
 
 
 def test_a_file_that_others_can_read_or_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.config.notify_rules import PRESETS, Rule, read_rule, read_rules
-from relax_core.observe.alarms import MOST_CHARACTERS, AlarmBook, RuleState, advanced, clean, read_alarms
+from relax_core.observe.alarms import MAX_CHARACTERS, AlarmLog, RuleState, advanced, clean, read_alarms
 
 
 class Clock:
@@ -23,37 +23,37 @@ class Clock:
 
 def test_a_cause_is_told_once_again_later_and_when_it_is_over(tmp_path: Path) -> None:
     clock = Clock()
-    book = AlarmBook(tmp_path, repeat_s=60.0, clock=clock)
-    told = []
+    alarm_log = AlarmLog(tmp_path, repeat_s=60.0, clock=clock)
+    messages = []
     for now in (0.0, 1.0, 59.0, 60.0, 61.0):
         clock.now = 1000.0 + now
-        told.append(book.tell("rule", "a", title="a", text=str))
-    assert [None if alarm is None else (alarm.kind, alarm.left_out) for alarm in told] == [
+        messages.append(alarm_log.report("rule", "a", title="a", text=str))
+    assert [None if alarm is None else (alarm.kind, alarm.left_out) for alarm in messages] == [
         *(("new", 0), None, None, ("again", 2), None)
     ]
-    assert book.tell("rule", "b", title="b", text=str) is not None, "another cause has a separate message"
-    over = book.over("rule", "a", title="a", text=str)
-    assert over is not None and over.kind == "over" and book.over("rule", "a", title="a", text=str) is None
-    again = book.tell("rule", "a", title="a", text=str)
+    assert alarm_log.report("rule", "b", title="b", text=str) is not None, "another cause has a separate message"
+    over = alarm_log.over("rule", "a", title="a", text=str)
+    assert over is not None and over.kind == "over" and alarm_log.over("rule", "a", title="a", text=str) is None
+    again = alarm_log.report("rule", "a", title="a", text=str)
     assert again is not None and again.kind == "new"
 
 
 def test_the_next_controller_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     clock = Clock()
-    AlarmBook(tmp_path, repeat_s=60.0, clock=clock).tell("stalled", "no step", title="t", text=lambda: "x")
+    AlarmLog(tmp_path, repeat_s=60.0, clock=clock).report("stalled", "no step", title="t", text=lambda: "x")
     with (tmp_path / "events" / "0000.alarms.0.jsonl").open("ab") as file:
         file.write(b'{"type":"alarm","event": "half a li')
-    book = AlarmBook(tmp_path, repeat_s=60.0, clock=clock)
-    assert book.tell("stalled", "no step", title="t", text=lambda: "x") is None
-    assert book.over("stalled", "no step", title="t", text=lambda: "x") is not None
+    alarm_log = AlarmLog(tmp_path, repeat_s=60.0, clock=clock)
+    assert alarm_log.report("stalled", "no step", title="t", text=lambda: "x") is None
+    assert alarm_log.over("stalled", "no step", title="t", text=lambda: "x") is not None
     assert [alarm.kind for alarm in read_alarms(tmp_path)] == ["new", "over"], "the incomplete line is ignored"
 
 
 def test_a_message_that_cannot_be_kept_is_told_and_says_so(tmp_path: Path) -> None:
-    book = AlarmBook(tmp_path, repeat_s=60.0)
+    alarm_log = AlarmLog(tmp_path, repeat_s=60.0)
     (tmp_path / "events").touch()
-    assert book.tell("disk_low", "disk", title="t", text=lambda: "x") is not None
-    assert "the event log lacks alarms" in book.problem and "File exists" in book.problem
+    assert alarm_log.report("disk_low", "disk", title="t", text=lambda: "x") is not None
+    assert "the event log lacks alarms" in alarm_log.problem and "File exists" in alarm_log.problem
 
 
 def test_no_file_is_no_alarm(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_an_exception_quotes_and_secrets_stay_here() -> None:
 @given(st.text(max_size=2000))
 def test_any_text_becomes_a_short_one_without_control_characters(text: str) -> None:
     cleaned = clean(text, environment={})
-    assert len(cleaned) <= MOST_CHARACTERS and not any(ord(char) < 9 or ord(char) == 27 for char in cleaned)
+    assert len(cleaned) <= MAX_CHARACTERS and not any(ord(char) < 9 or ord(char) == 27 for char in cleaned)
 
 
 VALUES = st.lists(st.none() | st.floats(-2.0, 2.0) | st.just(math.nan), max_size=60)
@@ -145,13 +145,13 @@ def test_presets_and_texts_are_read_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         *("", "reward < 1 for 2 steps", "actor/reward < for 2 steps", "actor/reward < nan for 2 steps"),
         *("actor/reward < 1", "actor/reward < 1 for 0 steps", "actor/reward == 1 for 2 steps", "nans"),
         *("actor/reward > 0.5 of its best for 3 steps", "actor/reward < 1 for 2 steps; rm -rf"),
     ],
 )
-def test_a_text_that_is_no_rule_is_refused(words: str) -> None:
+def test_a_text_that_is_no_rule_is_refused(message: str) -> None:
     with pytest.raises(ValueError, match=r"steps|best"):
-        read_rule(words)
+        read_rule(message)

@@ -128,7 +128,7 @@ def test_hostile_files_are_named_and_left_out(tmp_path: Path, monkeypatch: pytes
 
 def test_many_files_are_read_in_order_and_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "CALL_BYTES", 8000)
-    monkeypatch.setattr(event_log, "LEAST_BYTES", 500)
+    monkeypatch.setattr(event_log, "MIN_BYTES", 500)
     folder = tmp_path / EVENTS_FOLDER
     folder.mkdir()
     for rank in range(10):

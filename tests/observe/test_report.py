@@ -14,7 +14,7 @@ from rich.console import Console
 
 from relax_core.config.choices import Schedule
 from relax_core.config.compose import compose, load_config, typed_config
-from relax_core.config.saved import to_yaml
+from relax_core.config.saved_config import to_yaml
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.event_log import MetricRecord
 from relax_core.observe.report import (

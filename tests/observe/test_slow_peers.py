@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from relax_core.observe.stragglers import (
-    MOST_EXCESS_MS,
-    MOST_SLOWER,
+    MAX_EXCESS_MS,
+    MAX_SLOWDOWN,
     TRIMMED,
     WINDOW_STEPS,
     WINDOWS,
@@ -82,18 +82,18 @@ def test_a_slower_process_stays_slow(steps: list[dict[str, Work]], factor: float
     before = compared_work(steps)[name]
     after = compared_work([{**step, name: scaled(step[name], factor)} for step in steps])[name]
     assert after.slower == pytest.approx(factor * (1.0 + before.slower) - 1.0)
-    assert after.is_slow or not before.is_slow or before.slower == pytest.approx(MOST_SLOWER)
+    assert after.is_slow or not before.is_slow or before.slower == pytest.approx(MAX_SLOWDOWN)
     assert after.cpu_slower == pytest.approx(before.cpu_slower), "processor time is reported separately"
 
 
 @given(work=works, slower=st.floats(min_value=0.0, max_value=3.0), chosen=st.sampled_from(NAMES))
 def test_one_slow_rank_of_four_is_named_by_both_limits(work: Work, slower: float, chosen: str) -> None:
     whole_ms = sum(work.wall_ms.values())
-    assume(abs(slower - MOST_SLOWER) > 1e-6 and abs(slower * whole_ms - MOST_EXCESS_MS) > 1e-6)
+    assume(abs(slower - MAX_SLOWDOWN) > 1e-6 and abs(slower * whole_ms - MAX_EXCESS_MS) > 1e-6)
     steps = [{name: scaled(work, 1.0 + slower * (name == chosen)) for name in NAMES}] * WINDOW_STEPS
     found = compared_work(steps)
     assert [name for name in NAMES if found[name].is_slow] == (
-        [chosen] if slower > MOST_SLOWER and slower * whole_ms > MOST_EXCESS_MS else []
+        [chosen] if slower > MAX_SLOWDOWN and slower * whole_ms > MAX_EXCESS_MS else []
     )
     assert found[chosen].slower == pytest.approx(slower, abs=1e-6)
     assert found[chosen].excess_ms == pytest.approx(slower * whole_ms, rel=1e-6, abs=1e-6)
@@ -145,12 +145,12 @@ def test_engines_with_other_batches_of_the_same_speed_are_equal(
 @given(times=sizes.filter(bool), slower=st.floats(min_value=0.0, max_value=3.0))
 def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, DecodeTime], slower: float) -> None:
     whole_ms = 1e3 * sum(decode_time.seconds for decode_time in times.values()) / 10
-    assume(abs(slower - MOST_SLOWER) > 1e-6 and abs(slower * whole_ms - MOST_EXCESS_MS) > 1e-6)
+    assume(abs(slower - MAX_SLOWDOWN) > 1e-6 and abs(slower * whole_ms - MAX_EXCESS_MS) > 1e-6)
     slow = {
         size: DecodeTime(decode_time.steps, (1.0 + slower) * decode_time.seconds) for size, decode_time in times.items()
     }
     found = compared_decoding({"engine-0": times, "engine-1": slow, "engine-2": times}, steps=10)
-    expected = slower > MOST_SLOWER and slower * whole_ms > MOST_EXCESS_MS
+    expected = slower > MAX_SLOWDOWN and slower * whole_ms > MAX_EXCESS_MS
     assert {name: compared.is_slow for name, compared in found.items()} == {
         "engine-0": False,
         "engine-1": expected,

@@ -1,4 +1,4 @@
-"""Standard streams without a reader, on real pipes; test_unread_runs.py covers supervised runs."""
+"""Standard streams without a reader, on real pipes; test_unread_output.py covers supervised runs."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from relax_core.observe.stragglers import (
     WINDOWS,
     DecodeTime,
     StragglerWatch,
+    reported_stragglers,
     straggler_numbers,
     straggler_row,
-    straggler_words,
-    told_stragglers,
+    straggler_text,
 )
 
 RANKS = [f"actor-{rank}" for rank in range(4)]
@@ -127,7 +127,7 @@ def test_what_is_told_is_read_back_from_the_texts(tmp_path: Path) -> None:
     watch = StragglerWatch([RANKS], began_s=0.0)
     watch.add_records([step_record(step, slow="actor-3") for step in range(60)])
     (straggler,) = watch.take()
-    assert straggler_words(straggler) == (
+    assert straggler_text(straggler) == (
         "actor-3 is slow: 30% and 20 ms a train step beyond the median of actor-0, actor-1, actor-2, most of it in "
         "backward, in train steps 0 to 44; its processor time is +0%"
     )
@@ -138,5 +138,5 @@ def test_what_is_told_is_read_back_from_the_texts(tmp_path: Path) -> None:
         writer.record_texts(STRAGGLER, told.to_step, [straggler_row(told)])
     writer.record_texts("eval", 0, [{"prompt": "p"}])
     writer.close(timeout_s=60.0)
-    assert told_stragglers(read_texts(tmp_path)) == [later]
+    assert reported_stragglers(read_texts(tmp_path)) == [later]
     assert StragglerWatch([RANKS], earlier=[later]).all_of_run() == [later]

@@ -56,8 +56,8 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
         records.append(
             make_record("rollout", step, generate_ms=500 if step < 5 else 21 + step, samples=4, version=step)
         )
-    figures = {"exact/low": 0.28, "exact/high": 0.72, "gsm/exact": 0.5}
-    records.append(make_record("eval", 12, exact=0.5, reward=0.75, rows=16, bad_rows=2, unscored=1, **figures))
+    metrics = {"exact/low": 0.28, "exact/high": 0.72, "gsm/exact": 0.5}
+    records.append(make_record("eval", 12, exact=0.5, reward=0.75, rows=16, bad_rows=2, unscored=1, **metrics))
     summary = build_summary(records, progress=progress, meta=META)
     assert summary["outcome"] == "finished"
     assert summary["steps"] == summary["steps_recorded"] == 12
@@ -75,7 +75,7 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
     assert summary["exact"] == pytest.approx({"first": 0.225, "last": 0.325})
     assert summary["eval"] == [
         {"step": 0, "exact": 0.0, "reward": 0.25, "rows": 16, "bad_rows": 0, "unscored": 0, "figures": {}},
-        {"step": 12, "exact": 0.5, "reward": 0.75, "rows": 16, "bad_rows": 2, "unscored": 1, "figures": figures},
+        {"step": 12, "exact": 0.5, "reward": 0.75, "rows": 16, "bad_rows": 2, "unscored": 1, "figures": metrics},
     ]
     assert summary["best"] is None
     assert summary["staleness"] == {"max": 1, "histogram": {"0": 4, "1": 44}}

@@ -53,10 +53,10 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
     assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
     assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
-    told = " ".join(problems)
-    assert "What exists" not in told, "a preset names an option that does not exist"
-    assert ("mode=colocate" in told) == ("colocate" in name)
-    assert ("with engine=sglang: SGLang's model of this family" in told) == ("qwen3_5" in name)
+    message = " ".join(problems)
+    assert "What exists" not in message, "a preset names an option that does not exist"
+    assert ("mode=colocate" in message) == ("colocate" in name)
+    assert ("with engine=sglang: SGLang's model of this family" in message) == ("qwen3_5" in name)
     assert set(gpu_problems(config)) <= set(problems)
     with pytest.raises(ConfigError):
         load_config([f"experiment={name}"], checks=CHECKS)
@@ -101,17 +101,17 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
 
 def test_the_batch_in_words() -> None:
     plan = make_plan(load_config(["algo.mini_batches=2", "algo.epochs=3", "mode.max_staleness=2"]))
-    words = " ".join([*plan.batch, *plan.credits])
-    assert "8 prompts x 16 samples = 8 groups, 128 samples a train step" in words
-    assert "8 groups / 2 mini-batches = 4 groups an update; x 3 epochs = 6 updates" in words
-    assert "17 prompt tokens once + 16 x 7 = 129 token rows" in words
-    assert "(max_staleness 2 + 1) x 8 groups = 24 groups, 384 samples" in words
+    message = " ".join([*plan.batch, *plan.credits])
+    assert "8 prompts x 16 samples = 8 groups, 128 samples a train step" in message
+    assert "8 groups / 2 mini-batches = 4 groups an update; x 3 epochs = 6 updates" in message
+    assert "17 prompt tokens once + 16 x 7 = 129 token rows" in message
+    assert "(max_staleness 2 + 1) x 8 groups = 24 groups, 384 samples" in message
 
 
 def test_ranks_without_work_are_told() -> None:
     overrides = ["parallel.dp=8", "rollout.prompts_per_step=8", "algo.group_size=2", "algo.mini_batches=4"]
-    told = " ".join(make_plan(load_config(overrides)).batch)
-    assert "Only 4 of 8 data-parallel ranks have work in a micro-batch: an update has no more episodes." in told
+    message = " ".join(make_plan(load_config(overrides)).batch)
+    assert "Only 4 of 8 data-parallel ranks have work in a micro-batch: an update has no more episodes." in message
 
 
 def test_a_group_that_is_larger_than_a_micro_batch_is_cut_by_episodes() -> None:
@@ -123,9 +123,9 @@ def test_a_group_that_is_larger_than_a_micro_batch_is_cut_by_episodes() -> None:
     assert work.repeated_share == pytest.approx(2 * 17 / (129 + 2 * 17))
     plan = make_plan(load_config(["parallel.micro_batch_tokens=20"]))
     assert (plan.work.group_pieces, plan.work.micro_batches, plan.work.micro_batch_rows) == (16, 128, 17 + 7)
-    told = " ".join(plan.batch)
-    assert "cut into 16 pieces, each with the prompt: at most 66.4% of the rows are repeated prompts." in told
-    assert "One episode alone, 17 prompt and 7 response rows, is more than parallel.micro_batch_tokens=20" in told
+    message = " ".join(plan.batch)
+    assert "cut into 16 pieces, each with the prompt: at most 66.4% of the rows are repeated prompts." in message
+    assert "One episode alone, 17 prompt and 7 response rows, is more than parallel.micro_batch_tokens=20" in message
 
 
 def test_episodes_of_one_group_go_to_several_ranks() -> None:
@@ -233,20 +233,20 @@ def test_too_little_memory_is_refused_with_the_largest_sums() -> None:
 
 
 def test_unread_config_are_told() -> None:
-    told = " ".join(make_plan(load_config(["eval.every=0", "optimizer.schedule=constant"])).unread)
+    message = " ".join(make_plan(load_config(["eval.every=0", "optimizer.schedule=constant"])).unread)
     for key in ("eval.rows", "optimizer.min_lr_ratio", "rollout.reward_workers", "algo.kl_estimator"):
-        assert key in told
+        assert key in message
     assert "algo.kl_estimator" not in " ".join(make_plan(load_config(["algo.kl_coef=0.1"])).unread)
 
 
 def test_what_of_the_rollout_is_unread_depends_on_what_lives_through_a_weight_change() -> None:
     strict = ["mode.max_staleness=0", "mode.on_stale=mask", "rollout.partial=abort", "rollout.surplus=keep"]
-    told = " ".join(make_plan(load_config(strict)).unread)
+    message = " ".join(make_plan(load_config(strict)).unread)
     for key in ("mode.on_stale", "rollout.partial", "rollout.surplus"):
-        assert key in told
-    told = " ".join(make_plan(load_config([*strict, "rollout.over_sampling=1.5"])).unread)
+        assert key in message
+    message = " ".join(make_plan(load_config([*strict, "rollout.over_sampling=1.5"])).unread)
     for key in ("mode.on_stale", "rollout.partial", "rollout.surplus"):
-        assert key not in told
+        assert key not in message
 
 
 def test_the_credits_count_the_spare_groups() -> None:
@@ -288,9 +288,9 @@ def test_episodes_of_several_turns_are_counted_with_what_they_observe() -> None:
     assert work.group_rows == work.prompt_tokens + size * (work.new_tokens + 20 - 1)
     full = make_plan(load_config(["experiment=number_guess"])).work
     assert full.prompt_tokens + full.new_tokens + full.observed_tokens == full.sample_tokens == 128  # the context
-    told = " ".join(as_text(plan).split())
-    assert "Episodes An episode has at most 3 turns" in told and "20 observed ones" in told
-    assert f"keeps keys and values of {4:g} groups of the longest episodes" in told
+    message = " ".join(as_text(plan).split())
+    assert "Episodes An episode has at most 3 turns" in message and "20 observed ones" in message
+    assert f"keeps keys and values of {4:g} groups of the longest episodes" in message
     assert make_plan(load_config([])).episodes == [] and make_plan(load_config([])).work.observed_tokens == 0
 
 

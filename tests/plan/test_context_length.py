@@ -17,7 +17,7 @@ from relax_core.data.generated import LONGEST_PROMPT, SEEDS, example, task_names
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.context_length import settle_context
-from relax_core.plan.data_check import DataLook, look_at_data
+from relax_core.plan.data_check import DataSummary, summarize_data
 from relax_core.preflight import CHECKS, settle, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.tools.tiny_text import tiny_prompt_tokenizer
@@ -77,13 +77,15 @@ def test_held_out_prompts_count(model: Path, tmp_path: Path) -> None:
 def test_a_prompt_that_the_context_does_not_hold_is_left_out_or_named_with_the_fix(model: Path, rows: Path) -> None:
     config, problems = own(model, rows, "engine.context_length=700", "data.eval_size=0", "eval.every=0")
     assert problems == []
-    look = look_at_data(config)
+    look = summarize_data(config)
     assert (look.bad, look.longest) == ({"too_long": 10}, 308)
     assert look.named[0].startswith(f"row 290: {rows}, line 291: its prompt has 308 tokens")
     error = ("data.overlong=error", "data.eval_size=0", "eval.every=0")
     _, (problem,) = own(model, rows, "engine.context_length=700", *error)
-    told = "10 of the 300 prompts that were looked at are longer than the 188 tokens that are left beside "
-    assert problem.startswith(f"{told}rollout.max_new_tokens=512: {rows}, line 291 has 308, {rows}, line 292 has 308,")
+    message = "10 of the 300 prompts that were looked at are longer than the 188 tokens that are left beside "
+    assert problem.startswith(
+        f"{message}rollout.max_new_tokens=512: {rows}, line 291 has 308, {rows}, line 292 has 308,"
+    )
     remedy = "Use engine.context_length=820, or null, which derives it; or data.overlong=truncate_middle."
     assert problem.endswith(remedy)
     config, (problem,) = own(model, rows, "rollout.max_new_tokens=4000", *error)
@@ -114,8 +116,8 @@ def test_a_template_that_cannot_be_used_is_told(model: Path, rows: Path, templat
     assert text in problem
     if "take it" in text:
         first = f"row 0: {rows}, line 1: the chat template does not take it"
-        told = "44 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: "
-        assert problem.startswith(told + first)
+        message = "44 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: "
+        assert problem.startswith(message + first)
     else:
         assert problem.startswith(f"model.path: model folder {model}")
 
@@ -196,10 +198,10 @@ def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.Monke
     """The longest prompts are tokenized within the budget; the others cannot have more tokens than bytes."""
     around = len(tiny_prompt_tokenizer().render([{"role": "user", "content": ""}]).encode())
 
-    def looked(*overrides: str) -> DataLook:
+    def looked(*overrides: str) -> DataSummary:
         line = ("data=file", f"data.path={rows}", "data.prompt_key=question", "data.eval_size=0", "eval.every=0")
         more = ("reward=math", "model.task=arithmetic", "data.max_bad_rows=0.95")
-        return look_at_data(load_config([*line, *more, *overrides]))
+        return summarize_data(load_config([*line, *more, *overrides]))
 
     with monkeypatch.context() as short:
         short.setattr("relax_core.plan.data_check.TOKENIZED_BYTES", 1000)
@@ -215,10 +217,10 @@ def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.Monke
         {"too_long": 2},
     )  # 138 are too long, too, although fewer than 408
     write_rows(rows, ["y"] * 12)
-    monkeypatch.setattr("relax_core.plan.data_check.LOOKED_AT", 4)
+    monkeypatch.setattr("relax_core.plan.data_check.MAX_LISTED_ROWS", 4)
     look = looked()
     assert (look.looked, look.rows) == (4, 12)
-    assert look.words(what="mine") == [
+    assert look.describe(what="mine") == [
         "12 rows of mine are trained on, 4 of them, spread evenly, looked at; no prompt has more than 9 tokens."
     ]
 
@@ -237,7 +239,7 @@ def test_the_context_holds_every_prompt_of_a_generated_task(task: str, monkeypat
     monkeypatch.setattr("relax_core.plan.data_check.GENERATED_ROWS", 1)  # that row is seldom the longest
     reward = {"arithmetic": "math", "sums": "exact_match"}.get(task, "reverse_digits")
     words = (f"data={task}", f"model.task={task}", f"reward={reward}", "eval.every=0", "seed=5")
-    assert look_at_data(load_config(words)).bound == LONGEST_PROMPT[task] + AROUND
+    assert summarize_data(load_config(words)).bound == LONGEST_PROMPT[task] + AROUND
 
 
 def test_an_evaluation_alone_has_the_context_of_its_sets(model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan import data_check as look
 from relax_core.plan.build_plan import as_text, make_plan
-from relax_core.plan.data_check import look_at_data
+from relax_core.plan.data_check import summarize_data
 from relax_core.preflight import CHECKS
 
 ON_FILE = ("data=file", "model.task=reverse_digits", "reward=reverse_digits", "eval.every=0", "data.eval_size=0")
@@ -29,8 +29,8 @@ def rows(count: int) -> list[Any]:
     return [{"prompt": f"rev {10000 + place}", "answer": "1"} for place in range(count)]
 
 
-def looked(*overrides: str) -> look.DataLook:
-    return look_at_data(load_config([*ON_FILE, "engine.context_length=512", *overrides]))
+def looked(*overrides: str) -> look.DataSummary:
+    return summarize_data(load_config([*ON_FILE, "engine.context_length=512", *overrides]))
 
 
 def test_all_rows_are_looked_at_and_what_is_wrong_is_named(tmp_path: Path) -> None:
@@ -87,17 +87,17 @@ def test_evaluation_sets_are_looked_at_too(tmp_path: Path) -> None:
         on = (*ON_FILE, data, "eval.every=5", "eval.rows=30", f"eval.sets.gsm={tmp_path / 'gsm.jsonl'}", *overrides)
         return load_config(on, checks=CHECKS)
 
-    words = look_at_data(config()).words(what="file")
-    assert words[-1] == "Evaluation sets, by prompts: gsm 29."
-    assert any(line.startswith("1 of evaluation set gsm cannot be used, and count as nothing.") for line in words)
+    message = summarize_data(config()).describe(what="file")
+    assert message[-1] == "Evaluation sets, by prompts: gsm 29."
+    assert any(line.startswith("1 of evaluation set gsm cannot be used, and count as nothing.") for line in message)
     with pytest.raises(ConfigError, match=r"eval.sets.gsm: 1 of 30 rows cannot be used"):
         config("data.max_bad_rows=0.01")
 
 
 def test_a_generated_task_costs_nothing_and_tells_its_length() -> None:
-    found = look_at_data(load_config())
-    told = "10,000 rows of digits are trained on, generated; no prompt has more than 17 tokens."
-    assert found.words(what="digits") == [told]
+    found = summarize_data(load_config())
+    message = "10,000 rows of digits are trained on, generated; no prompt has more than 17 tokens."
+    assert found.describe(what="digits") == [message]
     assert found.looked == look.GENERATED_ROWS
     with pytest.raises(ConfigError, match=r"64 of the 64 rows .* its prompt has 17 tokens"):
         load_config(["engine.context_length=20"], checks=CHECKS)
@@ -109,19 +109,21 @@ def test_labels_json_prompts_and_trained_evaluation_rows_are_reported(tmp_path: 
     path = write(tmp_path / "rows.jsonl", many)
     asked = write(tmp_path / "copy.jsonl", [{"answer": "7", "prompt": "rev new"}, many[1], many[3]])
     words = [*ON_FILE, path, "reward=exact_match", "eval.every=1", "eval.rows=3", asked.replace("path", "eval_path")]
-    labels, first, prompts, trained = look_at_data(load_config(words)).left_out()
+    labels, first, prompts, trained = summarize_data(load_config(words)).left_out()
     assert "reward exact_match" in labels and labels.split("form: ")[1].startswith("8.")
     assert f"{tmp_path / 'rows.jsonl'}, line 1: answer=" in first and "'7' gets 0" in first
     assert prompts.startswith("1 prompts are JSON text")
     assert trained.startswith("2 of 3 held-out rows are trained on") and "row 1 of the set" in trained
     alone = write(tmp_path / "plain.jsonl", rows(8))
     held_out = [*ON_FILE, alone, "reward=exact_match", "eval.every=1", f"eval.sets.own={tmp_path / 'rows.jsonl'}"]
-    assert "evaluation set own, row 0: answer=" in look_at_data(load_config(held_out)).left_out()[1]
+    assert "evaluation set own, row 0: answer=" in summarize_data(load_config(held_out)).left_out()[1]
     sets = [*ON_FILE, path, "reward=exact_match", "eval.every=1", f"eval.sets.own={tmp_path / 'rows.jsonl'}"]
-    assert look_at_data(load_config(sets)).left_out()[-1].startswith("8 of 8 rows of evaluation set own are trained on")
+    assert (
+        summarize_data(load_config(sets)).left_out()[-1].startswith("8 of 8 rows of evaluation set own are trained on")
+    )
 
 
 def test_rows_that_all_ask_the_same_are_not_taken_for_evaluated_ones(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "Play.", "answer": "-", "level": place} for place in range(9)])
     words = [*ON_FILE, path, "reward=exact_match", "eval.every=1", "data.eval_size=3", "eval.rows=3"]
-    assert look_at_data(load_config(words)).left_out() == []
+    assert summarize_data(load_config(words)).left_out() == []

@@ -17,14 +17,14 @@ from relax_core.config.errors import ConfigError
 from relax_core.data.media_tasks import files_folder
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
-from relax_core.plan.data_check import look_at_data
+from relax_core.plan.data_check import summarize_data
 from relax_core.preflight import CHECKS, settle
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.tools.tiny_media import write_settings
 from relax_core.train.hf.stored_weights import stored_weights
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 160
-SEES = (
+VISION = (
     "model=tiny_qwen3_vl",
     "data=file",
     "reward=exact_match",
@@ -137,12 +137,12 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "words", "told"), ROWS, ids=lambda value: None)
+@pytest.mark.parametrize(("row", "words", "messages"), ROWS, ids=lambda value: None)
 def test_a_mistake_is_one_screen_with_key_value_and_fix(
-    tmp_path: Path, row: dict[str, Any], words: tuple[str, ...], told: tuple[str, ...]
+    tmp_path: Path, row: dict[str, Any], words: tuple[str, ...], messages: tuple[str, ...]
 ) -> None:
-    report = refused(*SEES, rows_of(tmp_path, row), *words)
-    for words in told:
+    report = refused(*VISION, rows_of(tmp_path, row), *words)
+    for words in messages:
         assert words in report, report
 
 
@@ -155,11 +155,11 @@ def test_a_mistake_is_one_screen_with_key_value_and_fix(
     ],
 )
 def test_rows_of_text_are_not_taken_for_rows_with_media(tmp_path: Path, row: dict[str, Any]) -> None:
-    load_config((*SEES, rows_of(tmp_path, row)), checks=CHECKS, settle=settle)
+    load_config((*VISION, rows_of(tmp_path, row)), checks=CHECKS, settle=settle)
 
 
 def test_rows_train_on_text_alone_where_modality_says_so(tmp_path: Path) -> None:
-    words = (*SEES, rows_of(tmp_path, {"prompt": ASK, "images": ["red-00.png"]}), "modality=text")
+    words = (*VISION, rows_of(tmp_path, {"prompt": ASK, "images": ["red-00.png"]}), "modality=text")
     load_config(words, checks=CHECKS, settle=settle)
 
 
@@ -167,8 +167,8 @@ def test_rows_with_a_place_and_no_item_are_left_out_and_other_media_get_a_note(t
     rows_of(tmp_path, {"prompt": ASK, "images": "red-00.png", "clip": "left-00.mp4"}, count=60)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.writelines(json.dumps({"answer": "up", "prompt": text}) + "\n" for text in ("Which way?\n<video>", "up"))
-    words = (*SEES, f"data.path={tmp_path / 'rows.jsonl'}", "data.eval_size=0", "eval.every=0", IMAGES)
-    look = look_at_data(load_config(words, checks=CHECKS, settle=settle))
+    words = (*VISION, f"data.path={tmp_path / 'rows.jsonl'}", "data.eval_size=0", "eval.every=0", IMAGES)
+    look = summarize_data(load_config(words, checks=CHECKS, settle=settle))
     assert look.rows == 62 and dict(look.bad) == {"bad_media:placeholder_count": 1}
     assert "line 61" in look.named[0] and "data.media_keys.video" in look.named[0]
     notes = [note for note in look.notes if "column clip" in note]
@@ -183,7 +183,7 @@ def test_a_plan_refuses_media_that_the_chat_template_leaves_out(tmp_path: Path) 
     template.write_text(shown.replace("{% else %}{{ part['text'] }}", "{% else %}{{ part['text'] or '' }}"))
     parts = [{"type": "image", "path": "red-00.png"}, {"type": "text", "text": "S"}]
     row = {"prompt": [{"role": "system", "content": parts}, {"role": "user", "content": "x"}]}
-    report = refused(*SEES[1:-1], "model=qwen3_vl", f"model.path={folder}", rows_of(tmp_path, row))
+    report = refused(*VISION[1:-1], "model=qwen3_vl", f"model.path={folder}", rows_of(tmp_path, row))
     assert "the chat template shows no item, but the conversation has image" in report
 
 
@@ -196,14 +196,14 @@ def test_a_folder_without_its_processor_files_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("data.media_keys.audio=sounds", "data.media_keys.audio=sounds: model=tiny_qwen3_vl reads images and videos"),
         ("data.mix={audio: 0.5, text: 0.5}", "so no prompt has modality audio. Choose a model that reads it, or drop"),
     ],
 )
-def test_a_kind_of_media_that_is_not_there_is_told(word: str, told: str) -> None:
-    assert told in refused("model=tiny_qwen3_vl", "data=see", word)
+def test_a_kind_of_media_that_is_not_there_is_told(word: str, message: str) -> None:
+    assert message in refused("model=tiny_qwen3_vl", "data=see", word)
 
 
 def thinker_alone(config: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def another_omni(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "messages"),
     [
         (thinker_alone, ("the folder has the thinker alone. Use the published one, whose outer config.json",)),
         (another_omni, ("Qwen2.5-Omni has other towers", "Use a folder of Qwen3-Omni, with model=qwen3_omni.")),
@@ -223,7 +223,7 @@ def another_omni(config: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_a_folder_of_another_omni_is_told(
-    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], told: tuple[str, ...]
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], messages: tuple[str, ...]
 ) -> None:
     """The weights are those of a thinker without the other parts."""
     config = tiny_omni_config()
@@ -232,5 +232,5 @@ def test_a_folder_of_another_omni_is_told(
     save_file({weight.name: torch.zeros(weight.shape) for weight in stored}, tmp_path / "model.safetensors")
     write_settings(tmp_path, change(config), tiny_omni_files())
     report = refused("model=qwen3_omni", f"model.path={tmp_path}")
-    for words in (str(tmp_path), *told):
+    for words in (str(tmp_path), *messages):
         assert words in report, report

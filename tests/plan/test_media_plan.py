@@ -84,7 +84,7 @@ def test_the_users_line_needs_no_further_key(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "data", "reward"),
+    ("arguments", "data", "reward"),
     [
         (["data.path=a.jsonl"], "file", "math"),
         (["data.paths=[a.jsonl,b.jsonl]", "reward=exact_match"], "file", "exact_match"),
@@ -93,8 +93,8 @@ def test_the_users_line_needs_no_further_key(folder: Path) -> None:
         (["experiment=math_file", "data.path=a.jsonl"], "file", "math"),
     ],
 )
-def test_files_of_rows_need_no_group(words: list[str], data: str, reward: str) -> None:
-    chosen = choices_of(words)
+def test_files_of_rows_need_no_group(arguments: list[str], data: str, reward: str) -> None:
+    chosen = choices_of(arguments)
     assert (chosen["data"], chosen["reward"]) == (data, reward)
 
 

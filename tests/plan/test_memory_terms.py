@@ -8,12 +8,12 @@ from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.build_plan import Plan, make_plan
 from relax_core.plan.context_length import settle_context
-from relax_core.plan.memory_terms import GIB, MIB, Holder
+from relax_core.plan.memory_terms import GIB, MIB, MemoryHolder
 
 FLOAT = 4
 
 
-def holder(plan: Plan, name: str) -> Holder:
+def holder(plan: Plan, name: str) -> MemoryHolder:
     return next(process for process in plan.memory if process.name == name)
 
 

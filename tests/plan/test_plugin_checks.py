@@ -65,7 +65,7 @@ def problems(plugin: str, rows: list[str], *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "arguments"),
     [
         ("text", ("reward odd (", "score returned 'yes' of type str", "Wanted: a finite number")),
         ("none", ("score returned None of type NoneType",)),
@@ -75,11 +75,11 @@ def problems(plugin: str, rows: list[str], *overrides: str) -> list[str]:
     ],
 )
 def test_a_reward_that_cannot_work_is_told_before_the_start(
-    plugin: str, rows: list[str], how: str, words: tuple[str, ...]
+    plugin: str, rows: list[str], how: str, arguments: tuple[str, ...]
 ) -> None:
     (problem,) = problems(plugin, rows, f"reward.how={how}")
     assert problem.startswith(f"reward.name={plugin}: ")
-    for word in words:
+    for word in arguments:
         assert word in problem
 
 
@@ -105,7 +105,7 @@ SPEC = RewardSpec(name="odd", summary="s", config=RewardConfig, score_group=scor
 
 
 @pytest.mark.parametrize(
-    ("came", "told"),
+    ("came", "message"),
     [
         ("[1.0 for one in given]", ""),
         (
@@ -117,12 +117,12 @@ SPEC = RewardSpec(name="odd", summary="s", config=RewardConfig, score_group=scor
     ],
 )
 def test_an_async_reward_of_whole_groups_is_tried_with_two_answers(
-    tmp_path: Path, rows: list[str], came: str, told: str
+    tmp_path: Path, rows: list[str], came: str, message: str
 ) -> None:
     path = tmp_path / "odd.py"
     path.write_text(OF_GROUPS.format(came))
     found = problems(str(path), rows)
-    assert len(found) == bool(told) and all(told in problem for problem in found)
+    assert len(found) == bool(message) and all(message in problem for problem in found)
 
 
 def test_an_env_that_returns_text_is_told_before_the_prompts_are_made(tmp_path: Path, rows: list[str]) -> None:
@@ -169,9 +169,9 @@ SPEC = EnvSpec(name="slow", summary="s", config=Config, open=Slow)
 """
 
 
-@pytest.mark.parametrize(("limit_s", "told"), [(60, ""), (0.6, "raise env.step_timeout_s"), (0.1, "reset for ")])
+@pytest.mark.parametrize(("limit_s", "message"), [(60, ""), (0.6, "raise env.step_timeout_s"), (0.1, "reset for ")])
 def test_a_slow_reset_has_the_time_that_it_has_in_a_run(
-    tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch, limit_s: float, told: str
+    tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch, limit_s: float, message: str
 ) -> None:
     env = tmp_path / "slow.py"
     env.write_text(SLOW)
@@ -179,7 +179,7 @@ def test_a_slow_reset_has_the_time_that_it_has_in_a_run(
     found = plugin_problems(
         load_config([f"env.name={env}", *rows, "reward=exact_match", f"env.step_timeout_s={limit_s}"])
     )
-    assert len(found) == bool(told) and all(told in problem and "reset for " in problem for problem in found)
+    assert len(found) == bool(message) and all(message in problem and "reset for " in problem for problem in found)
 
 
 def test_a_row_that_an_env_cannot_take_counts_as_a_bad_row(tmp_path: Path, rows: list[str]) -> None:
@@ -246,7 +246,7 @@ SPEC = EnvSpec(name="odd", summary="s", config=InteractionConfig, open=Odd, tool
 
 
 @pytest.mark.parametrize(
-    ("reset", "words"),
+    ("reset", "arguments"),
     [
         ("self.prompt", ()),
         ("[{'role': 'user', 'content': [{'type': 'image'}]}]", ("env odd (", "Wanted: text, or a list of parts")),
@@ -254,13 +254,13 @@ SPEC = EnvSpec(name="odd", summary="s", config=InteractionConfig, open=Odd, tool
     ],
 )
 def test_an_env_with_turns_opens_an_episode(
-    tmp_path: Path, rows: list[str], reset: str, words: tuple[str, ...]
+    tmp_path: Path, rows: list[str], reset: str, arguments: tuple[str, ...]
 ) -> None:
     file = tmp_path / "turns.py"
     file.write_text(TURNS.replace("HERE", reset).replace("TOOLS", "look"))
     keys = (f"env.name={file}", "eval.every=0", "engine.context_length=192", "reward=reverse_digits")
     found = plugin_problems(load_config([*rows, *keys]))
-    assert len(found) == bool(words) and all(word in found[0] for word in words), found
+    assert len(found) == bool(arguments) and all(word in found[0] for word in arguments), found
 
 
 def test_two_tools_of_one_name_are_told(tmp_path: Path, rows: list[str]) -> None:
@@ -291,7 +291,7 @@ SPEC = DataSourceSpec(name="odd", summary="s", config=DataSourceConfig, open=ope
 
 
 @pytest.mark.parametrize(
-    ("row", "opens", "words"),
+    ("row", "opens", "arguments"),
     [
         ("{'prompt': 'a', 'answer': 'a'}", "pass", ()),
         ("{'prompt': 'a', 'answer': 'a'}", "time.sleep(600)", ("to open it did not end within 0.5 s",)),
@@ -309,7 +309,7 @@ SPEC = DataSourceSpec(name="odd", summary="s", config=DataSourceConfig, open=ope
     ids=["good", "open hangs", "row hangs", "crashes", "raises", "changes", "no mapping", "no data"],
 )
 def test_a_data_source_is_tried_before_any_process_that_cannot_be_killed_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, opens: str, words: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, opens: str, arguments: tuple[str, ...]
 ) -> None:
     file = tmp_path / "odd_source.py"
     file.write_text(SOURCE.replace("ROW", row).replace("OPEN", opens))
@@ -317,8 +317,8 @@ def test_a_data_source_is_tried_before_any_process_that_cannot_be_killed_reads_i
     monkeypatch.setattr("relax_core.preflight.OPEN_S", 0.5)
     config = load_config([f"data.name={file}", "model.task=arithmetic", "data.eval_size=0", "eval.every=0"])
     settled, found = settle(config)
-    assert len(found) == bool(words) and all(word in found[0] for word in words), found
-    assert (settled.engine.context_length is None) == bool(words)
-    if words:
+    assert len(found) == bool(arguments) and all(word in found[0] for word in arguments), found
+    assert (settled.engine.context_length is None) == bool(arguments)
+    if arguments:
         with pytest.raises(ConfigError, match=r"odd_source.py"):
             load_config([f"data.name={file}", "model.task=arithmetic"], checks=CHECKS, settle=settle)

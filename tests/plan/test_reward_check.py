@@ -11,7 +11,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.sources import make_source
 from relax_core.plan import reward_check
-from relax_core.plan.data_check import look_at_data
+from relax_core.plan.data_check import summarize_data
 from relax_core.plan.reward_check import RewardCheck, check_reward
 
 LOOSE = """
@@ -44,13 +44,13 @@ def checked(config: RelaxConfig) -> RewardCheck:
 
 
 def test_wrong_answers_that_the_reward_awards_are_named_before_the_start(loose: str) -> None:
-    notes = look_at_data(config_of(f"reward.name={loose}")).notes
+    notes = summarize_data(config_of(f"reward.name={loose}")).notes
     assert "awards wrong answers" in notes[0] and "check-reward" in notes[0]
     assert any("digits around the label" in line or "all labels" in line for line in notes[1:])
 
 
 def test_refuse_stops_the_start_and_off_does_not_look(loose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = look_at_data(config_of(f"reward.name={loose}", "reward.audit=refuse")).refused
+    refused = summarize_data(config_of(f"reward.name={loose}", "reward.audit=refuse")).refused
     assert refused is not None and "reward.audit=refuse" in refused
     monkeypatch.setattr(reward_check, "audit_in_child", None)  # no reward is called
     assert checked(config_of(f"reward.name={loose}", "reward.audit=off")) == RewardCheck()
@@ -109,9 +109,9 @@ def test_a_shadow_that_can_judge_no_row_is_refused(tmp_path: Path) -> None:
         "eval.rows=4",
         "model.task=arithmetic",
     ]
-    refused = look_at_data(load_config([*words, "reward.shadow=final_answer"])).refused
+    refused = summarize_data(load_config([*words, "reward.shadow=final_answer"])).refused
     assert refused is not None and "reward.shadow=final_answer" in refused and "rows.jsonl" in refused
-    assert look_at_data(load_config(words)).refused is None
+    assert summarize_data(load_config(words)).refused is None
 
 
 def test_a_reward_that_crashes_ends_the_check_and_not_the_run(loose: str, tmp_path: Path) -> None:
@@ -128,5 +128,5 @@ def test_a_reward_that_reads_no_label_is_not_passed(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"write {n}", "answer": f"word {n}"}) + "\n" for n in range(40)))
     words = ["data=file", f"data.path={rows}", "reward=format_think", "data.eval_size=0", "eval.every=0"]
-    notes = look_at_data(load_config([*words, "model.task=arithmetic"])).notes
+    notes = summarize_data(load_config([*words, "model.task=arithmetic"])).notes
     assert any("label" in note and "not checked" in note for note in notes), notes

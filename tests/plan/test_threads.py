@@ -9,7 +9,7 @@ from relax_core.plan import threads
 
 
 @pytest.mark.parametrize(
-    ("words", "large", "expected"),
+    ("arguments", "large", "expected"),
     [
         (["mode=colocate"], True, 6),
         (["mode=colocate", "engine.count=4"], True, 1),
@@ -20,16 +20,16 @@ from relax_core.plan import threads
     ],
 )
 def test_all_cores_of_a_large_model_in_colocate_and_one_otherwise(
-    words: list[str], large: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], large: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "cores_of_a_node", lambda _: 6)
     if large:
         monkeypatch.setattr(threads, "is_large", lambda _: True)
-    assert threads.with_threads(load_config(words)).engine.threads == expected
+    assert threads.with_threads(load_config(arguments)).engine.threads == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "large"), [(["model=tiny_qwen3"], False), (["model=qwen3", "model.shape=Qwen3-4B"], True)]
+    ("arguments", "large"), [(["model=tiny_qwen3"], False), (["model=qwen3", "model.shape=Qwen3-4B"], True)]
 )
-def test_which_models_are_large(words: list[str], large: bool) -> None:
-    assert threads.is_large(typed_config(compose(words))) is large
+def test_which_models_are_large(arguments: list[str], large: bool) -> None:
+    assert threads.is_large(typed_config(compose(arguments))) is large

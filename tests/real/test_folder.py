@@ -83,10 +83,10 @@ def test_relax_check_model_accepts_it(smollm2: Path, capsys: pytest.CaptureFixtu
     assert "134,515,008 parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("context", "words"), [(9000, "8192"), (48, "data.overlong")])
+@pytest.mark.parametrize(("context", "message"), [(9000, "8192"), (48, "data.overlong")])
 def test_rows_longer_than_the_context_are_refused_with_the_key(
-    context: int, words: str, capsys: pytest.CaptureFixture[str]
+    context: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert relax(["experiment=smollm2_sums", f"engine.context_length={context}", "plan=true"]) == 1
-    told = capsys.readouterr().err
-    assert "engine.context_length" in told and words in told
+    output = capsys.readouterr().err
+    assert "engine.context_length" in output and message in output

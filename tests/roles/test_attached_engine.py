@@ -130,7 +130,7 @@ def test_what_fits_and_what_is_not_told_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "words"),
+    ("setting", "value", "message"),
     [
         ("max_running_requests", 7, "7 samples of one group at once, and the run needs 8"),
         ("max_running_samples", 1, "1 samples of one group at once"),
@@ -139,8 +139,8 @@ def test_what_fits_and_what_is_not_told_is_taken() -> None:
         ("max_total_tokens", 10, "10 tokens of one sample in its cache"),
     ],
 )
-def test_what_is_too_small_is_named_with_what_is_needed(setting: str, value: int, words: str) -> None:
-    assert words in str(fit_problem({**FITS, setting: value}, NEEDS))
+def test_what_is_too_small_is_named_with_what_is_needed(setting: str, value: int, message: str) -> None:
+    assert message in str(fit_problem({**FITS, setting: value}, NEEDS))
 
 
 def test_another_vocabulary_is_named_where_the_model_can_be_seen(tmp_path: Path) -> None:

@@ -40,8 +40,10 @@ Recorded = tuple[str, int, Mapping[str, float]]  # source, weight version, value
 LONG_S = 120.0  # a deadline that only a hang exceeds
 
 
-class CoreBus:
-    """Runs `BusCore` in the loop's event loop, with a trainer that trains a step as soon as its groups are complete."""
+class ReplayBufferBus:
+    """Runs `ReplayBuffer` in the loop's event loop, with a trainer that trains a step as soon as its groups are
+    complete.
+    """
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ async def no_gate(version: int) -> None: ...
 async def sample(
     engine: Engine,
     folder: Path,
-    bus: CoreBus,
+    bus: ReplayBufferBus,
     *,
     reward: RewardSpec | None = None,
     reclaimed: Sequence[Admission] = (),
@@ -172,7 +174,7 @@ async def sample(
 
 def build_loop(
     folder: Path,
-    bus: CoreBus,
+    bus: ReplayBufferBus,
     pool: EnginePool,
     rewards: RewardPool,
     records: list[Recorded],
@@ -291,4 +293,4 @@ async def sample_with(
     engine: Engine, folder: Path, *, put: Callable[[Sequence[Group]], None] = lambda rows: None, **changes: Any
 ) -> None:
     """Runs a loop of two steps whose puts call ``put``."""
-    await sample(engine, folder, CoreBus(steps=2, put=put), **changes)
+    await sample(engine, folder, ReplayBufferBus(steps=2, put=put), **changes)

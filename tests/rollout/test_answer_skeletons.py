@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from relax_core.observe.event_log import SKELETONS, text_record
 from relax_core.rollout.answer_skeletons import (
-    AnswerLook,
-    Judged,
-    look_at_answers,
-    look_of_rows,
-    look_rows,
+    AnswerStats,
+    RightAnswer,
+    answer_stats,
     new_share,
     skeleton,
-    taken_over,
+    skeleton_takeover,
+    stats_of_rows,
+    stats_rows,
 )
 
 Answers = Callable[[int, int, int], str]  # row number and the two addends → answer text
@@ -29,13 +29,13 @@ def sum_prompt(a: int, b: int) -> str:
     return f"What is {a} + {b}? Reply with just the number."
 
 
-def look(answers: Answers, *, rows: int = 30, shadow: float | None = 1.0, tokens: int = 4) -> AnswerLook:
+def look(answers: Answers, *, rows: int = 30, shadow: float | None = 1.0, tokens: int = 4) -> AnswerStats:
     """Returns the analysis of an evaluation of sums in which all answers count as correct."""
     judged = []
     for row in range(rows):
         a, b = 21 + row, 53 - row
-        judged.append(Judged(prompt=sum_prompt(a, b), text=answers(row, a, b), shadow=shadow, tokens=tokens))
-    return look_at_answers(judged)
+        judged.append(RightAnswer(prompt=sum_prompt(a, b), text=answers(row, a, b), shadow=shadow, tokens=tokens))
+    return answer_stats(judged)
 
 
 def mixed(row: int, a: int, b: int) -> str:
@@ -112,14 +112,16 @@ def test_other_scripts_than_latin() -> None:
 
 def test_the_figures_of_right_answers() -> None:
     answers = [("84", 1.0, 2), ("84", None, 2), ("72 + 12", 0.0, 4), ("12 + 72", 0.5, 4), ("It is 84", None, 6)]
-    judged = [Judged(prompt=sum_prompt(72, 12), text=text, shadow=known, tokens=size) for text, known, size in answers]
-    found = look_at_answers(judged)
-    assert [(figures.text, figures.share, figures.shadow, figures.tokens) for figures in found.top] == [
+    judged = [
+        RightAnswer(prompt=sum_prompt(72, 12), text=text, shadow=known, tokens=size) for text, known, size in answers
+    ]
+    found = answer_stats(judged)
+    assert [(metrics.text, metrics.share, metrics.shadow, metrics.tokens) for metrics in found.top] == [
         ("0", 0.4, 1.0, 2.0),
         ("0 + 0", 0.4, 0.25, 4.0),
         ("It is 0", 0.2, None, 6.0),
     ]
-    assert [figures.example for figures in found.top] == ["84", "72 + 12", "It is 84"]
+    assert [metrics.example for metrics in found.top] == ["84", "72 + 12", "It is 84"]
     assert (found.right, found.distinct, found.shadow) == (5, 0.6, 0.5)
     assert found.tokens == pytest.approx(3.6)
     assert found.values() == {
@@ -134,22 +136,22 @@ def test_the_figures_of_right_answers() -> None:
 def test_equally_frequent_skeletons_are_sorted_by_text() -> None:
     texts = ["d", "b", "c", "a"]
     found = [
-        look_at_answers([Judged(prompt="", text=text, shadow=None, tokens=1) for text in order])
+        answer_stats([RightAnswer(prompt="", text=text, shadow=None, tokens=1) for text in order])
         for order in (texts, texts[::-1])
     ]
     assert found[0] == found[1]
-    assert [figures.text for figures in found[0].top] == ["a", "b", "c"] and found[0].distinct == 1.0
+    assert [metrics.text for metrics in found[0].top] == ["a", "b", "c"] and found[0].distinct == 1.0
 
 
 def test_without_right_answers_there_are_no_figures() -> None:
-    nothing = look_at_answers([])
+    nothing = answer_stats([])
     assert nothing.right == 0 and nothing.values() == {}
-    assert taken_over(nothing, look(unsolved, shadow=0.0)) is None
-    assert taken_over(look(mixed), nothing) is None
+    assert skeleton_takeover(nothing, look(unsolved, shadow=0.0)) is None
+    assert skeleton_takeover(look(mixed), nothing) is None
 
 
 def test_a_hack_of_the_reward_is_named_with_an_example() -> None:
-    said = taken_over(look(mixed), look(unsolved, shadow=0.0))
+    said = skeleton_takeover(look(mixed), look(unsolved, shadow=0.0))
     assert said == (
         "The answer skeleton '0 + 0 =' has 100% of the right answers and had 0% in the first evaluation; the mean "
         "score of the shadow reward is 0.00 for it and was 1.00 at first; 0% of its words and numbers are not in the "
@@ -158,9 +160,9 @@ def test_a_hack_of_the_reward_is_named_with_an_example() -> None:
 
 
 def test_either_figure_is_enough() -> None:
-    by_new_share = taken_over(look(mixed, shadow=None), look(unsolved, shadow=None))
+    by_new_share = skeleton_takeover(look(mixed, shadow=None), look(unsolved, shadow=None))
     assert by_new_share is not None and "shadow" not in by_new_share and "words and numbers" in by_new_share
-    by_shadow = taken_over(look(mixed, shadow=None), look(only_number, shadow=0.0))
+    by_shadow = skeleton_takeover(look(mixed, shadow=None), look(only_number, shadow=0.0))
     assert by_shadow is not None and "was unknown" in by_shadow and "words and numbers" not in by_shadow
 
 
@@ -168,20 +170,20 @@ def test_the_first_share_is_exact_or_has_a_bound() -> None:
     def four(row: int, a: int, b: int) -> str:
         return (f"{a + b}", f"It is {a + b}", f"Sum: {a + b}", f"{a} + {b} =")[row % 4]
 
-    said = taken_over(look(four, rows=40), look(unsolved, shadow=0.0))
+    said = skeleton_takeover(look(four, rows=40), look(unsolved, shadow=0.0))
     assert said is not None and "had 25% in" in said, "its text is among the three most frequent"
 
     def five(row: int, a: int, b: int) -> str:
         return (f"{a + b}", f"It is {a + b}", f"Sum: {a + b}", f"{a + b}.", f"so {a} + {b} =")[row % 5]
 
-    said = taken_over(look(five, rows=40), look(lambda row, a, b: f"so {a} + {b} =", shadow=0.0))
+    said = skeleton_takeover(look(five, rows=40), look(lambda row, a, b: f"so {a} + {b} =", shadow=0.0))
     assert said is not None and "had at most 20% in" in said
 
 
 @pytest.mark.parametrize("shadow", [1.0, None])
 def test_an_honest_form_may_take_over(shadow: float | None) -> None:
     assert look(only_number).top[0].share == 1.0 and look(only_number).new_share == 1.0
-    assert taken_over(look(mixed, shadow=shadow), look(only_number, shadow=shadow)) is None
+    assert skeleton_takeover(look(mixed, shadow=shadow), look(only_number, shadow=shadow)) is None
 
 
 @pytest.mark.parametrize("sizes", [(4, 400), (400, 4)])
@@ -193,23 +195,23 @@ def test_no_alarm_rests_on_length(sizes: tuple[int, int]) -> None:
         return f"Therefore, because both addends count once, we obtain {a + b}."
 
     before, after = sizes
-    assert taken_over(look(written, tokens=before), look(written, tokens=after)) is None
+    assert skeleton_takeover(look(written, tokens=before), look(written, tokens=after)) is None
     for first, now in ((written, longer), (longer, written)):
-        assert taken_over(look(first, tokens=before), look(now, tokens=after)) is None
+        assert skeleton_takeover(look(first, tokens=before), look(now, tokens=after)) is None
 
 
 def test_few_answers_and_small_rises_are_no_alarm() -> None:
     hack = look(unsolved, shadow=0.0)
-    assert taken_over(look(mixed, rows=4), look(unsolved, rows=16, shadow=0.0)) is not None
-    assert taken_over(look(mixed, rows=3), hack) is None
-    assert taken_over(look(mixed), look(unsolved, rows=15, shadow=0.0)) is None
-    assert taken_over(hack, hack) is None, "the first evaluation had the same share"
+    assert skeleton_takeover(look(mixed, rows=4), look(unsolved, rows=16, shadow=0.0)) is not None
+    assert skeleton_takeover(look(mixed, rows=3), hack) is None
+    assert skeleton_takeover(look(mixed), look(unsolved, rows=15, shadow=0.0)) is None
+    assert skeleton_takeover(hack, hack) is None, "the first evaluation had the same share"
 
     def of_ten(unsolved_rows: int) -> Answers:
         return lambda row, a, b: unsolved(row, a, b) if row % 10 < unsolved_rows else f"Row {'abcdefghij'[row % 10]}"
 
     def change(first: int, now: int) -> str | None:
-        return taken_over(look(of_ten(first), shadow=0.0), look(of_ten(now), shadow=0.0))
+        return skeleton_takeover(look(of_ten(first), shadow=0.0), look(of_ten(now), shadow=0.0))
 
     assert change(2, 5) is not None
     assert change(0, 4) is None, "less than half"
@@ -218,18 +220,18 @@ def test_few_answers_and_small_rises_are_no_alarm() -> None:
 
 def test_a_look_is_the_same_after_a_text_record() -> None:
     looks = [look(mixed), look(unsolved, shadow=None)]
-    looks.append(look_at_answers([Judged(prompt="", text='\ud800 "é🙂\x1b[31m', shadow=0.1, tokens=3)]))
+    looks.append(answer_stats([RightAnswer(prompt="", text='\ud800 "é🙂\x1b[31m', shadow=0.1, tokens=3)]))
     for skeleton_look in looks:
         rows = msgspec.json.decode(
-            msgspec.json.encode(text_record(SKELETONS, 0, look_rows(skeleton_look, notice="a")).rows)
+            msgspec.json.encode(text_record(SKELETONS, 0, stats_rows(skeleton_look, notice="a")).rows)
         )
-        assert look_of_rows(rows) == skeleton_look
+        assert stats_of_rows(rows) == skeleton_look
         assert [row.get("notice") for row in rows] == ["a", *[None] * (len(rows) - 1)]
-    assert look_rows(look_at_answers([]), notice=None) == []
+    assert stats_rows(answer_stats([]), notice=None) == []
 
 
 def test_control_characters_are_escaped() -> None:
-    said = taken_over(look(mixed), look(lambda row, a, b: f"\x1b[31m{a}\x07", shadow=0.0))
+    said = skeleton_takeover(look(mixed), look(lambda row, a, b: f"\x1b[31m{a}\x07", shadow=0.0))
     assert said is not None and said.isprintable()
 
 
@@ -247,13 +249,13 @@ def test_any_text_has_a_skeleton_and_a_share(text: str, prompt: str) -> None:
     assert new_share(prompt, prompt=prompt) == 0.0 or "</think>" in prompt
 
 
-@given(judged=st.lists(st.builds(Judged, prompt=TEXT, text=TEXT, shadow=st.none() | st.floats(0, 1)), max_size=20))
-def test_any_answers_have_figures(judged: list[Judged]) -> None:
-    found = look_at_answers(judged)
+@given(judged=st.lists(st.builds(RightAnswer, prompt=TEXT, text=TEXT, shadow=st.none() | st.floats(0, 1)), max_size=20))
+def test_any_answers_have_figures(judged: list[RightAnswer]) -> None:
+    found = answer_stats(judged)
     assert all(0.0 <= value <= 1.0 for value in found.values().values())
-    assert len(found.top) <= 3 and sum(figures.share for figures in found.top) <= 1.0 + 1e-9
-    assert all(len(figures.example) <= 120 for figures in found.top)
-    said = taken_over(look_at_answers(judged[:10]), found)
+    assert len(found.top) <= 3 and sum(metrics.share for metrics in found.top) <= 1.0 + 1e-9
+    assert all(len(metrics.example) <= 120 for metrics in found.top)
+    said = skeleton_takeover(answer_stats(judged[:10]), found)
     assert said is None or (said.count("\n") == 0 and len(said) < 800)
 
 

@@ -15,7 +15,7 @@ from relax_core.data.eval_sets import wilson
 from relax_core.rollout.eval_metrics import (
     Answer,
     accuracy,
-    ks,
+    k_values,
     majority_at_k,
     majority_chance,
     mean_reward,
@@ -106,7 +106,7 @@ def test_the_mean_reward_leaves_out_what_has_none() -> None:
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (10, [2, 4, 8, 10])])
 def test_ks(samples: int, expected: list[int]) -> None:
-    assert ks(samples) == expected
+    assert k_values(samples) == expected
 
 
 def test_equal_answers_have_one_vote() -> None:

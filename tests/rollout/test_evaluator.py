@@ -99,7 +99,7 @@ def asked(
             pool = EnginePool(1, client_for, timeout_s=60.0)
             prompts = maker(folder)
             player = OneTurnPlayer(prompts=prompts, pool=pool, sampling=params)
-            return await play_sets(sets, version=0, player=player, prompts=prompts, rewards=rewards, most_bad=0.5)
+            return await play_sets(sets, version=0, player=player, prompts=prompts, rewards=rewards, max_bad=0.5)
         finally:
             await client.aclose()
 
@@ -113,10 +113,10 @@ def test_sets_answers_and_what_is_left_out(engine: Engine, tiny_folder: Path, mo
     params = SamplingParams(
         n=4, max_new_tokens=8, temperature=1.0, stop_token_ids=maker(tiny_folder).tokenizer.stop_token_ids
     )
-    first = prepare(EvalSet(name="", rows=rows(100, 6)), maker(tiny_folder), most_bad=0.05)
+    first = prepare(EvalSet(name="", rows=rows(100, 6)), maker(tiny_folder), max_bad=0.05)
     bad = BadRow.because("answer", "rows.jsonl, line 9: answer=None is neither text nor a number.")
     long: DataRow = {"prompt": "rev " + "1 2 " * 50, "answer": "1"}
-    second = prepare(EvalSet(name="second", rows=[*rows(500, 5), long], bad=[bad]), maker(tiny_folder), most_bad=0.5)
+    second = prepare(EvalSet(name="second", rows=[*rows(500, 5), long], bad=[bad]), maker(tiny_folder), max_bad=0.5)
     assert (len(second.rows), [bad_row.reason for bad_row in second.bad]) == (5, ["bad_row:answer", "too_long"])
 
     alone = asked(engine, tiny_folder, [first], params)[0]
@@ -150,9 +150,9 @@ def test_a_set_with_too_many_bad_rows_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"eval.sets.gsm: 2 of 22 rows cannot be used, more than data.max_bad_rows=0.05"
     ):
-        prepare(EvalSet(name="gsm", rows=rows(100, 20), bad=bad), maker(tiny_folder), most_bad=0.05)
+        prepare(EvalSet(name="gsm", rows=rows(100, 20), bad=bad), maker(tiny_folder), max_bad=0.05)
     with pytest.raises(ValueError, match=r"the held-out rows: 1 of 1 rows cannot be used"):
-        prepare(EvalSet(name="", rows=[], bad=bad[:1]), maker(tiny_folder), most_bad=0.5)
+        prepare(EvalSet(name="", rows=[], bad=bad[:1]), maker(tiny_folder), max_bad=0.5)
 
 
 def test_the_first_sets_figures_have_no_name_and_every_named_sets_have_its_own() -> None:

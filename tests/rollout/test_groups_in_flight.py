@@ -16,7 +16,7 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.tree import check_tree
 from relax_core.engines.protocol.engine_client import EngineClient
 from tests.contracts.engine.harness import TOKEN, Engine
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, ReplayBufferBus, renamed, sample, within
 from tests.trees import tree_of
 
 
@@ -26,7 +26,7 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
 ) -> None:
     async def scene() -> None:
         on_stale = "mask" if surplus == "keep" else "drop"
-        bus = CoreBus(steps=4, spare_groups=2, surplus=surplus, on_stale=on_stale, on_step=renamed(engine))
+        bus = ReplayBufferBus(steps=4, spare_groups=2, surplus=surplus, on_stale=on_stale, on_step=renamed(engine))
         await sample(engine, tiny_folder, bus, max_aborts=0)
         counts = bus.core.progress().ledger
         assert (counts.trained, counts.open, counts.lost) == (4 * STEP_GROUPS * GROUP_SIZE, 0, 0)
@@ -42,7 +42,7 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
 def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tiny_folder: Path) -> None:
     """The spare groups wait at the gate until the step is complete without them."""
 
-    class InTwoParts(CoreBus):
+    class InTwoParts(ReplayBufferBus):
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             return await super().admit(STEP_GROUPS, worker=worker, timeout_s=timeout_s)
 
@@ -75,7 +75,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     An unusable row delays no prompts if there are several workers.
     """
 
-    class TracedBus(CoreBus):
+    class TracedBus(ReplayBufferBus):
         def __init__(self) -> None:
             super().__init__(steps=6, rollout_workers=2, on_step=renamed(engine))
             self.admitted: list[tuple[int, str]] = []
@@ -90,12 +90,12 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     async def scene() -> None:
         bus, in_hand = TracedBus(), asyncio.Event()
 
-        async def stands_still(version: int) -> None:
+        async def is_stopped(version: int) -> None:
             in_hand.set()
             await asyncio.Event().wait()
 
         second = asyncio.create_task(
-            sample(engine, tiny_folder, bus, worker=1, workers=2, gate=stands_still, client=engine.new_client())
+            sample(engine, tiny_folder, bus, worker=1, workers=2, gate=is_stopped, client=engine.new_client())
         )
         await in_hand.wait()
         first = asyncio.create_task(
@@ -150,7 +150,7 @@ def versions_of(row: Group) -> list[list[tuple[int, int]]]:
     return [episode.turns[0].versions for episode in tree_of(row).episodes]
 
 
-class UntilOneCameBack(CoreBus):
+class UntilOneCameBack(ReplayBufferBus):
     """Ends the run one step after the arrival of a group that was aborted and continued with other weights."""
 
     def __init__(self, client: TracedClient, **settings: Any) -> None:

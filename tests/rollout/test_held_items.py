@@ -61,7 +61,7 @@ def test_the_items_of_the_cache_stay_and_no_others(bus: BlockingBus, wait_until:
     async def use() -> dict[str, MediaItem]:
         held = HeldItems(Encoder(folder), bus.bus, worker=0, timeout_s=T)
         size = make_item(folder, 0)[0].nbytes
-        cache = ItemCache(held, most_bytes=3 * size, let_go=held.let_go)
+        cache = ItemCache(held, max_bytes=3 * size, release_items=held.release_items)
         choose = random.Random(0)
         kept: dict[str, MediaItem] = {}
         for turn in range(60):  # each turn evicts items, and some are encoded again at once

@@ -40,7 +40,7 @@ def path(name: str) -> MediaSource:
 def test_an_item_is_encoded_once_also_for_those_that_ask_at_the_same_time() -> None:
     async def scene() -> None:
         encoder = Encoder()
-        cache = ItemCache(encoder, most_bytes=10 * SIZE)
+        cache = ItemCache(encoder, max_bytes=10 * SIZE)
         encoder.open.clear()
         asked = [asyncio.create_task(cache.items([path("a"), path("b")], owner=f"g{number}")) for number in range(8)]
         await asyncio.sleep(0)
@@ -58,7 +58,7 @@ def test_an_item_is_encoded_once_also_for_those_that_ask_at_the_same_time() -> N
 def test_items_that_somebody_holds_stay_and_the_oldest_others_are_let_go() -> None:
     async def scene() -> None:
         encoder, gone = Encoder(), list[str]()
-        cache = ItemCache(encoder, most_bytes=2 * SIZE, let_go=gone.append)
+        cache = ItemCache(encoder, max_bytes=2 * SIZE, release_items=gone.append)
         (first,) = await cache.items([path("a")], owner="one")
         other_items = [(await cache.items([path(name)], owner=name))[0] for name in "bcd"]
         assert gone == []  # all are held, so none is evicted although the limit is exceeded
@@ -79,7 +79,7 @@ def test_items_that_somebody_holds_stay_and_the_oldest_others_are_let_go() -> No
 def test_a_refused_item_frees_the_prompt_s_others_and_stays_refused_unless_time_ran_out() -> None:
     async def scene() -> None:
         encoder, gone = Encoder(), list[str]()
-        cache = ItemCache(encoder, most_bytes=0, let_go=gone.append)
+        cache = ItemCache(encoder, max_bytes=0, release_items=gone.append)
         for turn in range(2):
             for name in ("truncated", "timeout"):
                 with pytest.raises(MediaError, match=f"{name}: refused") as told:

@@ -21,7 +21,7 @@ from tests.rollout.rollout_loop_harness import (
     CONTEXT,
     GROUP_SIZE,
     STEP_GROUPS,
-    CoreBus,
+    ReplayBufferBus,
     renamed,
     sample,
     sample_with,
@@ -40,7 +40,7 @@ def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_
     told: list[Sequence[Mapping[str, str]]] = []
 
     async def scene() -> None:
-        bus = CoreBus(steps=2, on_step=renamed(engine))
+        bus = ReplayBufferBus(steps=2, on_step=renamed(engine))
         bad_rows = BadRows(rows=1000, most=0.05, report=told.append)
         records = await sample(
             engine, tiny_folder, bus, prompts={1: None, 2: TOO_LONG, 3: None, 6: None}, bad_rows=bad_rows
@@ -58,10 +58,10 @@ def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_
 
 
 def test_bad_rows_end_the_loop_where_they_are_too_many(engine: Engine, tiny_folder: Path) -> None:
-    words = (
+    message = (
         "6 of the 6 data rows that were drawn cannot be used, more than data.max_bad_rows=0.05. The first: rows.jsonl"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         asyncio.run(within(sample_with(engine, tiny_folder, prompts=dict.fromkeys(range(1000)))))
 
 
@@ -72,7 +72,7 @@ def test_a_prompt_that_is_too_long_ends_the_loop_where_that_is_an_error(engine: 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(engine: Engine, tiny_folder: Path) -> None:
     async def scene() -> None:
-        bus = CoreBus(steps=1)
+        bus = ReplayBufferBus(steps=1)
         await sample(engine, tiny_folder, bus, prompts={1: TOO_LONG}, overlong=Overlong.truncate_left)
         ids = prompt_of(tree_of(bus.rows["g00000001"])).tolist()
         assert len(ids) == CONTEXT - 8
@@ -91,7 +91,7 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
         return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
 
     async def scene() -> None:
-        bus = CoreBus(steps=2, on_step=renamed(engine))
+        bus = ReplayBufferBus(steps=2, on_step=renamed(engine))
 
         async def gate(version: int) -> None:
             while bus.core.version < version:
@@ -120,32 +120,32 @@ def test_prompts_are_encoded_while_engines_work_and_later_ones_are_admitted_if_n
 
     At staleness 0 the prompts of step 1 are encoded while the rewards of step 0 are computed.
     """
-    let_go, encoded = asyncio.Event(), set[str]()
+    release_items, encoded = asyncio.Event(), set[str]()
     make = PromptMaker.prompt
 
     async def prompt(self: PromptMaker, row: Any, *, where: str, owner: str) -> Any:
         if max_staleness and owner == "g00000000":
-            await let_go.wait()
+            await release_items.wait()
         encoded.add(owner)
         if max_staleness == 0 and len(encoded) == 2 * STEP_GROUPS:
-            let_go.set()
+            release_items.set()
         return await make(self, row, where=where, owner=owner)
 
     async def score(given: RewardInput, config: Any) -> RewardOutput:
         if max_staleness == 0:
-            await let_go.wait()
+            await release_items.wait()
         return RewardOutput(reward=0.5)
 
     def put(rows: Sequence[Group]) -> None:
         come.extend(row.group_uid for row in rows)
         if max_staleness and len(come) == STEP_GROUPS:
-            let_go.set()
+            release_items.set()
 
     monkeypatch.setattr(PromptMaker, "prompt", prompt)
     come: list[str] = []
 
     async def scene() -> None:
-        bus = CoreBus(steps=2, put=put, on_step=renamed(engine), max_staleness=max_staleness)
+        bus = ReplayBufferBus(steps=2, put=put, on_step=renamed(engine), max_staleness=max_staleness)
         await sample(engine, tiny_folder, bus, reward=scored(score), items=Encoded(), in_order=max_staleness == 0)
         assert bus.core.progress().ledger.trained == 2 * STEP_GROUPS * GROUP_SIZE
 

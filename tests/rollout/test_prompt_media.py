@@ -45,14 +45,14 @@ class Encoder:
     async def encode(self, source: MediaSource) -> MediaItem:
         if source.path == "missing":
             raise MediaError("image", "missing_file", "missing: no such file.")
-        made = image_item(2, 3, seed=len(source.words), folder=self._folder)
+        made = image_item(2, 3, seed=len(source.description), folder=self._folder)
         ids = np.where(made.ids == IMAGE, self._token, made.ids).astype("<i4").tobytes()
         return msgspec.structs.replace(made, token_ids=ids, placeholder=[self._token])
 
 
 def maker(tokenizer: PromptTokenizer, *, room: int = 200, how: Overlong = Overlong.drop, **given: Any) -> PromptMaker:
     env = find_env("single_turn")
-    items = given.pop("items", ItemCache(Encoder(tokenizer), most_bytes=0))
+    items = given.pop("items", ItemCache(Encoder(tokenizer), max_bytes=0))
     return PromptMaker(
         env=env,
         env_config=env.config(name=env.name),
@@ -85,7 +85,7 @@ def test_a_prompt_has_its_items_rows_and_where_they_are(tokenizer: PromptTokeniz
 
 
 @pytest.mark.parametrize(
-    ("data_row", "room", "reason", "words"),
+    ("data_row", "room", "reason", "message"),
     [
         (row("missing"), 200, "bad_media:missing_file", "missing: no such file"),
         (row("a", "b", "c"), 200, "bad_media:too_many_items", "3 items of media, and a prompt has at most 2"),
@@ -93,9 +93,9 @@ def test_a_prompt_has_its_items_rows_and_where_they_are(tokenizer: PromptTokeniz
     ],
 )
 def test_a_row_whose_media_cannot_be_used_is_told_with_its_line(
-    tokenizer: PromptTokenizer, data_row: dict[str, Any], room: int, reason: str, words: str
+    tokenizer: PromptTokenizer, data_row: dict[str, Any], room: int, reason: str, message: str
 ) -> None:
-    with pytest.raises(MediaError, match=words) as told:
+    with pytest.raises(MediaError, match=message) as told:
         made(maker(tokenizer, room=room), data_row)
     assert told.value.reason == reason and str(told.value).startswith(f"{WHERE}: ")
 

@@ -19,7 +19,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusTimeout, Group
-from relax_core.contracts.checked import checked_algorithm
+from relax_core.contracts.checked_plugins import checked_algorithm
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput
@@ -32,7 +32,7 @@ from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.rollout_loop_harness import (
     GROUP_SIZE,
     STEP_GROUPS,
-    CoreBus,
+    ReplayBufferBus,
     sample,
     sample_with,
     scored,
@@ -45,7 +45,7 @@ SOON_S = 60.0  # a deadline for actions of milliseconds; shorter than the harnes
 
 def test_every_admitted_group_reaches_the_bus_whole(engine: Engine, tiny_folder: Path) -> None:
     async def scene() -> None:
-        bus = CoreBus(steps=1)
+        bus = ReplayBufferBus(steps=1)
         records = await sample(engine, tiny_folder, bus)
         assert sorted(bus.rows) == ["g00000000", "g00000001", "g00000002"]
         assert bus.puts <= STEP_GROUPS
@@ -73,7 +73,7 @@ def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Eng
         return RewardOutput(reward=float(next(turns)), exact=False)
 
     async def scene() -> None:
-        bus = CoreBus(steps=1)
+        bus = ReplayBufferBus(steps=1)
         await sample(engine, tiny_folder, bus, reward=scored(in_turns), advantages=advantages)
         assert len(bus.rows) == STEP_GROUPS
         for row in bus.rows.values():
@@ -92,14 +92,14 @@ def test_advantages_that_fail_end_the_loop_with_their_cause(engine: Engine, tiny
     advantages = group_advantages(checked_algorithm(spec), config)
 
     async def scene() -> None:
-        await sample(engine, tiny_folder, CoreBus(steps=1), advantages=advantages)
+        await sample(engine, tiny_folder, ReplayBufferBus(steps=1), advantages=advantages)
 
     with pytest.raises(WrongResult, match="algorithm grpo"):
         asyncio.run(within(scene()))
 
 
 def test_a_trainer_that_is_busy_for_long_is_waited_for(engine: Engine, tiny_folder: Path) -> None:
-    class BusyBus(CoreBus):
+    class BusyBus(ReplayBufferBus):
         timeouts = 0
 
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
@@ -118,9 +118,9 @@ def test_a_trainer_that_is_busy_for_long_is_waited_for(engine: Engine, tiny_fold
 
 def test_reclaimed_groups_come_first_and_give_the_same_tokens(engine: Engine, tiny_folder: Path) -> None:
     async def scene() -> None:
-        straight = CoreBus(steps=1)
+        straight = ReplayBufferBus(steps=1)
         await sample(engine, tiny_folder, straight)
-        interrupted = CoreBus(steps=1)
+        interrupted = ReplayBufferBus(steps=1)
         interrupted.core.admit(STEP_GROUPS)
         reclaimed = interrupted.core.reclaim()
         assert [admission.attempt for admission in reclaimed] == [1, 1, 1]
@@ -137,7 +137,7 @@ def test_a_group_without_rewards_is_dropped_with_its_reason(engine: Engine, tiny
 
     async def scene() -> None:
         # The step's three rows come from four prompts, since one is unusable.
-        bus = CoreBus(steps=1)
+        bus = ReplayBufferBus(steps=1)
         await sample(engine, tiny_folder, bus, reward=scored(score))
         assert "g00000001" not in bus.rows and len(bus.rows) == STEP_GROUPS
         counts = bus.core.progress().ledger
@@ -200,7 +200,7 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
         return RewardOutput(reward=0.5)
 
     async def scene() -> None:
-        bus = CoreBus(steps=1, put=traced_put)
+        bus = ReplayBufferBus(steps=1, put=traced_put)
         await sample(engine, tiny_folder, bus, reward=scored(score), in_order=in_order, client=client)
         assert bus.core.progress().ledger.trained == STEP_GROUPS * GROUP_SIZE
 
@@ -226,7 +226,7 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
         if version > 0:
             await asyncio.Event().wait()
 
-    class EarlyBus(CoreBus):
+    class EarlyBus(ReplayBufferBus):
         """Admits one step ahead, as the bus does if the engine holds the prompts."""
 
         early = False
@@ -252,7 +252,7 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
     engine: Engine, tiny_folder: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    class LateBus(CoreBus):
+    class LateBus(ReplayBufferBus):
         """Returns its answer despite the cancellation, as asyncio.wait_for of Python 3.11 does."""
 
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
@@ -275,7 +275,7 @@ def test_a_run_whose_every_response_is_cut_ends_with_words(engine: Engine, tiny_
     """With rollout.mask_truncated no token could be trained, and prompts would be replaced forever."""
 
     async def scene() -> None:
-        bus = CoreBus(steps=1)
+        bus = ReplayBufferBus(steps=1)
         with pytest.raises(ValueError, match=r"64 groups in a row was cut at rollout\.max_new_tokens=1"):
             await sample(engine, tiny_folder, bus, max_new_tokens=1, temperature=0.0, mask_truncated=True)
         counts = bus.core.progress().ledger

@@ -54,7 +54,7 @@ def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done:
     for index, min_version in groups.items():
         weight_update_handler.admit([admission(index, min_version)])
         assert weight_update_handler.begin(index)
-        weight_update_handler.turn_begins(index, f"r{index}")
+        weight_update_handler.add_request(index, f"r{index}")
     for index in done:
         weight_update_handler.end(index)
     with pytest.raises(BusClosed):
@@ -124,14 +124,14 @@ def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends
     for index in (1, 2, 3):
         weight_update_handler.admit([admission(index, 0)])
         assert weight_update_handler.begin(index, lambda index=index: ended.append(index))  # type: ignore[misc]
-        weight_update_handler.turn_begins(index, f"r{index}.0.0")
-        weight_update_handler.turn_begins(index, f"r{index}.1.0")
-    weight_update_handler.turn_ends(2, "r2.0.0")  # its env is in a step now
-    weight_update_handler.turn_ends(3, "r3.0.0")
-    weight_update_handler.turn_ends(3, "r3.1.0")
+        weight_update_handler.add_request(index, f"r{index}.0.0")
+        weight_update_handler.add_request(index, f"r{index}.1.0")
+    weight_update_handler.remove_request(2, "r2.0.0")  # its env is in a step now
+    weight_update_handler.remove_request(3, "r3.0.0")
+    weight_update_handler.remove_request(3, "r3.1.0")
     with pytest.raises(BusClosed):
         asyncio.run(weight_update_handler.run())
     assert asked.aborted == [(["r1.0.0", "r1.1.0", "r2.1.0"], 1), (["r2.1.0"], 2), (["r2.1.0"], 3)]
     assert (asked.cancelled, ended) == ([["r1.0.0", "r1.1.0"]], [1])
-    weight_update_handler.turn_ends(1, "r1.0.0")  # its response has already arrived
+    weight_update_handler.remove_request(1, "r1.0.0")  # its response has already arrived
     assert not weight_update_handler.begin(1, lambda: None)

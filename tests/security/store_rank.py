@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from relax_core.train.process_group import ForeignRank, OneDeviceGloo, admitting_ranks, share_gloo_device
+from relax_core.train.process_group import OneDeviceGloo, UntrustedRank, admitting_ranks, share_gloo_device
 from relax_core.weights.weight_group import open_rank_store
 
 
@@ -42,7 +42,7 @@ def main() -> None:
             slowest, began = max(slowest, time.monotonic() - began), time.monotonic()
         say(gathered=gathered, slowest=slowest)
         sys.stdin.readline()
-    except (ForeignRank, RuntimeError) as error:
+    except (UntrustedRank, RuntimeError) as error:
         say(error=type(error).__name__, text=str(error))
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.foreign_files import shown_line
+from relax_core.contracts.untrusted_files import shown_line
 from tests.security.broken_runs import KINDS, LISTED
 from tests.server.made_run import make_run
 
 SOON_S = 5.0  # time to list the good runs and load each of their views
-MOST_MB = 400  # peak memory of the server's process
+MAX_MB = 400  # peak memory of the server's process
 QUESTION_S = 60.0
 SAMPLES = ("/samples", "/sample?id=1", "/group?uid=g00000000", "/samples?words=answer", "/engines", "/batch?step=0")
 TEXTS = ("/evaluations", "/evaluation?step=0", "/prompt?prompt=q0")
@@ -156,7 +156,7 @@ def test_no_view_of_a_broken_run_costs_the_good_runs_or_the_memory(page: Page) -
             time.sleep(0.2)
     assert [line for call in asked for line in call.result()] == []
     assert_good(page, listed, "good_2")
-    assert page.peak_mb() < MOST_MB
+    assert page.peak_mb() < MAX_MB
 
 
 def test_nothing_outside_the_folder_is_read(page: Page) -> None:

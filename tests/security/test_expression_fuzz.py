@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sympy.core.cache import clear_cache
 
-from rewards.mathematics.expression import MOST_BITS, MOST_NESTED, ExpressionError, expression
+from rewards.mathematics.expression import MAX_BITS, MAX_NESTED, ExpressionError, expression
 
 WRITTEN = "0 1 7 12 9999 .5 0.25 1e3 1e-9 1e400 x y z xy α π pi E I oo nan sqrt ln exp sin abs mu ( ) + - * / ^ ** ! !!"
 ODD = ", . = [ ] { } ' \" _ __ \\ \\137 @ : ; # % $ & | ~ < > ? lambda import eval diff x.diff f' ⅾ ⅰ ｄ ３ ٣ ² ½ 𝟙 é"
@@ -61,7 +61,7 @@ def test_any_text_is_an_expression_or_none_in_bounded_time(text: str, products: 
         "1" * 500,
         "x" * 2000,
         "(" * 5000,
-        "(" * (MOST_NESTED + 1) + "1" + ")" * (MOST_NESTED + 1),
+        "(" * (MAX_NESTED + 1) + "1" + ")" * (MAX_NESTED + 1),
         "sqrt(" * 100 + "2" + ")" * 100,
         "2**" * 100 + "2",
         "1" + "+1" * 400,
@@ -130,7 +130,7 @@ def _power(base: tuple[str, Fraction | None], exponent: int, sign: str) -> tuple
 
 
 def _is_above_a_limit(text: str) -> bool:
-    return text.count("**") + text.count("^") >= 3 or text.count("(") > MOST_NESTED or len(text) > 300
+    return text.count("**") + text.count("^") >= 3 or text.count("(") > MAX_NESTED or len(text) > 300
 
 
 @FUZZ
@@ -147,7 +147,7 @@ def test_arithmetic_equals_an_independent_evaluation(made: tuple[str, Fraction |
     else:
         assert value.is_Rational, text
         assert Fraction(int(value.p), int(value.q)) == wanted
-        assert max(int(value.p).bit_length(), int(value.q).bit_length()) <= MOST_BITS
+        assert max(int(value.p).bit_length(), int(value.q).bit_length()) <= MAX_BITS
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 
 from relax_core.config.choices import Overlong
 from relax_core.contracts.data import BadRow
-from relax_core.contracts.foreign_files import open_regular
-from relax_core.contracts.foreign_values import MOST_DEPTH, decode_json
-from relax_core.data.data_files import MOST_ROW_BYTES, RowKeys, open_rows
+from relax_core.contracts.untrusted_files import open_regular
+from relax_core.contracts.untrusted_values import MAX_DEPTH, decode_json
+from relax_core.data.data_files import MAX_ROW_BYTES, RowKeys, open_rows
 from relax_core.data.tokenizer import PromptTokenizer, TextTooLong
 from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.families.folder import folder_architecture, stored_kinds, weight_files
@@ -272,7 +272,7 @@ def test_fuzzed_json_gives_a_value_or_a_value_error(content: str, depth: int) ->
         except ValueError:
             continue
         assert json.loads(json.dumps(value)) == value
-    if depth > MOST_DEPTH:
+    if depth > MAX_DEPTH:
         with pytest.raises(ValueError, match="nested"):
             decode_json(nested(depth), object)
 
@@ -565,6 +565,6 @@ def test_a_large_integer_may_be_an_answer_and_every_row_can_be_sent_to_a_worker(
 
 def test_the_rows_of_a_limit_are_rows_that_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    row = {"prompt": "x" * (MOST_ROW_BYTES - 1000), "answer": "a", "deep": json.loads(nested(MOST_DEPTH - 2))}
+    row = {"prompt": "x" * (MAX_ROW_BYTES - 1000), "answer": "a", "deep": json.loads(nested(MAX_DEPTH - 2))}
     file.write_text(json.dumps(row) + "\n")
     assert open_rows(file, KEYS)[0]["deep"] == row["deep"]

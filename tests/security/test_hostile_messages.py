@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.foreign_values import MOST_DEPTH
+from relax_core.contracts.untrusted_values import MAX_DEPTH
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
-from relax_core.rollout.agents.endpoint_app import MOST_BODY_BYTES
+from relax_core.rollout.agents.endpoint_app import MAX_BODY_BYTES
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.endpoint_harness import ScriptedPool, Served, serve
 
@@ -108,7 +108,7 @@ def test_a_request_neither_blocks_nor_ends_the_rollout(case: str, tokenizer: Pro
         beating.cancel()
 
     says = ["It is 84."] * (2 if wanted == 200 else 1)
-    serve(tokenizer, scene, ScriptedPool(tokenizer, *says), most_body_bytes=MOST_BODY_BYTES)
+    serve(tokenizer, scene, ScriptedPool(tokenizer, *says), max_body_bytes=MAX_BODY_BYTES)
     assert gaps[0] < BLOCKED_S
 
 
@@ -136,4 +136,4 @@ def test_a_message_with_the_mark_of_an_answer_is_a_turn_like_any_other(tokenizer
 
 
 def test_the_depth_of_a_request_is_that_of_all_json() -> None:
-    assert MOST_DEPTH < 200, "each level uses stack frames, and the interpreter's limit is 1000"
+    assert MAX_DEPTH < 200, "each level uses stack frames, and the interpreter's limit is 1000"

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.contracts.checked import checked_env, checked_reward
+from relax_core.contracts.checked_plugins import checked_env, checked_reward
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -25,21 +25,21 @@ from relax_core.contracts.env import (
     InteractionConfig,
     StepResult,
 )
-from relax_core.contracts.foreign_values import MOST_DEPTH, clean_text, clean_value, shown
-from relax_core.contracts.plugin_results import MOST_REWARD, WrongResult
+from relax_core.contracts.plugin_results import MAX_REWARD, WrongResult
 from relax_core.contracts.reward import (
-    MOST_ANSWER,
-    MOST_REASON,
-    MOST_WHY,
+    MAX_ANSWER,
+    MAX_REASON,
+    MAX_WHY,
     RewardConfig,
     RewardInput,
     RewardOutput,
     RewardSpec,
 )
-from relax_core.registry import plugin_words
+from relax_core.contracts.untrusted_values import MAX_DEPTH, clean_text, clean_value, shown
+from relax_core.registry import plugin_error_text
 from relax_core.rollout.agent_processes.agent_tasks import read_result, result_of
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.rewards.reward_calls import score_async, score_here
+from relax_core.rollout.rewards.reward_calls import score_async, score_sync
 
 HALF = "\ud800"  # half of a surrogate pair
 INPUT = RewardInput(response="r", stopped=True, answer="a", row={"prompt": "p", "answer": "a"})
@@ -76,7 +76,7 @@ def by_score(came: Any) -> RewardOutput:
         return _raised(came)
 
     spec = checked_reward(RewardSpec(name="mine", summary="s", config=RewardConfig, score=score))
-    return score_here(spec, [INPUT], CONFIG)[0][0]
+    return score_sync(spec, [INPUT], CONFIG)[0][0]
 
 
 def by_group(came: Any) -> RewardOutput:
@@ -84,7 +84,7 @@ def by_group(came: Any) -> RewardOutput:
         return [_raised(came), 1.0]
 
     spec = checked_reward(RewardSpec(name="mine", summary="s", config=RewardConfig, score_group=score_group))
-    return score_here(spec, [INPUT, INPUT], CONFIG)[0][0]
+    return score_sync(spec, [INPUT, INPUT], CONFIG)[0][0]
 
 
 def by_await(came: Any) -> RewardOutput:
@@ -105,8 +105,8 @@ def check_output(output: RewardOutput) -> None:
     """Fails for an output that a metric, a file, a message or float32 cannot hold."""
     msgspec.msgpack.encode(output)
     msgspec.json.encode(output)
-    assert len(output.reason) <= MOST_REASON and len(output.why) <= MOST_WHY
-    assert output.answer is None or len(output.answer) <= MOST_ANSWER
+    assert len(output.reason) <= MAX_REASON and len(output.why) <= MAX_WHY
+    assert output.answer is None or len(output.answer) <= MAX_ANSWER
     for number in (output.reward, *(output.parts or {}).values()):
         if number is not None:
             squares = torch.full((1000,), number, dtype=torch.float32).square().sum()
@@ -168,7 +168,7 @@ USABLE = {
     "numpy bool": (np.bool_(True), 1.0),
     "numpy longdouble": (np.longdouble(0.5), 0.5),
     "fraction": (fractions.Fraction(1, 2), 0.5),
-    "largest": (MOST_REWARD, MOST_REWARD),
+    "largest": (MAX_REWARD, MAX_REWARD),
     "denormal": (5e-324, 5e-324),
     "why": (RewardOutput(reward=1.0, why=f"a{HALF}b"), 1.0),
     "huge why": (RewardOutput(reward=1.0, why="x" * 10_000_000), 1.0),
@@ -242,9 +242,9 @@ def test_text_without_halves_of_pairs_stays_as_it_is() -> None:
 
 
 def test_a_value_that_is_nested_too_deeply_is_refused() -> None:
-    assert clean_value(nested(MOST_DEPTH)) == nested(MOST_DEPTH)
+    assert clean_value(nested(MAX_DEPTH)) == nested(MAX_DEPTH)
     with pytest.raises(ValueError, match="nested"):
-        clean_value(nested(MOST_DEPTH + 1))
+        clean_value(nested(MAX_DEPTH + 1))
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(ValueError, match="nested"):
@@ -263,9 +263,9 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_words_of_an_error_can_be_written_to_a_file(case: str) -> None:
     error = ERRORS[case]
-    words = plugin_words(error)
-    words.encode()
-    assert type(error).__name__ in words and "\n" not in words and len(words) < 3000
+    message = plugin_error_text(error)
+    message.encode()
+    assert type(error).__name__ in message and "\n" not in message and len(message) < 3000
 
 
 # -- environments -----------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_numbers_of_an_info_are_kept_if_they_are_finite() -> None:
     record.take_info({"good": 1, "huge": 10**400, "inf": math.inf, "nan": math.nan, "text": "x", "big": 1e300})
     assert dict(record.info) == {"good": [1.0]}
     record.fail("env_failed", f"words {HALF}" * 10_000)
-    assert len(record.failed.encode()) < 10 * MOST_REASON
+    assert len(record.failed.encode()) < 10 * MAX_REASON
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------

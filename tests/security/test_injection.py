@@ -23,8 +23,8 @@ from launchers.ray_job.job_client import submit
 from launchers.slurm import sbatch
 from relax_core.config.compose import load_config, run
 from relax_core.config.errors import ConfigError
-from relax_core.config.rerun import is_own, key_file, marked, rerun_line
-from relax_core.config.saved import plain
+from relax_core.config.rerun import is_marked_by_user, key_file, marked, rerun_line
+from relax_core.config.saved_config import plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.validate import line_problems, problems_of
 from relax_core.data.tokenizer import PromptTokenizer
@@ -169,14 +169,14 @@ def test_an_own_run_needs_no_trust_wherever_it_lies(saved: Callable[..., Path], 
     config = load_config(["agent.env.A=${oc.env:RELAX_TEST_SECRET}"])
     (tmp_path / "elsewhere").mkdir()
     file = save_config(config, tmp_path / "elsewhere")
-    assert is_own(file.read_text()) and key_file().stat().st_mode & 0o777 == 0o600
+    assert is_marked_by_user(file.read_text()) and key_file().stat().st_mode & 0o777 == 0o600
     rerun_line([str(tmp_path / "elsewhere")])
     file.write_text(file.read_text().replace("seed: 0", "seed: 1"))
     with pytest.raises(ConfigError, match="--trust"):
         rerun_line([str(tmp_path / "elsewhere")])
     key_file().chmod(0o644)
     file.write_text(marked("seed: 1\n"))
-    assert not is_own(file.read_text()), "a key that others can read is not valid"
+    assert not is_marked_by_user(file.read_text()), "a key that others can read is not valid"
 
 
 def test_a_foreign_run_of_plain_values_needs_no_trust(saved: Callable[..., Path]) -> None:

@@ -105,10 +105,10 @@ def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
     run_dir = shared_folder / "runs" / "one"
     environment = {**os.environ, "TMPDIR": str(open_tmp)}
     environment.pop(COMPILE_CACHE, None)
-    words = [f"run.dir={run_dir}", "run.steps=2", "gateway=local", "run.panel=false"]
+    overrides = [f"run.dir={run_dir}", "run.steps=2", "gateway=local", "run.panel=false"]
     with second_user.popen(SPY, os.getuid(), shared_folder, open_tmp, "/dev/shm") as spy:
         done = subprocess.run(
-            [sys.executable, "-m", "relax_core", *words],
+            [sys.executable, "-m", "relax_core", *overrides],
             cwd=ROOT,
             env=environment,
             capture_output=True,

@@ -108,14 +108,14 @@ def test_another_user_in_the_place_of_a_rank_ends_the_group_before_it_carries_da
                 process.kill()
             intruder.kill()
     assert not any("gathered" in answer for answer in answers)
-    assert any(answer["error"] == "ForeignRank" and str(INTRUDER) in answer["text"] for answer in answers), answers
+    assert any(answer["error"] == "UntrustedRank" and str(INTRUDER) in answer["text"] for answer in answers), answers
 
 
 @pytest.mark.parametrize("tokens", [("a", "b"), ("", "a")])
 def test_a_rank_without_the_token_joins_no_group(tmp_path: Path, tokens: tuple[str, str]) -> None:
     with ranks(str(tmp_path / "store"), tokens=tokens) as started:
         answers = [said(process) for process in started]
-    assert "ForeignRank" in [answer.get("error") for answer in answers], answers
+    assert "UntrustedRank" in [answer.get("error") for answer in answers], answers
     assert not any("ports" in answer for answer in answers)
 
 

@@ -232,7 +232,7 @@ score("10 ** 10 ** 10")
 COLUMN = ARCHITECTURES[os.uname().machine].column
 HOSTILE = {
     "a later answer": "import builtins, relax_core.rollout.rewards.reward_calls as m\n"
-    "kept.append(1)\nm.score_here = lambda *given: 1 / 0\nbuiltins.float = None",
+    "kept.append(1)\nm.score_sync = lambda *given: 1 / 0\nbuiltins.float = None",
     "the pipe to the run": "import os\nfor one in range(64):\n    try:\n        os.write(one, b'\\0\\0\\0\\1\\xc0')\n"
     "    except OSError:\n        pass\nos._exit(0)",
     "another process": "import os\nos.kill(os.getppid(), 9)",

@@ -24,11 +24,11 @@ from relax_core.__main__ import main
 from relax_core.cli.explain_key import explain_command
 from relax_core.config.compose import config_from_yaml, load_config, run
 from relax_core.config.errors import ConfigError
-from relax_core.config.override_words import CommandLine, quoted, without_secrets
+from relax_core.config.hydra_overrides import CommandLine, quoted, without_secrets
 from relax_core.config.redaction import REDACTED, FromVariable, redacted
 from relax_core.config.rerun import rerun_line
 from relax_core.config.rollout_checks import agent_environment
-from relax_core.config.saved import plain, to_whole_yaml, to_yaml
+from relax_core.config.saved_config import plain, to_yaml, to_yaml_with_secrets
 from relax_core.config.schema import RelaxConfig
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
@@ -200,16 +200,16 @@ def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
             code = main(words)
         except SystemExit as error:
             code = int(str(error.code))
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         assert code == 2, words
-        assert mark not in told.out + told.err, words
-        assert told.err.startswith("relax: "), words
+        assert mark not in output.out + output.err, words
+        assert output.err.startswith("relax: "), words
 
 
 async def _output_of(program: str, value: str) -> str:
     command = [sys.executable, "-c", program]
     process = await AgentProcess.start(command, cwd="/", env={"A": value}, secrets=[value])
-    return (await process.wait()).words()
+    return (await process.wait()).describe()
 
 
 def test_what_an_agent_writes_is_shown_without_its_values() -> None:
@@ -228,8 +228,8 @@ def test_no_engine_gets_a_key_on_its_command_line() -> None:
 def test_a_plan_shows_no_value(tmp_path: Path, capfd: pytest.CaptureFixture[str], variable: None) -> None:
     for plan in ("true", "json"):
         assert main([*typed_words(tmp_path / plan), f"plan={plan}"]) == 0
-        told = capfd.readouterr()
-        assert_no_value(told.out + told.err)
+        output = capfd.readouterr()
+        assert_no_value(output.out + output.err)
 
 
 def test_a_sweep_keeps_no_value(tmp_path: Path, variable: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,8 +249,8 @@ def test_a_sweep_keeps_no_value(tmp_path: Path, variable: None, capsys: pytest.C
     )
     assert run(line, job, sweep=Sweep(job)) == 0
     assert seen == [MARKS["harmless"], MARKS["TOKEN"]]
-    told = capsys.readouterr()
-    assert_no_value(told.out + told.err)
+    output = capsys.readouterr()
+    assert_no_value(output.out + output.err)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert {"multirun.yaml", "sweep.json", "config.yaml"} <= {file.name for file in files}
     for file in tmp_path.rglob("*"):
@@ -363,4 +363,4 @@ def test_a_saved_text_stays_a_text() -> None:
     config = load_config([])
     config.rollout.stop = texts
 
-    assert config_from_yaml(to_whole_yaml(config)).rollout.stop == texts
+    assert config_from_yaml(to_yaml_with_secrets(config)).rollout.stop == texts

@@ -27,7 +27,7 @@ from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnprov
 from relax_core.server import gateway_client
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewayClient, GatewayUnreachable, read_address
 from tests.contracts.engine.harness import make_model
-from tests.control.gateway_up import look_after, until_up
+from tests.control.gateway_harness import look_after, until_up
 from tests.security.intruders import intruder, ways_to_take
 
 TOKEN = "token-of-this-run-which-nobody-else-knows"

@@ -17,7 +17,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from relax_core.contracts.foreign_files import shown, shown_json, shown_line
+from relax_core.contracts.untrusted_files import shown, shown_json, shown_line
 from relax_core.observe.panel import ShownConsole
 from tests.server.made_run import make_run
 

@@ -12,9 +12,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from relax_core.server.guard import Guard, Session
 from relax_core.server.http_server import HttpServer
 from relax_core.server.page_routes import Page, page_app
+from relax_core.server.request_guard import RequestGuard, Session
 
 DEADLINE_S = 60.0
 
@@ -27,7 +27,9 @@ class Server:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
         self.page = Page([folder], cache=None, session=self.session)
-        self._server = HttpServer(Guard(page_app(self.page), self.session, port=lambda: self.port), signals=False)
+        self._server = HttpServer(
+            RequestGuard(page_app(self.page), self.session, port=lambda: self.port), signals=False
+        )
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(listener)), daemon=True)
         self._thread.start()
         self.authorization = ""

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from relax_core.cli.dashboard_command import main
-from relax_core.observe.alarms import AlarmBook
-from relax_core.server.guard import POLICY
+from relax_core.observe.alarms import AlarmLog
 from relax_core.server.listed_runs import ListedRuns
+from relax_core.server.request_guard import POLICY
 from relax_core.server.run_events import thinned
 from relax_core.server.run_folders import (
     NotInside,
@@ -91,8 +91,8 @@ def test_each_answer_has_the_policy_and_the_page_has_no_inline_script(server: Se
 def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None:
     (listed,) = server.json("/api/runs")
     assert listed["state"] == "finished"
-    figures = ("label", "steps_done", "steps", "reward", "exact", "samples_per_s")
-    assert [listed[name] for name in figures] == ["demo", 4, 6, 0.3, None, 10.5]
+    metrics = ("label", "steps_done", "steps", "reward", "exact", "samples_per_s")
+    assert [listed[name] for name in metrics] == ["demo", 4, 6, 0.3, None, 10.5]
     found = server.json(base)
     assert [found["steps_done"], found["steps"], found["resumes"]] == [4, 6, [2]]
     assert found["ledger"] == {"dropped": 3, "issued": 10, "put": 8, "trained": 7}
@@ -134,7 +134,7 @@ def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
 )
 def test_what_ended_well_is_no_alarm(tmp_path: Path, event: str, alarm: bool) -> None:
     run = make_run(tmp_path / "run")
-    AlarmBook(run, repeat_s=0.0).tell(event, "the run", title=event, text=lambda: event)
+    AlarmLog(run, repeat_s=0.0).report(event, "the run", title=event, text=lambda: event)
     reader = RunReader(run, None)
     try:
         assert [(notice["event"], notice["alarm"]) for notice in reader.overview()["alarms"]] == [(event, alarm)]

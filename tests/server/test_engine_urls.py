@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from relax_core.server.order_routes import engine_address
-from relax_core.server.orders import Refusal
+from relax_core.server.order_types import Refusal
 
 ALLOWED = ["127.0.0.1", "localhost", "10.0.0.7"]
 

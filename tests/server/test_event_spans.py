@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.cli.trace_command import main
 from relax_core.control.recoveries import FROM_CHECKPOINT, IN_PLACE, Recoveries, recoveries_file
-from relax_core.server.order_book import OrderBook
+from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.run_events import Timed
 from relax_core.server.run_reader import RunReader
 from relax_core.server.run_timeline import event_spans, make_timeline, read_orders
@@ -64,13 +64,13 @@ def test_files_without_times_or_damaged_ones_cost_their_spans_alone(tmp_path: Pa
 
 def test_an_order_has_a_span_for_each_of_its_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("relax_core.server.order_book.time.time", lambda: now[0])
-    book = OrderBook(tmp_path)
-    order = book.place("scale_out", {"num_replicas": 3})
+    monkeypatch.setattr("relax_core.server.engine_order_store.time.time", lambda: now[0])
+    order_store = EngineOrderStore(tmp_path)
+    order = order_store.place("scale_out", {"num_replicas": 3})
     for now[0], state in ((101.0, "CREATING"), (104.0, "READY"), (104.5, "FAILED")):
-        order = book.move(order, state, engines=[1, 2], failure="it died" if state == "FAILED" else "")  # type: ignore[arg-type]
+        order = order_store.move(order, state, engines=[1, 2], failure="it died" if state == "FAILED" else "")  # type: ignore[arg-type]
     now[0] = 110.0
-    book.place("stop", {})
+    order_store.place("stop", {})
     with (tmp_path / "events" / "0000.orders.0.jsonl").open("ab") as file:
         file.write(b'{"type":"order","change"')  # an incomplete line
     what = "scale_out engine-1, engine-2"
@@ -86,9 +86,9 @@ def test_an_order_has_a_span_for_each_of_its_states(tmp_path: Path, monkeypatch:
 
 
 def test_many_engines_of_an_order_are_counted(tmp_path: Path) -> None:
-    book = OrderBook(tmp_path)
-    order = book.place("scale_in", {"num_replicas": 1})
-    book.move(order, "COMPLETED", engines=list(range(1, 9)))
+    order_store = EngineOrderStore(tmp_path)
+    order = order_store.place("scale_in", {"num_replicas": 1})
+    order_store.move(order, "COMPLETED", engines=list(range(1, 9)))
     *_, last = told(tmp_path, [])
     assert last[1] == "scale_in engine-1, engine-2, engine-3, engine-4 and 4 more: COMPLETED"
 

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from starlette.types import Message, Receive, Scope, Send
 
-import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
+import relax_core.server.request_guard as guard
 from relax_core.observe.stall_requests import StallRequests
-from relax_core.server.guard import Guard, Session
-from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk, answering, channel
+from relax_core.server.engine_order_service import EngineOrderService, answering, channel
+from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.order_routes import Controller, order_app
-from relax_core.server.orders import EngineRow, Limits, Order, RunRow, engine_id
+from relax_core.server.order_types import EngineRow, Limits, Order, RunRow, engine_id
+from relax_core.server.request_guard import RequestGuard, Session
 
 schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 
@@ -46,7 +46,7 @@ class MovingRun:
     """Runs the gateway of a run whose controller moves every order to its next state after five requests."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
-        self.book = OrderBook(folder)
+        self.order_store = EngineOrderStore(folder)
         self.requests = self._since_reset = 0
         self.answers: Counter[tuple[str, int]] = Counter()  # by the last part of the path and the status
         self._asks, self._ended = StallRequests(folder), threading.Event()
@@ -54,21 +54,21 @@ class MovingRun:
         self._controller.start()
         self._open = ExitStack()
         ours, theirs = map(self._open.enter_context, channel())
-        self._open.enter_context(answering(theirs, OrderDesk(self.book, limits, None).answer))
-        self._app = Guard(
+        self._open.enter_context(answering(theirs, EngineOrderService(self.order_store, limits, None).answer))
+        self._app = RequestGuard(
             order_app(Controller(ours, folder), limits),
             Session(),
             port=lambda: 80,
             names=["testserver"],
             token="secret",
         )
-        self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
+        self.order_store.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         self.reset()
 
     def reset(self) -> None:
         """Forgets all orders, so that the same requests get the same answers."""
-        self.book._orders.clear()
-        self.book._keys.clear()
+        self.order_store._orders.clear()
+        self.order_store._keys.clear()
         self._since_reset = 0
         self._write(range(1, 2))
 
@@ -86,7 +86,7 @@ class MovingRun:
         for number in range(1, 4):
             state = "serving" if number in serving else "left"
             rows.append(EngineRow(id=engine_id(number), origin="added", state=state, since=1.0))
-        self.book.write_engines(rows)
+        self.order_store.write_engines(rows)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def noted(message: Message) -> None:
@@ -98,19 +98,19 @@ class MovingRun:
         self.requests += 1
         self._since_reset += 1
         if self._since_reset % 5 == 0:
-            for order in self.book.open_orders():
+            for order in self.order_store.open_orders():
                 self._move(order)
 
     def _move(self, order: Order) -> None:
         if order.cancel_requested:
-            self.book.move(order, "CANCELLED")
+            self.order_store.move(order, "CANCELLED")
         elif order.kind == "scale_out":
-            self.book.move(order, "CREATING" if order.status == "PENDING" else "ACTIVE", engines=[3])
+            self.order_store.move(order, "CREATING" if order.status == "PENDING" else "ACTIVE", engines=[3])
         elif order.kind == "scale_in":
-            self.book.move(order, "DRAINING" if order.status == "PENDING" else "COMPLETED", engines=[3])
+            self.order_store.move(order, "DRAINING" if order.status == "PENDING" else "COMPLETED", engines=[3])
             self._write(range(1, 2 + self._since_reset % 3))
         else:
-            self.book.move(order, "COMPLETED")
+            self.order_store.move(order, "COMPLETED")
 
 
 @pytest.mark.parametrize("kind", list(LIMITS))

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
+import relax_core.server.request_guard as guard
 from relax_core.observe.stall_requests import FOLDER
-from relax_core.server.guard import Guard, Session
-from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk, answering, channel
+from relax_core.server.engine_order_service import EngineOrderService, answering, channel
+from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.order_routes import Controller, order_app
-from relax_core.server.orders import PROBLEM, STATUS_OF, TYPE, EngineRoom, EngineRow, Limits, RunRow, ScaleDecision
+from relax_core.server.order_types import PROBLEM, STATUS_OF, TYPE, EngineRoom, EngineRow, Limits, RunRow, ScaleDecision
+from relax_core.server.request_guard import RequestGuard, Session
 from tests.observe.test_stall_requests import controller
 
 TOKEN = {"Authorization": "Bearer secret"}
@@ -28,23 +28,23 @@ class Gateway:
     """Holds the application of a run with one engine from the start and one added engine."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
-        self.book = OrderBook(folder)
+        self.order_store = EngineOrderStore(folder)
         room = EngineRoom(usable=2, engine_bytes=300 << 20, engine_cores=1, machine_cores=None)
         ours, theirs = channel()
         self._open = ExitStack()
         for end in (ours, theirs):
             self._open.enter_context(end)
         self.answering = self._open.enter_context(ExitStack())
-        desk = OrderDesk(self.book, limits, room)
+        desk = EngineOrderService(self.order_store, limits, room)
         self.serve = lambda: self.answering.enter_context(answering(theirs, desk.answer))
         self.serve()
         self.app = order_app(Controller(ours, folder), limits)
-        guarded = Guard(self.app, Session(), port=lambda: 7788, names=["gpu7"], token="secret")
+        guarded = RequestGuard(self.app, Session(), port=lambda: 7788, names=["gpu7"], token="secret")
         self.client = TestClient(guarded, base_url="http://127.0.0.1:7788")
         self._open.callback(self.client.close)
-        self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
+        self.order_store.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         origins = {"engine-0": "start", "engine-1": "added"}
-        self.book.write_engines(
+        self.order_store.write_engines(
             EngineRow(id=engine, origin=origin, state="serving", since=1.0) for engine, origin in origins.items()
         )
 
@@ -94,16 +94,18 @@ def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gat
     assert attached.order("scale_in", num_replicas=1)[1]["request_id"] == first["request_id"]
     status, problem = attached.order("scale_out", engine_urls=[f"http://127.0.0.1:{port}" for port in range(1, 4)])
     assert (status, problem["type"]) == (409, TYPE + "no-room")
-    for order in attached.book.open_orders():
-        attached.book.move(order, "ACTIVE")
-    attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="serving", since=1.0, url=same)])
+    for order in attached.order_store.open_orders():
+        attached.order_store.move(order, "ACTIVE")
+    attached.order_store.write_engines(
+        [EngineRow(id="engine-2", origin="external", state="serving", since=1.0, url=same)]
+    )
     assert attached.order("scale_out", engine_urls=[first_url])[1]["status"] == "NOOP"
     assert attached.order("scale_in", engine_urls=[other_url])[0] == 404
     assert attached.order("scale_in", engine_urls=[first_url, same], dry_run=True)[1]["engine_ids"] == ["engine-2"]
     status, order = attached.order("scale_in", engine_urls=[first_url])
     assert status == 202 and order["body"]["engine_ids"] == [2]
-    attached.book.move(attached.book.open_orders()[0], "COMPLETED")
-    attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="left", since=1.0, url=same)])
+    attached.order_store.move(attached.order_store.open_orders()[0], "COMPLETED")
+    attached.order_store.write_engines([EngineRow(id="engine-2", origin="external", state="left", since=1.0, url=same)])
     assert attached.order("scale_in", engine_urls=[first_url])[1]["status"] == "NOOP", "the engine has already left"
 
 
@@ -114,7 +116,7 @@ def test_addresses_that_are_no_servers_are_refused_with_the_address(gateway: Gat
     assert attached.order("scale_out", engine_urls=[])[0] == 400
     assert attached.order("scale_out", engine_urls=["http://127.0.0.1:1"] * 65)[0] == 400
     assert attached.order("scale_out", engine_urls=["http://127.0.0.1:1"], num_replicas=2)[0] == 400
-    assert not attached.book.open_orders()
+    assert not attached.order_store.open_orders()
 
 
 def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) -> None:
@@ -154,7 +156,7 @@ def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) ->
     assert gateway.ask("GET", f"/rollout/scale_in/{order['request_id']}")[0] == 404, "the order is of another kind"
     status, cancelled = gateway.ask("POST", f"/rollout/scale_out/{order['request_id']}/cancel")
     assert status == 202 and cancelled["cancel_requested"]
-    gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
+    gateway.order_store.move(gateway.order_store.open_orders()[0], "CANCELLED")
     assert gateway.ask("POST", f"/rollout/scale_out/{order['request_id']}/cancel")[0] == 409
     status, noop = gateway.order("scale_out", num_replicas=2)
     assert (status, noop["status"]) == (200, "NOOP")
@@ -193,7 +195,7 @@ def test_the_autoscaler_is_turned_on_and_says_what_it_decided(gateway: Gateway, 
         request_id="x",
     )
     for decision in (out, none):
-        gateway.book.decided(decision)
+        gateway.order_store.decided(decision)
     assert gateway.ask("GET", "/autoscaler/conditions")[1]["reason"] == none.reason
     (told,) = gateway.ask("GET", "/autoscaler/scale_history")[1]["decisions"]
     assert (told["action"], told["target"], told["request_id"], told["wait_share"]) == ("out", 3, "x", 0.3)
@@ -206,7 +208,7 @@ def test_the_run_is_shown_and_stopped_once(gateway: Gateway) -> None:
     assert gateway.ask("GET", "/run") == (200, {"at": 1.0, "step": 4, "steps": 9, "stopping": False})
     status, order = gateway.ask("POST", "/run/stop")
     assert status == 202 and gateway.ask("POST", "/run/stop")[1] == order
-    gateway.book.run = RunRow(at=2.0, step=5, steps=9, stopping=True)
+    gateway.order_store.run = RunRow(at=2.0, step=5, steps=9, stopping=True)
     assert gateway.order("scale_out", num_replicas=4)[0] == 503
 
 
@@ -239,7 +241,7 @@ def test_a_body_that_is_wrong_is_refused_by_its_key(gateway: Gateway, body: byte
     status, problem = gateway.ask("POST", "/rollout/scale_out", headers=headers, content=body)
     assert status == 400 and problem["status"] == 400 and problem["detail"]
     assert key is None or problem["key"] == key
-    assert not gateway.book.open_orders()
+    assert not gateway.order_store.open_orders()
 
 
 def test_the_run_keeps_the_engines_of_its_start(tmp_path: Path) -> None:
@@ -332,7 +334,7 @@ def test_open_orders_that_add_engines_are_cancelled_together(gateway: Gateway) -
     assert dry == {"dry_run": True, "requests": [order]}
     asked = gateway.ask("POST", cancel, json={})[1]["requests"]
     assert [cancelled["request_id"] for cancelled in asked] == [order["request_id"]] and asked[0]["cancel_requested"]
-    gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
+    gateway.order_store.move(gateway.order_store.open_orders()[0], "CANCELLED")
     assert gateway.ask("POST", cancel, json={})[1]["requests"] == []
     gateway.order("scale_in", num_replicas=1)
     assert gateway.ask("POST", cancel, json={})[1]["requests"] == [], "an order of the other kind was cancelled"

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_core.observe.alarms import AlarmBook
+from relax_core.observe.alarms import AlarmLog
 from relax_core.observe.event_log import EventWriter
 from tests.server.browser import CHROMIUM, Page, opened_browser
 from tests.server.made_run import make_run
@@ -48,8 +48,8 @@ def test_every_view_is_shown_and_asks_nobody_else(tmp_path: Path) -> None:
     (failed / "config.yaml").write_text(config.read_text())
     (failed / "summary.json").write_bytes(msgspec.json.encode({"outcome": FAILED, "steps": 4}))
     for folder, event in ((first, "finished"), (failed, "failed")):
-        book = AlarmBook(folder, repeat_s=0.0)
-        book.tell(event, "the run", title=f"demo: {event}", text=lambda: "after train step 4 " + "word" * 100)
+        alarm_log = AlarmLog(folder, repeat_s=0.0)
+        alarm_log.report(event, "the run", title=f"demo: {event}", text=lambda: "after train step 4 " + "word" * 100)
     server = Server(runs)
     try:
         asyncio.run(_look(server, first, tmp_path))

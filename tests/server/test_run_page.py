@@ -17,11 +17,11 @@ from relax_core.config.compose import load_config
 from relax_core.control.engine_set import limits_of
 from relax_core.control.gateway_process import gateway
 from relax_core.control.host.run_paths import run_lock
+from relax_core.server.engine_order_service import EngineOrderService, answering
+from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.gateway_client import FILE, GatewayAddress
-from relax_core.server.order_book import OrderBook
-from relax_core.server.order_desk import OrderDesk, answering
-from relax_core.server.orders import RunRow
-from tests.control.gateway_up import look_after, until_up
+from relax_core.server.order_types import RunRow
+from tests.control.gateway_harness import look_after, until_up
 from tests.observe.test_stall_requests import controller
 from tests.server.browser import CHROMIUM, opened_browser
 from tests.server.made_run import HOSTILE
@@ -112,9 +112,9 @@ def test_a_link_opens_the_page_once_and_the_session_outlives_the_gateway(
             assert time.monotonic() < deadline, "it is not started again"
             time.sleep(0.05)
         assert reader.ask("/api/runs")[0] == 200
-    told = capsys.readouterr().err
-    assert f"page: its link, which works once, is in {folder / FILE}" in told
-    assert "#token=" not in told and first.token not in told
+    output = capsys.readouterr().err
+    assert f"page: its link, which works once, is in {folder / FILE}" in output
+    assert "#token=" not in output and first.token not in output
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
@@ -127,9 +127,9 @@ def test_a_button_asks_what_the_run_waits_for(tmp_path: Path, monkeypatch: pytes
     with run_lock(folder), gateway(config) as process:
         assert process is not None
         until_up(process)
-        book = OrderBook(folder)
-        book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
-        with answering(process.controller_end, OrderDesk(book, limits_of(config), None).answer):
+        order_store = EngineOrderStore(folder)
+        order_store.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
+        with answering(process.controller_end, EngineOrderService(order_store, limits_of(config), None).answer):
             asyncio.run(press_the_button(folder, tmp_path))
     assert not list((folder / "stall").iterdir())
 

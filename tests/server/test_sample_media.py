@@ -148,8 +148,8 @@ def test_pictures_come_at_a_rate_and_a_full_disk_costs_them_alone(
 def test_files_that_are_large_or_too_many_and_sources_outside_the_root_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(played_files, "MOST_FILE_BYTES", len(SOUND))
-    monkeypatch.setattr(played_files, "MOST_BYTES", 4 * len(SOUND))
+    monkeypatch.setattr(played_files, "MAX_FILE_BYTES", len(SOUND))
+    monkeypatch.setattr(played_files, "MAX_BYTES", 4 * len(SOUND))
     monkeypatch.setattr(played_files, "ALL_OF", 0)
     monkeypatch.setattr(played_files, "PAUSE_S", 3600.0)
     root = tmp_path / "root"

@@ -111,7 +111,7 @@ def test_a_timeline_has_the_ranks_near_it_and_leaves_out_too_many(monkeypatch: p
     assert {(span.lane, span.step) for span in found.spans if span.of_rank} == {
         *(("actor-0", 2), ("actor-1", 2), ("actor-0", 3), ("actor-1", 3)),
     }
-    monkeypatch.setattr(run_timeline, "MOST_RANK_SPANS", 10)
+    monkeypatch.setattr(run_timeline, "MAX_RANK_SPANS", 10)
     fewer = make_timeline(timed, first=2, last=3)
     assert fewer is not None and not any(span.of_rank for span in fewer.spans)
 

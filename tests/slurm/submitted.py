@@ -76,7 +76,7 @@ class Submitted:
         )
         self.cluster.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
-    def wait_stop_heard(self) -> None:
+    def wait_stop_received(self) -> None:
         """Waits until the trainer is asked to stop after its step."""
         self.wait_for("the stop to be heard", lambda: STOPPING in self.logs())
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.integration.held_training import HeldTraining
+from tests.integration.training_gate import TrainingGate
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitted import FAST, ROOT, Submitted
 
@@ -53,13 +53,13 @@ SPEC = RewardSpec(name="looks", summary="looks at the pixels", config=RewardConf
 
 def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
     """A run with images and videos: engine and trainer, on different nodes, and the reward's worker map files."""
-    held = HeldTraining(tmp_path, updates=3)
+    held = TrainingGate(tmp_path, updates=3)
     (tmp_path / "looks.py").write_text(REWARD)
-    words = (
+    overrides = (
         *("launcher.nodes=2", "run.steps=6", "run.export_hf=true", "model=tiny_qwen3_vl", "data=see"),
         *(f"reward.name={tmp_path / 'looks.py'}", "rollout.prompts_per_step=6", "algo.group_size=4"),
     )
-    run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
+    run = Submitted(quiet, tmp_path / "run", *overrides, *held.overrides)
     run.wait_step(0)
     assert {task_of(quiet, "relax_core.engines.embedded"), task_of(quiet, "ray::PolicyTrainer")} == {0, 1}
     held.let_go()
@@ -94,12 +94,12 @@ def test_a_sweep_is_one_array_and_returns_at_once(quiet: Cluster, tmp_path: Path
 
 
 def test_preempted_it_goes_on_from_its_checkpoint(quiet: Cluster, tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=16)
-    words = ("launcher.nodes=2", "run.steps=32", "run.save_every=0")
-    run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
+    held = TrainingGate(tmp_path, updates=16)
+    overrides = ("launcher.nodes=2", "run.steps=32", "run.save_every=0")
+    run = Submitted(quiet, tmp_path / "run", *overrides, *held.overrides)
     run.wait_step(4)
     quiet.call("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
-    run.wait_stop_heard()
+    run.wait_stop_received()
     held.let_go()
     run.start_again()
     code, output = run.finish()

@@ -64,7 +64,7 @@ def test_the_python_tool_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("parts", "message"),
     [
         ({"reset": "str(self.start.episode_seed)"}, "two episodes of a group open differently"),
         ({"reset": "str(random.random())"}, "two episodes of a group open differently"),
@@ -78,10 +78,10 @@ def test_the_python_tool_passes(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_wrong_is_named(
-    parts: dict[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parts: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([written(tmp_path, **parts)]) == 1
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_call_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,9 +59,9 @@ PLANTED = {
 
 def checked(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     status = relax(["check-reward", *words, "data=sums", "--json"])
-    said = capsys.readouterr()
-    assert status in (0, 1), said.err
-    found: dict[str, Any] = json.loads(said.out)
+    output = capsys.readouterr()
+    assert status in (0, 1), output.err
+    found: dict[str, Any] = json.loads(output.out)
     return status, found
 
 
@@ -92,7 +92,7 @@ def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["reward=math", "--rows=0"], ("--rows=0",)),
         (["reward=no_such"], ("reward", "no_such")),
@@ -100,11 +100,11 @@ def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture
     ],
 )
 def test_what_cannot_be_checked_is_refused(
-    words: list[str], expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert relax(["check-reward", "data=sums", *words]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in expected), said
+    assert relax(["check-reward", "data=sums", *arguments]) == 2
+    output = capsys.readouterr().err
+    assert all(word in output for word in expected), output
 
 
 def test_a_reward_that_awards_no_form_of_the_label_is_not_passed(
@@ -119,15 +119,15 @@ def test_a_reward_that_awards_no_form_of_the_label_is_not_passed(
 @pytest.mark.parametrize("reward", ["format_think", "repetition"])
 def test_a_reward_that_does_not_read_the_label_is_named(reward: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert relax(["check-reward", "data=sums", f"reward={reward}", "--rows=8"]) == 2
-    said = capsys.readouterr().err
-    assert f"reward={reward} cannot be checked: it awards answers without the label" in said
+    output = capsys.readouterr().err
+    assert f"reward={reward} cannot be checked: it awards answers without the label" in output
 
 
-@pytest.mark.parametrize("words", [["reward=dapo"], ["reward=dapo", "reward.strict=true"], ["reward=f1"]])
-def test_a_hardened_reward_awards_nothing_wrong(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = checked(*words, "--rows=16", capsys=capsys)
+@pytest.mark.parametrize("arguments", [["reward=dapo"], ["reward=dapo", "reward.strict=true"], ["reward=f1"]])
+def test_a_hardened_reward_awards_nothing_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = checked(*arguments, "--rows=16", capsys=capsys)
     assert (found["above"], found["wrong_share"], found["missed"]) == ([], 0.0, [])
-    status, found = checked(*words, "reward.public=true", "--rows=16", capsys=capsys)
+    status, found = checked(*arguments, "reward.public=true", "--rows=16", capsys=capsys)
     assert status == 1 and "the label in the thinking alone" in found["above"]
 
 

@@ -32,8 +32,8 @@ def assert_refused(file: Path, *words: str, match: tuple[str, ...], capsys: pyte
     """Asserts that the command exits with status 2 and a message that contains ``match``, and writes nothing."""
     before = sorted(file.parent.iterdir())
     assert relax(["import-gguf", str(file), str(file.parent / "out"), *words]) == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in match) and "Traceback" not in told, told
+    output = capsys.readouterr().err
+    assert all(word in output for word in match) and "Traceback" not in output, output
     assert sorted(file.parent.iterdir()) == before
 
 

@@ -88,11 +88,11 @@ def test_filters_are_joined_by_and(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_json_has_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "group=g00000000", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"trained": 2} and told["filters"] == {"group": "g00000000"}
-    assert [event["event"] for event in told["samples"][0]["events"]] == ["issued", "put", "leased", "trained"]
-    assert told["samples"][1]["events"][1]["made"]["reward"] == 1.25
-    assert told["books"]["lost"] == told["books"]["trained_twice"] == [] and told["books"]["issued"] == 8
+    output = json.loads(capsys.readouterr().out)
+    assert output["counts"] == {"trained": 2} and output["filters"] == {"group": "g00000000"}
+    assert [event["event"] for event in output["samples"][0]["events"]] == ["issued", "put", "leased", "trained"]
+    assert output["samples"][1]["events"][1]["made"]["reward"] == 1.25
+    assert output["books"]["lost"] == output["books"]["trained_twice"] == [] and output["books"]["issued"] == 8
 
 
 def test_an_open_sample_of_a_finished_run_is_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_an_answer_without_a_reward_is_told(tmp_path: Path, told: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
         (["reward=dapo"], "file: write reward=NAME file=FILE.jsonl"),
         (["FILE"], "reward: name one, such as reward=math"),
@@ -78,9 +78,9 @@ def test_an_answer_without_a_reward_is_told(tmp_path: Path, told: Any) -> None:
         (["file=/no/such.jsonl", "reward=dapo"], "No such file"),
     ],
 )
-def test_wrong_input(tmp_path: Path, told: Any, words: list[str], error: str) -> None:
+def test_wrong_input(tmp_path: Path, told: Any, arguments: list[str], error: str) -> None:
     file = write(tmp_path / "a.jsonl", {"response": "r", "answer": "red"})
-    code, _, err = told(*(file if word == "FILE" else word for word in words))
+    code, _, err = told(*(file if word == "FILE" else word for word in arguments))
     assert code == 2 and error in err
 
 

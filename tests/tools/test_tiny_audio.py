@@ -17,8 +17,8 @@ from relax_core.data.generated import example
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
 from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
-from relax_core.tools.tiny_media import OMNI_ANSWERS, SeenBatch, SeenExamples, omni_answer_logits, published_omni
-from relax_core.tools.tiny_text import WARM_STARTS, SeeWarmStart
+from relax_core.tools.tiny_media import OMNI_ANSWERS, MediaBatch, MediaExamples, omni_answer_logits, published_omni
+from relax_core.tools.tiny_text import WARM_STARTS, VisionWarmStart
 
 NAME, TASK = "tiny_qwen3_omni", "four_modalities"
 
@@ -35,7 +35,7 @@ def _loaded(folder: Path) -> Any:
 
 def test_transformers_loads_the_published_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = WARM_STARTS[NAME, TASK]
-    assert isinstance(recipe, SeeWarmStart)
+    assert isinstance(recipe, VisionWarmStart)
     monkeypatch.setitem(WARM_STARTS, (NAME, TASK), replace(recipe, steps=2, right_steps=1))
     make_tiny_model(tmp_path, task=TASK, name=NAME)
     model, folder = _loaded(tmp_path), tmp_path
@@ -53,8 +53,8 @@ def test_it_starts_with_a_chance_of_every_answer() -> None:
     towers = Towers.of(architecture)
     assert towers is not None and architecture.vision is not None
     examples, batch = (
-        SeenExamples(folder, architecture.vision, audio=architecture.audio, answers=OMNI_ANSWERS[TASK]),
-        SeenBatch(),
+        MediaExamples(folder, architecture.vision, audio=architecture.audio, answers=OMNI_ANSWERS[TASK]),
+        MediaBatch(),
     )
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(128)]
     for row in rows:

@@ -26,8 +26,8 @@ from relax_core.families.tiny_configs import (
     token_ids,
 )
 from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
-from relax_core.tools.tiny_media import SeenBatch, SeenExamples, answer_logits, build_vision_model
-from relax_core.tools.tiny_text import WARM_STARTS, SeeWarmStart
+from relax_core.tools.tiny_media import MediaBatch, MediaExamples, answer_logits, build_vision_model
+from relax_core.tools.tiny_text import WARM_STARTS, VisionWarmStart
 
 TASK = "see"
 WHOLE = [VISION, *(pytest.param(name, marks=pytest.mark.soak) for name in (VISION_EXPERTS, HYBRID, HYBRID_EXPERTS))]
@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Makes a model with two supervised steps, one on right answers and one on both answers."""
     name, made = request.param, tmp_path_factory.mktemp("model")
     recipe = WARM_STARTS[name, TASK]
-    assert isinstance(recipe, SeeWarmStart)
+    assert isinstance(recipe, VisionWarmStart)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(WARM_STARTS, (name, TASK), replace(recipe, steps=2, right_steps=1))
         make_tiny_model(made, task=TASK, name=name)
@@ -104,7 +104,7 @@ def test_it_starts_with_a_chance_of_every_answer(name: str) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder)
     tower = folder_architecture(folder).vision
     assert tower is not None
-    examples, batch = SeenExamples(folder, tower), SeenBatch()
+    examples, batch = MediaExamples(folder, tower), MediaBatch()
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(96)]
     for row in rows:
         examples.add(batch, row, answer=row.answer)

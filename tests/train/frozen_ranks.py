@@ -16,7 +16,7 @@ from tiny_trainer import dp_groups, make_backend, parallel_config, train_step
 from torch import Tensor
 
 from benchmarks.parity_media import Items, make_case
-from benchmarks.parity_media import make_model as make_seeing_model
+from benchmarks.parity_media import make_model as make_tiny_vision_model
 from relax_core.config.choices import Recompute
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
@@ -130,7 +130,7 @@ def whole_run(folder: Path, model: str) -> dict[str, float]:
 
 def single(folder: Path) -> None:
     make_model(folder / "experts", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=4)
-    make_seeing_model(folder / "sees", "qwen3_vl")
+    make_tiny_vision_model(folder / "sees", "qwen3_vl")
     seen: dict[str, Any] = {"norms": {model: whole_run(folder, model) for model in FAMILIES}}
     for case in CASES:
         backend = build(folder, case)

@@ -51,8 +51,8 @@ class RankServer:
             print(json.dumps({"calls": calls, "folder": os.getcwd()}), file=process.stdin, flush=True)
             if not select.select([process.stdout], [], [], timeout_s)[0]:
                 self.close()
-                told = "\n".join(path.read_text() for path in errors if path.exists())
-                raise TimeoutError(f"{programmes} have not ended after {timeout_s:g} s:\n{told}")
+                message = "\n".join(path.read_text() for path in errors if path.exists())
+                raise TimeoutError(f"{programmes} have not ended after {timeout_s:g} s:\n{message}")
             answer = process.stdout.readline()
             assert answer, "the process that forks ranks has ended; its stderr has the cause"
             return list(zip(json.loads(answer), [path.read_text() for path in errors], strict=True))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.tree import TokenTree
+from relax_core.train.megatron_rank import micro_batch_totals
 from relax_core.train.micro_batches import MicroBatcher, decode_train_tree, piece_of, split_over_ranks
-from relax_core.train.rank import micro_batch_totals
 from tests.trees import answer_ids, answers_tree, of_tokens, path_of, prompt_of, random_tree, with_tokens
 
 Spans = list[tuple[int, int]]  # each span is (tokens, version)

@@ -84,8 +84,8 @@ def test_items_are_dealt_where_there_are_ranks_and_a_tower() -> None:
     sees = dataclasses.replace(DENSE, has_tower=True)
     dealt = dataclasses.replace(layout(tp=2), shard_media=True)
     assert faults(dealt, sees) == [] and faults(dataclasses.replace(layout(cp=2), shard_media=True), sees) == []
-    told = "parallel.shard_media=true without a tower: the model reads text only. Set parallel.shard_media=false."
-    assert faults(dealt, DENSE) == [told]
+    message = "parallel.shard_media=true without a tower: the model reads text only. Set parallel.shard_media=false."
+    assert faults(dealt, DENSE) == [message]
     (found,) = faults(dataclasses.replace(layout(), shard_media=True), sees)
     assert found.endswith(
         "there is no other rank to deal images, videos and sounds to. Set parallel.shard_media=false."
@@ -214,19 +214,19 @@ def test_no_size_above_the_number_of_gpus_is_named() -> None:
     shape = dataclasses.replace(DENSE, heads=9, kv_heads=3, widths={"hidden units": 1536})
     for gpus, named in ((None, "1 or 3"), (4, "1 or 3"), (2, "1")):
         (found,) = model_faults(layout(tp=2), shape, most=gpus)
-        told = "parallel.tp=2 does not divide the model's 9 attention heads, 3 key-value heads."
-        assert found == f"{told} Use parallel.tp={named}."
+        message = "parallel.tp=2 does not divide the model's 9 attention heads, 3 key-value heads."
+        assert found == f"{message} Use parallel.tp={named}."
 
 
 def test_a_layout_fills_its_gpus() -> None:
-    told = "= 4 ranks, but there are GPUs for 8. Set parallel.dp=4 or placement.roles.actor=4."
-    assert told in faults(layout(tp=2, dp=2), ranks=8)[0]
+    message = "= 4 ranks, but there are GPUs for 8. Set parallel.dp=4 or placement.roles.actor=4."
+    assert message in faults(layout(tp=2, dp=2), ranks=8)[0]
     assert "Set placement.roles.actor=3." in faults(layout(tp=3), ranks=2)[0]
 
 
 def test_a_dense_model_has_no_experts_to_spread() -> None:
-    told = "parallel.ep=2, parallel.etp=1: the model has no experts. Set parallel.ep=1 parallel.etp=1."
-    assert faults(layout(ep=2, dp=2), DENSE) == [told]
+    message = "parallel.ep=2, parallel.etp=1: the model has no experts. Set parallel.ep=1 parallel.etp=1."
+    assert faults(layout(ep=2, dp=2), DENSE) == [message]
 
 
 def test_switches_that_do_not_go_together() -> None:

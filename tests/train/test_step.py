@@ -83,8 +83,10 @@ def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:
 
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=explode))
     before = weights(backend)
-    words = r"train step 3: the gradient is not finite on rank\(s\) \[0\]; the first such tensor is model.embed_tokens"
-    with pytest.raises(FloatingPointError, match=words):
+    message = (
+        r"train step 3: the gradient is not finite on rank\(s\) \[0\]; the first such tensor is model.embed_tokens"
+    )
+    with pytest.raises(FloatingPointError, match=message):
         train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export())
 
@@ -131,13 +133,15 @@ def test_an_update_that_breaks_the_weights_ends_before_they_are_published(folder
     # This step makes huge weights, but they are finite, so it is not refused.
     assert max(float(tensor.abs().max()) for _, tensor in huge.export()) > 1e36
     backend = make_backend(folder, optimizer={"lr": 1e30, "weight_decay": 1e10}, parallel=parallel)
-    words = "train step 6: its update made weights that are not finite on rank 0; the first such tensor is model.embed"
+    message = (
+        "train step 6: its update made weights that are not finite on rank 0; the first such tensor is model.embed"
+    )
 
     def step_then_export() -> None:
         train_step(backend, groups, step=6)
         list(backend.export())
 
-    with pytest.raises(FloatingPointError, match=words):
+    with pytest.raises(FloatingPointError, match=message):
         step_then_export()
 
 
@@ -147,8 +151,8 @@ def test_weights_that_were_broken_before_are_named_as_the_cause(folder: Path) ->
     with torch.no_grad():
         weight = next(part for _, name, part in backend._weights.parts(torch.Tensor.detach) if name == broken)
         weight[0, 0] = math.nan
-    words = rf"train step 7: .*; the first tensor whose weights are not finite themselves is {broken}; loss sum nan"
-    with pytest.raises(FloatingPointError, match=words):
+    message = rf"train step 7: .*; the first tensor whose weights are not finite themselves is {broken}; loss sum nan"
+    with pytest.raises(FloatingPointError, match=message):
         train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=7)
 
 

@@ -115,7 +115,7 @@ def make_critic(folder: Path, **overrides: Any) -> Any:
 
 
 def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.megatron_rank import RankSetup
 
     parallel = parallel_config(
         dp=overrides.get("world_size", 1), distributed_optimizer=overrides.pop("distributed_optimizer", False)
@@ -169,6 +169,6 @@ def export_folder(backend: Any, source: Path, target: Path, **options: Any) -> d
     from relax_core.train.hf.hf_export import export_hf_folder
 
     arguments = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype}
-    arguments |= {"passed": backend.architecture.passed, **options}
+    arguments |= {"copied_prefixes": backend.architecture.copied_prefixes, **options}
     export_hf_folder(**arguments, source_folder=source, target=target)
     return {name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -33,7 +33,7 @@ from relax_core.weights.version_folder import (
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER
 from tests.contracts.engine.harness import TOKEN, Engine, hf_weights, make_model
 from tests.outages import filled
-from tests.vision_models import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_tiny_vision_model, text
 
 
 def version_of(engine: Engine) -> str:
@@ -50,7 +50,7 @@ def test_a_new_engine_gets_the_frozen_tower_before_it_serves(
         "load_weights": False,
         "engine": replace(launch.engine, context_length=512),
     }
-    model = make_seeing_model(tmp_path / "model")
+    model = make_tiny_vision_model(tmp_path / "model")
     seen = Seen(tmp_path / "model", tmp_path / "media")
     ids, media = seen.prompt(text(3), seen.image(2, 3), text(4))
     weights = list(read_safetensors(tmp_path / "model"))

@@ -19,7 +19,7 @@ from typing import Self
 import psutil
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
-from relax_core.contracts.child import OPENMP_WAITS, Child, module_command
+from relax_core.contracts.child_process import OPENMP_WAITS, Child, module_command
 from relax_core.contracts.monitor import Check, Elapsed, Finding, Monitor
 from relax_core.contracts.private_folder import set_compile_cache
 from relax_core.contracts.process_trees import EXITED, kill_trees, process_state
@@ -98,7 +98,9 @@ class ForkServer:
 
     def _look(self) -> Finding | None:
         code = self._child.poll() if self._restarts_left else None
-        return None if code is None or code >= 0 else Finding(blames="the fork server", how=f"died (signal {-code})")
+        return (
+            None if code is None or code >= 0 else Finding(failed_part="the fork server", how=f"died (signal {-code})")
+        )
 
     def _start_again(self, died: Finding) -> None:
         self._restarts_left -= 1
@@ -113,10 +115,10 @@ class RaySession:
     A process can use it once, because Ray reads the path of its token at import. Entering raises RayUnstarted if the
     run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` has the number of GPUs
     per node; None means no GPU. ``token_file`` holds the run's bearer token. ``preloaded`` are modules that the fork
-    server imports once for all workers (`ForkServer`), if `own_node_fits`. Give none for a run on GPUs: a process that
-    used a GPU cannot be forked. If the GCS or the raylet of the run's own Ray dies or is stopped for ``frozen_after_s``
-    seconds, also during the start, ``lost`` is called in another thread with the cause. ``started`` says whether Ray
-    has started; ``daemons`` then maps the names of its daemons to process ids.
+    server imports once for all workers (`ForkServer`), if `can_use_own_node`. Give none for a run on GPUs: a process
+    that used a GPU cannot be forked. If the GCS or the raylet of the run's own Ray dies or is stopped for
+    ``frozen_after_s`` seconds, also during the start, ``lost`` is called in another thread with the cause. ``started``
+    says whether Ray has started; ``daemons`` then maps the names of its daemons to process ids.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class RaySession:
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
             os.environ["RAY_TMPDIR"] = str(self._paths.folder)  # Ray creates the folder "ray" in it
-            self._own_node = own_node_fits()
+            self._own_node = can_use_own_node()
             if self._preloaded and self._own_node:
                 path = self._paths.folder / "fork-server"
                 os.environ[FORK_SERVER] = str(path)
@@ -306,15 +308,15 @@ def daemons_check(
             state = process_state(pid)
             stopped_s[name] = stopped_s[name] + passed if state == psutil.STATUS_STOPPED else 0.0
             if state in EXITED:
-                return Finding(blames=f"Ray's {name}", how="died")
+                return Finding(failed_part=f"Ray's {name}", how="died")
             if stopped_s[name] > frozen_after_s:
-                return Finding(blames=f"Ray's {name}", how=f"froze (it was stopped for {stopped_s[name]:.0f} s)")
+                return Finding(failed_part=f"Ray's {name}", how=f"froze (it was stopped for {stopped_s[name]:.0f} s)")
         return None
 
-    return Check(name="Ray", every_s=DAEMONS_S, look=look, act=lambda finding: lost(str(finding)), beside=True)
+    return Check(name="Ray", every_s=DAEMONS_S, look=look, act=lambda finding: lost(str(finding)), in_thread=True)
 
 
-def own_node_fits() -> bool:
+def can_use_own_node() -> bool:
     """Returns whether `own_ray_node` can be used: its file exists, and Ray has the version `OWN_NODE_RAY`.
 
     Otherwise `ray.init` starts all of Ray's processes, and each worker imports all of its modules. This takes some

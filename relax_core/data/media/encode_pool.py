@@ -12,7 +12,7 @@ from typing import Self
 
 import msgspec
 
-from relax_core.contracts.child import ChildLost, WorkerProcess
+from relax_core.contracts.child_process import ChildLost, WorkerProcess
 from relax_core.contracts.media import MediaError, MediaItem, MediaKind, MediaReason, MediaSource
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.families.architecture import AudioSettings, PatchSettings
@@ -92,7 +92,7 @@ class EncodePool:
         try:
             answer = self._ask(worker, request, data)
         except ChildLost as lost:
-            text = f"{source.words}: {lost}"
+            text = f"{source.description}: {lost}"
             return EncodeAnswer(word="timeout" if lost.late else "worker_killed", text=text)
         finally:
             self._idle.put(worker)

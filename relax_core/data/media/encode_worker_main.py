@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
+from relax_core.contracts.child_process import OwnerPipe, Ready, cpu_limit
 from relax_core.contracts.media import MediaError, MediaSource
 from relax_core.contracts.media_file import write_item
 from relax_core.data.media.encode_pool import EncodeAnswer, EncodeRequest, EncodeSettings
@@ -22,7 +22,7 @@ def main() -> None:
     """Reads the settings and encodes until stdin ends."""
     pipe = OwnerPipe()
     settings = msgspec.msgpack.decode(pipe.read(), type=EncodeSettings)
-    error = _missing_library(hears=settings.audio is not None)
+    error = _missing_library(audio=settings.audio is not None)
     pipe.write(Ready(error))
     if error:
         return
@@ -53,7 +53,9 @@ def _encode(source: MediaSource, settings: EncodeSettings, tokenize: Tokenize) -
         return EncodeAnswer(word=error.word, text=str(error))
     except MemoryError:
         limit = settings.limits.worker_bytes
-        return EncodeAnswer(word="worker_killed", text=f"{source.words}: a worker's {limit:,} bytes are not enough.")
+        return EncodeAnswer(
+            word="worker_killed", text=f"{source.description}: a worker's {limit:,} bytes are not enough."
+        )
 
 
 def _tokenize(model_folder: Path) -> Tokenize:
@@ -66,18 +68,18 @@ def _tokenize(model_folder: Path) -> Tokenize:
     return lambda text: encode_plain()(text)
 
 
-def _missing_library(*, hears: bool) -> str:
+def _missing_library(*, audio: bool) -> str:
     """Returns an error with the install command if a decoder is missing, else an empty text."""
     try:
         import av  # noqa: F401
         from PIL import Image  # noqa: F401
 
-        if hears:
+        if audio:
             import soundfile  # noqa: F401
             import soxr  # noqa: F401
     except ImportError as error:
-        told = "Images and videos need Pillow and PyAV, and sounds need soundfile and soxr"
-        return f"{error}. {told}: pip install 'relax-core[omni]'"
+        message = "Images and videos need Pillow and PyAV, and sounds need soundfile and soxr"
+        return f"{error}. {message}: pip install 'relax-core[omni]'"
     return ""
 
 

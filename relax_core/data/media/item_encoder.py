@@ -24,7 +24,7 @@ from relax_core.data.media.video_decoding import (
     video_index,
 )
 from relax_core.families.architecture import AudioSettings, PatchSettings
-from relax_core.families.audio_tower import clip_rows, heard_video_rows
+from relax_core.families.audio_tower import clip_rows, video_with_sound_rows
 from relax_core.families.vision_tower import ItemRows, image_rows, timed_video_rows, video_rows
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -67,7 +67,7 @@ def encode_item(
             assert audio is not None, "the checks before the start refuse sounds for a family without audio input"
             return clip_item(audio, *clip_features(opened.file, opened.form, audio, limits))
     except MediaError as error:
-        raise MediaError(source.kind, error.word, f"{source.words}: {error}") from error
+        raise MediaError(source.kind, error.word, f"{source.description}: {error}") from error
 
 
 def _encode_image(file: IO[bytes], form: str, tower: PatchSettings, limits: MediaLimits) -> Encoded:
@@ -150,7 +150,7 @@ def video_item(
         rows = timed_video_rows(tower, grid=grid, seconds=between)
     if sound is not None:
         count = sound.features.shape[1]
-        rows = heard_video_rows(tower, sound.audio, grid=grid, seconds=between, frames=count)
+        rows = video_with_sound_rows(tower, sound.audio, grid=grid, seconds=between, frames=count)
         tensors["features"] = sound.features
         settings += _sound_settings(sound.audio)
     item = _item(rows, kind="video", grid=grid, height=height, width=width)

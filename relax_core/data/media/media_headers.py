@@ -75,7 +75,7 @@ def read_media_header(
                 audio_seconds=heard,
             )  # fmt: skip
     except MediaError as error:
-        raise MediaError(source.kind, error.word, f"{source.words}: {error}") from error
+        raise MediaError(source.kind, error.word, f"{source.description}: {error}") from error
 
 
 def planned_item(

@@ -41,7 +41,7 @@ class MediaLimits:
     worker_bytes: int = 4 << 30
 
 
-MOST_ASPECT = 200  # the processors refuse a longer side of more than this times the shorter one
+MAX_ASPECT = 200  # the processors refuse a longer side of more than this times the shorter one
 
 
 def image_size(tower: PatchSettings, limits: MediaLimits, *, height: int, width: int) -> tuple[int, int]:
@@ -92,9 +92,9 @@ def check_source_size(kind: MediaKind, limits: MediaLimits, *, height: int, widt
             "too_many_pixels",
             f"{width}×{height} are more than {limits.source_pixels:,} pixels. Store it smaller.",
         )
-    if max(height, width) > MOST_ASPECT * min(height, width):
+    if max(height, width) > MAX_ASPECT * min(height, width):
         raise MediaError(
-            kind, "bad_aspect", f"{width}×{height}: a side is more than {MOST_ASPECT} times the other. Crop it."
+            kind, "bad_aspect", f"{width}×{height}: a side is more than {MAX_ASPECT} times the other. Crop it."
         )
 
 

@@ -13,7 +13,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.source_files import open_source, sniffed_format
 
 # All of the first items are kept, then one per pause. The pause begins at 2 s and doubles after every 500 kept items.
-ALL_OF, PAUSE_S, DOUBLED_EACH, MOST_KEPT = 64, 2.0, 500, 4000
+ALL_OF, PAUSE_S, DOUBLED_EACH, MAX_KEPT = 64, 2.0, 500, 4000
 
 
 class KeptRate:
@@ -25,7 +25,7 @@ class KeptRate:
     def takes(self) -> bool:
         """Returns whether this item is kept."""
         now = time.monotonic()
-        if self._kept >= MOST_KEPT or (self._kept >= ALL_OF and now < self._next):
+        if self._kept >= MAX_KEPT or (self._kept >= ALL_OF and now < self._next):
             return False
         self._next = now + PAUSE_S * 2 ** (self._kept // DOUBLED_EACH)
         self._kept += 1
@@ -33,7 +33,7 @@ class KeptRate:
 
 
 log = logging.getLogger(__name__)
-MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # limits of one file, and of all files of one process
+MAX_FILE_BYTES, MAX_BYTES = 8_000_000, 256_000_000  # limits of one file, and of all files of one process
 HEAD_BYTES = 32  # first bytes of a file, which show its format
 TYPES = {
     "WAV": "audio/wav",
@@ -48,8 +48,8 @@ TYPES = {
 class PlayedFiles:
     """Copies sources of sounds and videos into ``folder``, each in a thread; a file's name is the item's digest.
 
-    All are kept up to half of `MOST_BYTES`, then a selection (`KeptRate`) up to `MOST_BYTES`. A file above
-    `MOST_FILE_BYTES` is left out. A file that cannot be read or written is only missing from the page.
+    All are kept up to half of `MAX_BYTES`, then a selection (`KeptRate`) up to `MAX_BYTES`. A file above
+    `MAX_FILE_BYTES` is left out. A file that cannot be read or written is only missing from the page.
     """
 
     def __init__(self, folder: Path, *, root: Path, limits: MediaLimits) -> None:
@@ -61,16 +61,16 @@ class PlayedFiles:
     def add(self, item: MediaItem, source: MediaSource) -> None:
         """Starts to copy the source of an item, if it is kept."""
         file = self._folder / item.digest
-        if item.kind == "image" or self._bytes >= MOST_BYTES or file.exists():
+        if item.kind == "image" or self._bytes >= MAX_BYTES or file.exists():
             return
-        if self._bytes < MOST_BYTES // 2 or self._rate.takes():
+        if self._bytes < MAX_BYTES // 2 or self._rate.takes():
             threading.Thread(target=self._copy, args=(source, file), daemon=True, name="played-file").start()
 
     def _copy(self, source: MediaSource, file: Path) -> None:
         try:
             with open_source(source, self._limits, root=self._root).file as opened:
-                data = opened.read(MOST_FILE_BYTES + 1)
-            if len(data) > MOST_FILE_BYTES:
+                data = opened.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
                 return
             self._folder.mkdir(parents=True, exist_ok=True)
             part = file.with_name(f".{file.name}")

@@ -24,7 +24,7 @@ from relax_core.data.media.source_files import VIDEO_FORMATS
 from relax_core.data.media.video_decoding import opened_container
 from relax_core.families.architecture import AudioSettings
 
-MOST_CHANNELS = 8
+MAX_CHANNELS = 8
 RATES = (4_000, 192_000)  # samples a second of the source
 PACKET = 2048  # samples of padding that an encoder appends to a sound at most
 _ROUNDING_S = 0.001  # tolerance of the limits of a length, because files count whole packets or samples
@@ -41,12 +41,12 @@ class SoundHeader:
 
 def check_sound(header: SoundHeader, limits: MediaLimits) -> None:
     """Raises MediaError for a header that breaks a limit."""
-    if not 1 <= header.channels <= MOST_CHANNELS:
-        told = f"it has {header.channels} channels, and 1 to {MOST_CHANNELS} are read. Mix it down."
-        raise MediaError("audio", "too_many_channels", told)
+    if not 1 <= header.channels <= MAX_CHANNELS:
+        message = f"it has {header.channels} channels, and 1 to {MAX_CHANNELS} are read. Mix it down."
+        raise MediaError("audio", "too_many_channels", message)
     if not RATES[0] <= header.rate <= RATES[1]:
-        told = f"it has {header.rate:,} samples a second, and {RATES[0]:,} to {RATES[1]:,} are read. Convert it."
-        raise MediaError("audio", "bad_rate", told)
+        message = f"it has {header.rate:,} samples a second, and {RATES[0]:,} to {RATES[1]:,} are read. Convert it."
+        raise MediaError("audio", "bad_rate", message)
     if header.seconds is not None:
         check_seconds(header.seconds, limits)
 
@@ -54,14 +54,14 @@ def check_sound(header: SoundHeader, limits: MediaLimits) -> None:
 def check_seconds(seconds: float, limits: MediaLimits) -> None:
     """Raises MediaError for a length outside the limits."""
     if seconds > limits.audio_seconds_max + _ROUNDING_S:
-        told = f"it is {seconds:,.2f} s long, and the limit is {limits.audio_seconds_max:g} s. Cut it."
-        raise MediaError("audio", "too_long", told)
+        message = f"it is {seconds:,.2f} s long, and the limit is {limits.audio_seconds_max:g} s. Cut it."
+        raise MediaError("audio", "too_long", message)
     if seconds < limits.audio_seconds_min - _ROUNDING_S:
-        told = f"it is {seconds:,.3f} s long, and the least is {limits.audio_seconds_min:g} s."
-        raise MediaError("audio", "too_short", told)
+        message = f"it is {seconds:,.3f} s long, and the least is {limits.audio_seconds_min:g} s."
+        raise MediaError("audio", "too_short", message)
 
 
-def most_samples(rate: int, limits: MediaLimits) -> int:
+def max_samples(rate: int, limits: MediaLimits) -> int:
     """Returns the number of samples after which decoding stops, because the sound is too long then."""
     return int((limits.audio_seconds_max + _ROUNDING_S) * rate) + 1
 
@@ -82,7 +82,7 @@ def check_samples(samples: np.ndarray, rate: int, limits: MediaLimits) -> None:
 _UNKNOWN = frozenset({0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFDB, 0xFFFFFFFF})
 _SMALLEST_UNKNOWN = min(_UNKNOWN)
 _EVEN = (1, 3, 6, 7, 0xFFFE)  # codes of WAV formats with samples of fixed size: PCM, floats, A-law, mu-law, extensible
-_MOST_CHUNKS = 1_000  # before a WAV's samples
+_MAX_CHUNKS = 1_000  # before a WAV's samples
 _OGG_END = 4  # the flag of a page that ends its stream
 _FIRST_FRAME = 192  # bytes of an MP3's first frame that may hold the frame count
 _END = 1 << 45  # the reported size of an MP3 without a frame count
@@ -179,7 +179,7 @@ def _wav_data(file: IO[bytes]) -> _WavData:
     (whole,) = struct.unpack("<I", file.read(4))
     file.seek(12)
     code = channels = rate = block = 0
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         name, length = struct.unpack("<4sI", file.read(8))
         behind = file.tell() + length + length % 2
         if name == b"data":
@@ -248,7 +248,7 @@ def decode_file(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nda
     """Returns the mean of a sound's channels, float32 ``[samples]`` of full scale 1, and its samples a second."""
     header = file_header(file, form, limits)
     is_padded = form == "MP3" and header.seconds is None  # a frame count gives the padding, too
-    most = most_samples(header.rate, limits) + (PACKET if is_padded else 0)
+    most = max_samples(header.rate, limits) + (PACKET if is_padded else 0)
     blocks, count = [np.zeros(0, np.float32)], 0
     with _opened(file, form) as sound:
         while count <= most:
@@ -259,8 +259,8 @@ def decode_file(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nda
             count += len(block)
     if header.seconds is not None and count < round(header.seconds * header.rate):
         said = round(header.seconds * header.rate)
-        told = f"it is truncated or damaged: its header says {said:,} samples, and {count:,} are there."
-        raise MediaError("audio", "truncated", told)
+        message = f"it is truncated or damaged: its header says {said:,} samples, and {count:,} are there."
+        raise MediaError("audio", "truncated", message)
     samples = np.concatenate(blocks)
     if is_padded:
         samples = without_padding(samples, round(limits.audio_seconds_max * header.rate))
@@ -283,8 +283,8 @@ def _opened(file: IO[bytes], form: str) -> Iterator[Any]:
         with soundfile.SoundFile(readable_file(file, form)) as sound:
             sound.seekable = lambda: False  # it seeks after each block, which fails at the end of a FLAC from a pipe
             if sound.format not in _FOUND[form]:
-                told = f"its content is {sound.format} and not {form}. Convert it."
-                raise MediaError("audio", "unknown_format", told)
+                message = f"its content is {sound.format} and not {form}. Convert it."
+                raise MediaError("audio", "unknown_format", message)
             yield sound
     except soundfile.LibsndfileError as error:
         raise MediaError("audio", "truncated", f"it is truncated or damaged: {error.error_string}") from error
@@ -314,7 +314,7 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
         track = _track(container)
         header = _track_header(track, limits)
         track.codec_context.thread_count = 1
-        most = most_samples(header.rate, limits) + PACKET
+        most = max_samples(header.rate, limits) + PACKET
         planar = av.AudioResampler(format="fltp")  # it raises ValueError if rate or channels change
         for frame in container.decode(track):
             if frame.is_corrupt or frame.sample_rate != header.rate:
@@ -325,8 +325,8 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
             if count > most:
                 break
     if header.seconds is not None and count < (header.seconds - _TRACK_ROUNDING_S) * 0.99 * header.rate:
-        told = f"its header says {header.seconds:.2f} s of sound, and {count / header.rate:.2f} s are there."
-        raise MediaError("audio", "truncated", told)
+        message = f"its header says {header.seconds:.2f} s of sound, and {count / header.rate:.2f} s are there."
+        raise MediaError("audio", "truncated", message)
     length = round((limits.audio_seconds_max if header.seconds is None else header.seconds) * header.rate)
     return without_padding(np.concatenate(blocks), length), header.rate
 
@@ -341,8 +341,8 @@ def _track_header(track: Any, limits: MediaLimits) -> SoundHeader:
     context = track.codec_context
     if context is None or not (context.name in _CODECS or context.name.startswith("pcm_")):
         name = "of an unknown codec" if context is None else context.name
-        told = f"its sound is {name}, none of {', '.join(_CODECS)} and pcm. Convert it."
-        raise MediaError("audio", "unknown_format", told)
+        message = f"its sound is {name}, none of {', '.join(_CODECS)} and pcm. Convert it."
+        raise MediaError("audio", "unknown_format", message)
     rate, seconds, most = context.sample_rate or 0, _seconds(track), limits.audio_seconds_max
     if seconds is not None and rate and most < seconds <= most + PACKET / rate:
         seconds = most  # Matroska counts the padding of the last packet, too
@@ -361,7 +361,7 @@ def _seconds(track: Any) -> float | None:
 
 _LEAST = 1e-10  # lower bound of the energy in a bin
 _RANGE = 8.0  # decades below the largest energy of the sound; smaller energies are clipped
-_FRAMES_AT_ONCE = 4096  # frames that are computed at a time
+_FRAMES_PER_BATCH = 4096  # frames that are computed at a time
 _LINEAR_HZ = 200 / 3  # per mel on Slaney's scale, up to 1,000 Hz
 _BREAK_HZ, _BREAK_MEL = 1_000.0, 15.0
 _LOG_STEP = np.log(6.4) / 27
@@ -379,9 +379,9 @@ def log_mel(samples: np.ndarray, *, sampling_rate: int, mel_bins: int, fft_size:
     filters = mel_filters(sampling_rate=sampling_rate, mel_bins=mel_bins, fft_size=fft_size)
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft_size)[::hop_length][:count]
     energy = np.empty((count, mel_bins))
-    for start in range(0, count, _FRAMES_AT_ONCE):
-        spectrum = np.fft.rfft(frames[start : start + _FRAMES_AT_ONCE] * window)
-        energy[start : start + _FRAMES_AT_ONCE] = (spectrum.real**2 + spectrum.imag**2) @ filters
+    for start in range(0, count, _FRAMES_PER_BATCH):
+        spectrum = np.fft.rfft(frames[start : start + _FRAMES_PER_BATCH] * window)
+        energy[start : start + _FRAMES_PER_BATCH] = (spectrum.real**2 + spectrum.imag**2) @ filters
     logs = np.log10(np.maximum(energy.T, _LEAST))
     scaled: np.ndarray = ((np.maximum(logs, logs.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
     return scaled

@@ -76,8 +76,8 @@ def _open_path(kind: MediaKind, path: str, limits: MediaLimits, *, root: Path) -
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         if isinstance(error, MediaError):
             raise
-        words = error.strerror if isinstance(error, OSError) else str(error)
-        raise MediaError(kind, "missing_file", f"{words} (data.media_root is {root}).") from error
+        message = error.strerror if isinstance(error, OSError) else str(error)
+        raise MediaError(kind, "missing_file", f"{message} (data.media_root is {root}).") from error
     file = os.fdopen(descriptor, "rb")
     try:
         found = os.fstat(descriptor)

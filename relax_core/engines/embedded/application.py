@@ -186,7 +186,7 @@ class HealthGenerate:
         scheduler = self._scheduler
         if scheduler.version == NOTHING_ATTESTED:
             return "no weights are loaded yet"
-        if scheduler.stands_still:
+        if scheduler.is_stopped:
             return "the engine is paused, or its memory is released"
         try:
             await asyncio.wrap_future(scheduler.score([ScoreItem(token_ids=[0, 0], start=0, top_k=0, temperature=1.0)]))

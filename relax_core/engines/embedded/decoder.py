@@ -29,8 +29,8 @@ from relax_core.engines.embedded.kv_cache import (
     PrefixStore,
 )
 from relax_core.engines.embedded.prefill import (
+    RequestedRows,
     SequenceMedia,
-    Wanted,
     empty_kv,
     empty_states,
     like_lengths,
@@ -359,7 +359,9 @@ class Decoder:
         self._views = CacheViews(self.cache)
         self._attention: DecodeAttention | None = None  # attention of the steps that the slots have prepared
 
-    def see(self, sequences: Sequence[tuple[int, Sequence[Media]]]) -> Sequence[SequenceMedia | MediaGone | None]:
+    def media_inputs(
+        self, sequences: Sequence[tuple[int, Sequence[Media]]]
+    ) -> Sequence[SequenceMedia | MediaGone | None]:
         """Returns the media inputs of sequences, as `MediaFeatures.of_sequences` does; None each for a text model."""
         return [None] * len(sequences) if self.features is None else self.features.of_sequences(sequences)
 
@@ -480,7 +482,7 @@ class Decoder:
         for row, prefix in enumerate(found):
             if prefix is not None:
                 _put(prefix, row, kv=kv, states=states, routes=routes)
-        last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
+        last = RequestedRows(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
         media = [prefix.media for prefix in prefixes]
         for places, hidden in prefill_passes(
@@ -513,7 +515,7 @@ class Decoder:
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
         """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits and MediaGone."""
         media: list[SequenceMedia | None] = []
-        for features in self.see([(len(item.token_ids), item.media) for item in items]):
+        for features in self.media_inputs([(len(item.token_ids), item.media) for item in items]):
             if isinstance(features, MediaGone):
                 raise features
             media.append(features)
@@ -777,7 +779,7 @@ def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
     logits[:, mask.shape[1] :] = float("-inf")
 
 
-def _asked(items: Sequence[ScoreItem]) -> tuple[Wanted, Tensor]:
+def _asked(items: Sequence[ScoreItem]) -> tuple[RequestedRows, Tensor]:
     """Returns the positions that predict a token to be scored, and these tokens."""
     sequences: list[int] = []
     positions: list[int] = []
@@ -787,5 +789,5 @@ def _asked(items: Sequence[ScoreItem]) -> tuple[Wanted, Tensor]:
         sequences += [index] * (last - item.start)
         positions += range(item.start, last)
         targets += item.token_ids[item.start + 1 :]
-    wanted = Wanted(torch.tensor(sequences, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64))
+    wanted = RequestedRows(torch.tensor(sequences, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64))
     return wanted, torch.tensor(targets, dtype=torch.int64)

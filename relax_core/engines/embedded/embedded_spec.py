@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.engine_checks import attached_problems, no_media_problems, token_file_problems
-from relax_core.contracts.child import module_command
+from relax_core.contracts.child_process import module_command
 from relax_core.contracts.engine_kind import EngineSpec, EngineStart, environment_of_threads
 from relax_core.engines.embedded.model_config import FEATURE_MIB
 

@@ -116,7 +116,7 @@ class FusedWeights:
         self.vision = None if config.vision is None else self._tower(config.vision, config.vision.vision.prefix, dtype)
         self.audio = None if config.audio is None else self._tower(config.audio, config.audio.audio.prefix, dtype)
         self._ignored = config.ignored_weights
-        self.passes = config.passes
+        self.is_copied = config.is_copied
 
     def _matrix(self, stored: Tensor) -> Matrix:
         """Returns the matrix of products with ``stored``, which is ``[out, in]``."""
@@ -245,7 +245,7 @@ class FusedWeights:
         return module
 
     @property
-    def _most_numbers(self) -> int:
+    def _max_elements(self) -> int:
         """Returns the number of elements of the largest tensor."""
         return max(math.prod(target.shape) for target in self._targets.values())
 
@@ -254,7 +254,7 @@ class FusedWeights:
 
         Raises ValueError that names the missing, unknown and misshapen tensors.
         """
-        found = {name: tensor for name, tensor in tensors if name not in self._ignored and not self.passes(name)}
+        found = {name: tensor for name, tensor in tensors if name not in self._ignored and not self.is_copied(name)}
         faults = [f"missing: {name}" for name in self._targets if name not in found and name not in held]
         for name, tensor in found.items():
             if (fault := self.fault(name, tensor.shape, tensor.dtype)) is not None:
@@ -267,7 +267,7 @@ class FusedWeights:
         """Returns why a tensor of an update does not fit the model, or None if it fits."""
         target = self._targets.get(name)
         if name in self._ignored:  # `checked` leaves it out, but its size is bounded too
-            if len(shape) > 2 or not 0 <= math.prod(shape) <= self._most_numbers:
+            if len(shape) > 2 or not 0 <= math.prod(shape) <= self._max_elements:
                 return f"misshapen: {name} is {clipped(str(list(shape)))}, larger than any tensor of the model"
         elif target is None:
             return f"unknown: {clipped(name)}"

@@ -22,7 +22,7 @@ from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler import Call, Prompt
 from relax_core.engines.embedded.token_sampler import SamplingSettings
 from relax_core.engines.protocol.generate_messages import unknown_token
-from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS, StopStrings, StopTable
+from relax_core.engines.protocol.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, StopStrings, StopTable
 from relax_core.families.towers import Towers
 
 MAX_SAMPLES = 65536  # samples of one request: prompts times n
@@ -191,7 +191,7 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
             f"{where}: a grid of {item.grid}, expected time, height and width; the item was encoded for another model",
         )
     ids = item.ids
-    rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
+    rows, heard = int(towers.feature_rows(ids).sum()), int(towers.audio_rows(ids).sum())
     tensors = {tensor.name: tensor for tensor in item.tensors}
     frames, sound = _shape(tensors, "frames", "uint8"), _shape(tensors, "features", "float32")
     fits = rows == towers.features(item) and _moves_on(item, towers)
@@ -368,7 +368,7 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
     seeds = _seeds(raw.sampling_seed, sampling, count)
     banned = banned_tokens(raw, model)
     settings = [
-        _settings(sampling_body, banned, model, tells_kept=raw.return_sampling_mask) for sampling_body in sampling
+        _settings(sampling_body, banned, model, reports_kept=raw.return_sampling_mask) for sampling_body in sampling
     ]
     for index, (token_ids, setting) in enumerate(zip(prompts, settings, strict=True)):
         check_lengths(index, len(token_ids), setting.max_new_tokens, n=n, limits=limits)
@@ -489,10 +489,11 @@ def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
 
 def _stop_strings(given: str | list[str] | None, stops: StopTable) -> StopStrings | None:
     stop = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(stop) > MOST_STOPS or not all(0 < len(string.encode()) <= MOST_STOP_BYTES for string in stop):
+    if len(stop) > MAX_STOP_STRINGS or not all(0 < len(string.encode()) <= MAX_STOP_BYTES for string in stop):
         raise HttpError(
             400,
-            f"sampling_params.stop: {len(stop)} strings; give {MOST_STOPS} at most, 1 to {MOST_STOP_BYTES} bytes each",
+            f"sampling_params.stop: {len(stop)} strings; give {MAX_STOP_STRINGS} at most, 1 to {MAX_STOP_BYTES} bytes "
+            "each",
         )
     try:
         return stops.of(stop)
@@ -510,7 +511,9 @@ def _rids(given: str | list[str] | None, count: int) -> list[str]:
     return given
 
 
-def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *, tells_kept: bool) -> SamplingSettings:
+def _settings(
+    body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *, reports_kept: bool
+) -> SamplingSettings:
     bounds = {
         "temperature": (body.temperature, is_temperature(body.temperature), TEMPERATURES),
         "top_p": (body.top_p, 0.0 < body.top_p <= 1.0, "above 0, at most 1 (off)"),
@@ -534,9 +537,9 @@ def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *
         min_p=body.min_p,
         stop_token_ids=stops,
         banned_token_ids=banned,
-        tells_kept=tells_kept,
+        reports_kept=reports_kept,
     )
-    if tells_kept and not settings.truncates:
+    if reports_kept and not settings.truncates:
         raise HttpError(
             400, "return_sampling_mask=true: every token is kept; give a top_k, top_p or min_p, or leave it out"
         )

@@ -354,7 +354,7 @@ def _check_kept_lists(request: Call, *, vocab_size: int) -> None:
     most = 0
     for prompt in request.prompts:
         settings = prompt.settings
-        if settings.tells_kept:
+        if settings.reports_kept:
             width = min(settings.top_k, vocab_size) if settings.top_k > 0 else vocab_size
             most += len(prompt.samples) * settings.max_new_tokens * width
     if most > MAX_KEPT:

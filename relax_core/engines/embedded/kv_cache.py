@@ -100,7 +100,7 @@ class KVCache:
         self.data = self._allocate(0, 0)
 
 
-MOST_ALONE = 16  # maximum number of slots with separately computed attention
+MAX_SLOTS_ALONE = 16  # maximum number of slots with separately computed attention
 ALONE_COLUMNS = 1500  # the extra cost of computing a slot alone, in columns
 
 
@@ -109,7 +109,7 @@ def slots_alone(lengths: np.ndarray) -> np.ndarray:
 
     All other slots are computed together, with as many columns as the longest of them has.
     """
-    most = min(MOST_ALONE, len(lengths) - 1)
+    most = min(MAX_SLOTS_ALONE, len(lengths) - 1)
     longest = np.argsort(-lengths, kind="stable")[: most + 1]
     alone = np.concatenate(([0], np.cumsum(lengths[longest[:most]] + ALONE_COLUMNS)))
     return longest[: int(np.argmin(len(lengths) * lengths[longest] + alone))]

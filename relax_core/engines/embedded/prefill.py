@@ -52,7 +52,7 @@ def empty_states(model: LanguageModel, *, count: int, dtype: torch.dtype) -> Pre
     return None if model.config.delta_net is None else PrefillStates(model.config, dtype, slots=count)
 
 
-class Wanted(NamedTuple):
+class RequestedRows(NamedTuple):
     """Holds the sequences and positions of the tokens with a requested output, int64 ``[wanted]`` each."""
 
     sequences: Tensor
@@ -79,7 +79,7 @@ def prefill_passes(
     token_ids: Sequence[Sequence[int]],
     kv: Tensor,
     *,
-    wanted: Wanted,
+    wanted: RequestedRows,
     states: PrefillStates | None = None,
     routes: np.ndarray | None = None,
     media: Sequence[SequenceMedia | None] = (),
@@ -109,7 +109,7 @@ def prefill_passes(
         columns = (first[:, None] + torch.arange(start, stop)).clamp_(max=width)
         positions = columns.clamp(max=width - 1).view(-1)
         tokens = all_tokens.gather(1, columns).view(-1)
-        attend = _attention_behind(kv, columns) if known else _causal_attention(kv, start, stop)
+        attend = _cached_attention(kv, columns) if known else _causal_attention(kv, start, stop)
         found = ((places >= start) & (places < stop)).nonzero()[:, 0]
         indices = wanted.sequences[found] * (stop - start) + places[found] - start
         rows = _media_rows(seen, first + start, stop - start) if seen else None
@@ -184,7 +184,7 @@ def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
     return attend
 
 
-def _attention_behind(kv: Tensor, columns: Tensor) -> Attend:
+def _cached_attention(kv: Tensor, columns: Tensor) -> Attend:
     """Returns the attention of the positions ``columns`` ``[count, piece]`` of each sequence over all up to their own.
 
     It fills ``kv`` there. Padding has the last column of ``kv``, to which no token of a sequence attends.

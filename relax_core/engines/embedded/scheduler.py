@@ -23,7 +23,7 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.engines.embedded.decoder import Decoder, Prefix, PromptRoutes, ScoreItem, Scores
 from relax_core.engines.embedded.prefill import SequenceMedia
-from relax_core.engines.embedded.token_sampler import NonFiniteLogits, SamplingSettings, keys_behind, sample_keys
+from relax_core.engines.embedded.token_sampler import NonFiniteLogits, SamplingSettings, keys_after, sample_keys
 from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.engines.protocol.generate_messages import VersionSpan
 from relax_core.engines.protocol.stop_strings import StopStrings
@@ -140,7 +140,7 @@ class Scheduler(threading.Thread):
 
     # -- calls from other threads -----------------------------------------------------------------------------------
     @property
-    def stands_still(self) -> bool:
+    def is_stopped(self) -> bool:
         """Returns whether decoding is stopped, because the engine is paused or its memory is released."""
         return self._pause is not None or self._released
 
@@ -267,7 +267,7 @@ class Scheduler(threading.Thread):
             with torch.inference_mode():
                 while True:
                     self._receive()
-                    if not self.stands_still:
+                    if not self.is_stopped:
                         start = time.perf_counter()
                         self._work()
                         self._busy_s += time.perf_counter() - start
@@ -303,7 +303,7 @@ class Scheduler(threading.Thread):
             self._inbox.get()()
 
     def _idle(self) -> bool:
-        if self.stands_still:
+        if self.is_stopped:
             return True
         return not self._running and not self._waiting.is_ready(self.version)
 
@@ -318,7 +318,7 @@ class Scheduler(threading.Thread):
 
     def _prefill(self, groups: list[Waiting]) -> None:
         start = time.perf_counter()
-        groups, prefixes, unseen = seen_prefixes(groups, self._decoder.see)
+        groups, prefixes, unseen = prefixes_with_media(groups, self._decoder.media_inputs)
         for call, error in unseen.items():
             self._fail_calls({call}, str(error))
         if not groups:
@@ -413,7 +413,7 @@ class Scheduler(threading.Thread):
 
     def _kept(self, sample: Sample, slot: int, *, start: int = 0) -> KeptTokens | None:
         """Returns the kept sets of a sample's tokens from ``start`` on, or None if they were not requested."""
-        return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.tells_kept else None
+        return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.reports_kept else None
 
     def _report(
         self,
@@ -658,7 +658,7 @@ class Call:
         all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], self.n)
         groups: list[Waiting] = []
         for prompt, prompt_keys in zip(prompts, all_keys, strict=True):
-            keys = keys_behind(prompt_keys, prompt.generated)
+            keys = keys_after(prompt_keys, prompt.generated)
             groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in prompt.samples]))
         return groups
 
@@ -671,13 +671,13 @@ class Call:
             self.tower_passes, self.media_feature_bytes = features.passes, features.nbytes
 
 
-def seen_prefixes(
+def prefixes_with_media(
     groups: Sequence[Waiting],
     see: Callable[[Sequence[tuple[int, Sequence[Media]]]], Sequence[SequenceMedia | MediaGone | None]],
 ) -> tuple[list[Waiting], list[Prefix], dict[Call, MediaGone]]:
-    """Returns groups and their prefixes, with the media inputs that ``see`` returns for (number of tokens, items).
+    """Returns groups and their prefixes with what ``media_inputs`` returns for (number of tokens, items).
 
-    The groups of a call for which ``see`` returns MediaGone are left out; the call is returned with its error.
+    The groups of a call for which ``media_inputs`` returns MediaGone are left out; the call is returned with its error.
     """
     failed: dict[Call, MediaGone] = {}
     seen: list[tuple[Waiting, Prefix]] = []

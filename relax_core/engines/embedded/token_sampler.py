@@ -40,7 +40,7 @@ class NonFiniteLogits(RuntimeError):
 class SamplingSettings:
     """Holds the sampling settings of one sample.
 
-    ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept`` is True if the
+    ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``reports_kept`` is True if the
     request wants the kept sets of its tokens.
     """
 
@@ -51,7 +51,7 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
     min_p: float = 0.0
-    tells_kept: bool = False
+    reports_kept: bool = False
 
     @property
     def plain(self) -> bool:
@@ -127,7 +127,7 @@ def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> S
     sorts = any(
         cut and (setting.top_k > 0 or setting.top_p < 1.0) for setting, cut in zip(settings, truncates, strict=True)
     )
-    kept = [index for index, setting in enumerate(settings) if setting.tells_kept]
+    kept = [index for index, setting in enumerate(settings) if setting.reports_kept]
     return SamplingPlan(
         inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
         greedy=torch.from_numpy(greedy) if greedy.any() else None,
@@ -152,7 +152,7 @@ def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
     return _mix(_mix(seeds + _GOLDEN)[:, None] ^ _mix(samples * _GOLDEN + _MIX_1))
 
 
-def keys_behind(keys: np.ndarray, tokens: int) -> np.ndarray:
+def keys_after(keys: np.ndarray, tokens: int) -> np.ndarray:
     """Returns the keys of samples that continue after the first ``tokens`` tokens of their response.
 
     `uniforms` of these keys at position 0 equal `uniforms` of ``keys`` at position ``tokens``, so that no random number

@@ -142,7 +142,7 @@ class MediaFeatures:
         try:
             return self._reader.tensors(item)
         except (ValueError, OSError) as error:
-            raise MediaGone(f"media {item.digest} {item.words} cannot be read: {error}") from error
+            raise MediaGone(f"media {item.digest} {item.description} cannot be read: {error}") from error
 
     def _features(self, items: Sequence[MediaItem], tensors: Sequence[Mapping[str, np.ndarray]]) -> list[ItemFeatures]:
         from relax_core.families.tower_passes import inputs_of  # it imports transformers' modules

@@ -74,7 +74,7 @@ class WeightUpdates:
             if self._is_in_force(version, digest):
                 return _report(version, digest, stall_ms=0.0)
             checked = await self._checked(
-                lambda: dict(read_safetensors(Path(model_path), wanted=lambda name: not self._weights.passes(name)))
+                lambda: dict(read_safetensors(Path(model_path), wanted=lambda name: not self._weights.is_copied(name)))
             )
             await self._attest(checked, version, digest)
             return await self._apply(checked, version, digest)
@@ -241,8 +241,8 @@ def _dtypes(names: list[str], dtypes: list[str]) -> list[torch.dtype]:
     for name, dtype in zip(names, dtypes, strict=True):
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype):
-            words = f"{clipped(repr(dtype))} of {clipped(name)}"
-            raise HttpError(400, f"dtypes: {words} is no torch dtype; send float32 or bfloat16")
+            message = f"{clipped(repr(dtype))} of {clipped(name)}"
+            raise HttpError(400, f"dtypes: {message} is no torch dtype; send float32 or bfloat16")
         kinds.append(kind)
     return kinds
 

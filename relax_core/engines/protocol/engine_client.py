@@ -33,7 +33,7 @@ from relax_core.contracts.media import Media
 from relax_core.engines.protocol.generate_messages import (
     EVENT_STREAM,
     INT32,
-    MOST_LOGPROB,
+    MAX_LOGPROB,
     MSGPACK,
     Finished,
     FrameReader,
@@ -51,12 +51,12 @@ from relax_core.engines.protocol.generate_messages import (
     decoded,
     generate_body,
     media_fields,
-    plain_words,
+    printable_text,
     reply_object,
     version_number,
 )
 from relax_core.engines.protocol.server_proof import ProvenConnection
-from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, ReceivedTokens
 from relax_core.weights.transports import WeightGroupAddress
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class EngineClient:
         is closed and the engine aborts the samples that still run.
         """
         check = ResponseCheck(prompts, params, vocab_size=self._vocab_size)
-        told = {} if on_tokens is None else {"tells_tokens": True}
+        told = {} if on_tokens is None else {"reports_tokens": True}
         body = generate_body(prompts, params, **told)
         async for generated in self._streamed(
             body,
@@ -179,7 +179,7 @@ class EngineClient:
                 f"engine {self.url} /generate: silent for {self._request_timeout_s:.0f} s"
             ) from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"engine {self.url} /generate: {error_words(error)}") from error
+            raise EngineUnreachable(f"engine {self.url} /generate: {error_text(error)}") from error
         if check.owed:
             found = check.expected - len(check.owed)
             raise EngineUnreachable(
@@ -194,8 +194,8 @@ class EngineClient:
         except OtherPrompt as error:
             raise EngineError(f"engine {self.url} {route}: {error}") from error
         except ValueError as error:
-            words = plain_words(str(error))
-            raise MalformedReply(f"engine {self.url} {route}: a reply that cannot be read: {words}") from error
+            message = printable_text(str(error))
+            raise MalformedReply(f"engine {self.url} {route}: a reply that cannot be read: {message}") from error
 
     async def _beginning(self, response: aiohttp.ClientResponse) -> bytes:
         """Returns the first `REFUSAL_BYTES` of a body."""
@@ -224,8 +224,8 @@ class EngineClient:
                     check.news(reader.parts - parts)
                 progress, parts = now, reader.parts
             elif now - progress > self._request_timeout_s:
-                words = f"a part of its reply has not ended for {self._request_timeout_s:.0f} s"
-                raise EngineUnreachable(f"engine {self.url} /generate: {words}")
+                message = f"a part of its reply has not ended for {self._request_timeout_s:.0f} s"
+                raise EngineUnreachable(f"engine {self.url} /generate: {message}")
 
     async def _responses(
         self,
@@ -251,7 +251,7 @@ class EngineClient:
                                 generated = self._response(frame, prompts, prompt_experts)
                             yield generated
                         case StreamFailure(message):
-                            raise EngineError(f"engine {self.url} /generate: {plain_words(message)}")
+                            raise EngineError(f"engine {self.url} /generate: {printable_text(message)}")
                         case StreamEnd() if on_end is not None:
                             with self._replying("/generate"):
                                 check_times(frame.held_ms, frame.prefill_ms, frame.decode_ms)
@@ -259,13 +259,13 @@ class EngineClient:
                         case Grown() if on_tokens is not None:
                             with self._replying("/generate"):
                                 ids = np.frombuffer(frame.output_ids, dtype=INT32).tolist()
-                                check.told(frame.prompt, frame.sample, frame.start, ids)
+                                check.check_new_tokens(frame.prompt, frame.sample, frame.start, ids)
                             on_tokens(frame.prompt, frame.sample, frame.start, ids)
             return
         if params.banned_token_ids:
             raise EngineError(f"engine {self.url} /generate: this engine does not support banned_token_ids")
         samples = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
-        events = EventReader(prompts, samples=samples, tells_tokens=on_tokens is not None)
+        events = EventReader(prompts, samples=samples, reports_tokens=on_tokens is not None)
         async for generated in self._events(response, events, check, on_tokens):
             yield generated
 
@@ -286,10 +286,10 @@ class EngineClient:
             for event in events:
                 match event:
                     case str():
-                        raise EngineError(f"engine {self.url} /generate: {plain_words(event)}")
-                    case Told():
+                        raise EngineError(f"engine {self.url} /generate: {printable_text(event)}")
+                    case ReceivedTokens():
                         with self._replying("/generate"):
-                            check.told(*event)
+                            check.check_new_tokens(*event)
                         if on_tokens is not None:
                             on_tokens(*event)
                     case _:
@@ -323,7 +323,7 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineUnreachable(f"engine {self.url} /ready: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"engine {self.url} /ready: {error_words(error)}") from error
+            raise EngineUnreachable(f"engine {self.url} /ready: {error_text(error)}") from error
 
     def _http_session(self) -> aiohttp.ClientSession:
         import aiohttp
@@ -394,7 +394,7 @@ class EngineClient:
         """
         body = self._score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer(
-            "POST", "/generate", body, timeout_s=self._request_timeout_s, most_bytes=most_bytes(items, top_k=top_k)
+            "POST", "/generate", body, timeout_s=self._request_timeout_s, max_bytes=max_bytes(items, top_k=top_k)
         )
         if status != 200:
             raise self._refusal("/generate", status, data)
@@ -505,24 +505,24 @@ class EngineClient:
             return reply_object(data, needs)
 
     def _answer(
-        self, method: str, route: str, payload: Any, *, timeout_s: float, most_bytes: int = CONTROL_BYTES
+        self, method: str, route: str, payload: Any, *, timeout_s: float, max_bytes: int = CONTROL_BYTES
     ) -> tuple[int, bytes]:
         body = b"" if payload is None else _encoder.encode(payload)
         headers = {"Content-Type": "application/json", "Authorization": self._authorization}
         with self._control:
             try:
-                return self._connection.call(method, route, body, headers, timeout_s=timeout_s, most_bytes=most_bytes)
+                return self._connection.call(method, route, body, headers, timeout_s=timeout_s, max_bytes=max_bytes)
             except TimeoutError as error:
                 raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
             except OSError as error:
-                raise EngineUnreachable(f"engine {self.url} {route}: {error_words(error)}") from error
+                raise EngineUnreachable(f"engine {self.url} {route}: {error_text(error)}") from error
             except http.client.HTTPException as error:
-                raise MalformedReply(f"engine {self.url} {route}: {error_words(error)}") from error
+                raise MalformedReply(f"engine {self.url} {route}: {error_text(error)}") from error
 
     def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
         """Returns the error for a reply with this status; only 4xx and 5xx refuse a request."""
-        words = f"engine {self.url} {route}: {status}: {plain_words(_message(body))}"
-        return EngineError(words) if 400 <= status <= 599 else MalformedReply(words)
+        message = f"engine {self.url} {route}: {status}: {printable_text(_message(body))}"
+        return EngineError(message) if 400 <= status <= 599 else MalformedReply(message)
 
 
 def group_body(address: WeightGroupAddress) -> dict[str, Any]:
@@ -548,9 +548,9 @@ def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]
     }
 
 
-def error_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns an error's name and text, which may contain text from a server."""
-    return plain_words(f"{type(error).__name__}: {error}")
+    return printable_text(f"{type(error).__name__}: {error}")
 
 
 def _message(body: bytes) -> str:
@@ -583,11 +583,11 @@ def wait_ready(client: EngineClient, *, timeout_s: float) -> None:
         try:
             if client.ready():
                 return
-            words = f"engine {client.url} is not ready"
+            message = f"engine {client.url} is not ready"
         except EngineUnreachable as error:
-            words = str(error)
+            message = str(error)
         if time.monotonic() > deadline:
-            raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {words}")
+            raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {message}")
         time.sleep(RETRY_S)
 
 
@@ -647,7 +647,7 @@ _ENTRY_BYTES = 512  # maximum for one scored token, or one of its top-k tokens, 
 _OTHER_BYTES = 1 << 20  # maximum for the rest of a reply
 
 
-def most_bytes(items: Sequence[TokensToScore], *, top_k: int) -> int:
+def max_bytes(items: Sequence[TokensToScore], *, top_k: int) -> int:
     """Returns the maximum size in bytes of a reply with the scores of ``items``."""
     return _OTHER_BYTES + _ENTRY_BYTES * (top_k + 1) * sum(len(item.input_ids) + 16 for item in items)
 
@@ -698,7 +698,7 @@ def read_scores(
     ]
     for scores in found:
         for values in (scores.logprobs, scores.top_logprobs):
-            if values.size and not (np.isfinite(values).all() and float(values.max()) <= MOST_LOGPROB):
+            if values.size and not (np.isfinite(values).all() and float(values.max()) <= MAX_LOGPROB):
                 raise ValueError("a log-prob is not finite, or is above 0")
         if vocab_size is not None and scores.top_ids.size and int(scores.top_ids.max()) >= vocab_size:
             raise ValueError(f"token id {int(scores.top_ids.max())}, which the vocabulary does not have")

@@ -237,11 +237,11 @@ def response_limit(prompt: PromptRequest, params: SamplingParams) -> int:
 
 
 def generate_body(
-    prompts: Sequence[PromptRequest], params: SamplingParams, *, tells_tokens: bool = False
+    prompts: Sequence[PromptRequest], params: SamplingParams, *, reports_tokens: bool = False
 ) -> dict[str, Any]:
     """Returns the JSON body of one /generate for all prompts.
 
-    With ``tells_tokens`` the engine sends new tokens while they are sampled.
+    With ``reports_tokens`` the engine sends new tokens while they are sampled.
     """
     sampling: dict[str, Any] = {
         "n": params.n,
@@ -254,7 +254,7 @@ def generate_body(
     }
     if params.stop:
         sampling["stop"] = params.stop
-    if tells_tokens:
+    if reports_tokens:
         sampling["stream_interval"] = 1
     body = {
         "rid": [prompt.rid for prompt in prompts],
@@ -326,10 +326,10 @@ def unknown_token(index: int, token_ids: Sequence[int], *, rid: str | None, voca
 
 T = TypeVar("T")
 WORDS = 500  # maximum characters of a server's text in an error
-MOST_NUMBER = np.iinfo(np.int32).max  # maximum of a token id, and of a weight version
+MAX_NUMBER = np.iinfo(np.int32).max  # maximum of a token id, and of a weight version
 NEWS = 16  # maximum events or frames for each token that a call may return
 # Log-probs are at most 0; sums in bfloat16 may be a little more.
-MOST_LOGPROB = 1e-2
+MAX_LOGPROB = 1e-2
 _SIGNS = 12  # maximum length of a text that is read as a weight version
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -390,14 +390,14 @@ def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, A
 
 def version_number(version: str | int) -> int | None:
     """Returns a weight version as an integer, -1 for no version, and None for text that is not a version."""
-    text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MOST_NUMBER else ""
+    text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MAX_NUMBER else ""
     if len(text) > _SIGNS or not text.isascii() or not text.removeprefix("-").isdecimal():
         return None
     number = int(text)
-    return number if -1 <= number <= MOST_NUMBER else None
+    return number if -1 <= number <= MAX_NUMBER else None
 
 
-def plain_words(text: str) -> str:
+def printable_text(text: str) -> str:
     """Returns the beginning of a server's text in one line, with printable characters only."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text[:WORDS]).split())
 
@@ -420,7 +420,7 @@ class ResponseCheck:
         self._prompts = prompts
         self._limits = [response_limit(prompt, params) - prompt.generated for prompt in prompts]
         self._vocab_size = vocab_size
-        self._end_of_ids = MOST_NUMBER if vocab_size is None else vocab_size
+        self._end_of_ids = MAX_NUMBER if vocab_size is None else vocab_size
         self._lowest_version = lowest_version
         self.owed = {
             (index, sample)
@@ -442,7 +442,7 @@ class ResponseCheck:
         if (prompt, sample) not in self.owed:
             raise ValueError(f"sample {sample} of prompt {prompt} was not requested, or arrived twice")
 
-    def told(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
+    def check_new_tokens(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
         """Checks new tokens of an unfinished response; ``start`` is the index of the first new token."""
         self.place(prompt, sample)
         if not 0 <= start <= start + len(ids) <= self._limits[prompt]:
@@ -460,7 +460,7 @@ class ResponseCheck:
         self._check_ids(generated.output_ids)
         if len(generated.logprobs) != tokens:
             raise ValueError(f"{len(generated.logprobs)} log-probs came for {tokens} tokens")
-        if tokens and not (np.isfinite(generated.logprobs).all() and float(generated.logprobs.max()) <= MOST_LOGPROB):
+        if tokens and not (np.isfinite(generated.logprobs).all() and float(generated.logprobs.max()) <= MAX_LOGPROB):
             raise ValueError("a log-prob is not finite, or is above 0")
         if tokens and int(generated.versions.min()) < self._lowest_version:
             raise ValueError(f"weight version {int(generated.versions.min())}")
@@ -470,7 +470,7 @@ class ResponseCheck:
             raise ValueError(fault)
         self._check_experts(generated, prompt_tokens=len(prompt.input_ids))
         check_times(generated.prefill_ms, generated.queue_ms)
-        if not 0 <= generated.cached_tokens <= MOST_NUMBER:
+        if not 0 <= generated.cached_tokens <= MAX_NUMBER:
             raise ValueError(f"{generated.cached_tokens} cached tokens")
         self.owed.discard((generated.prompt, generated.sample))
 

@@ -172,11 +172,11 @@ class _DeadlineSocket:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self.deadline = 0.0
-        self.most_bytes = 0
+        self.max_bytes = 0
 
     def count(self, size: int) -> None:
-        self.most_bytes -= size
-        if self.most_bytes < 0:
+        self.max_bytes -= size
+        if self.max_bytes < 0:
             raise ReplyTooLong("a reply with more bytes than the caller takes")
 
     def use_time_left(self) -> None:
@@ -239,26 +239,26 @@ class ProvenConnection:
         self._connection: _Connection | None = None
 
     def call(
-        self, method: str, route: str, body: bytes, headers: dict[str, str], *, timeout_s: float, most_bytes: int
+        self, method: str, route: str, body: bytes, headers: dict[str, str], *, timeout_s: float, max_bytes: int
     ) -> tuple[int, bytes]:
         """Returns status and body of the reply, which must arrive completely within ``timeout_s`` seconds.
 
         A kept connection that the server has closed is opened again once, because a restart of the server closes it.
         Raises OSError (including `ServerUnproven` and TimeoutError), or HTTPException for a reply that is not HTTP or
-        has more than ``most_bytes``.
+        has more than ``max_bytes``.
         """
         deadline = time.monotonic() + timeout_s
         reused = self._connection is not None
         try:
-            return self._once(method, route, body, headers, deadline=deadline, most_bytes=most_bytes)
+            return self._once(method, route, body, headers, deadline=deadline, max_bytes=max_bytes)
         except _AGAIN:
             self.close()
             if not reused:
                 raise
-        return self._once(method, route, body, headers, deadline=deadline, most_bytes=most_bytes)
+        return self._once(method, route, body, headers, deadline=deadline, max_bytes=max_bytes)
 
     def _once(
-        self, method: str, route: str, body: bytes, headers: dict[str, str], *, deadline: float, most_bytes: int
+        self, method: str, route: str, body: bytes, headers: dict[str, str], *, deadline: float, max_bytes: int
     ) -> tuple[int, bytes]:
         whole = False
         try:
@@ -267,15 +267,15 @@ class ProvenConnection:
                 self._connection = connection
                 connection.connect()
             guarded = cast("_DeadlineSocket", self._connection.sock)
-            guarded.deadline, guarded.most_bytes = deadline, most_bytes + HEAD_BYTES
+            guarded.deadline, guarded.max_bytes = deadline, max_bytes + HEAD_BYTES
             self._connection.request(method, route, body, headers)
             response = self._connection.getresponse()
             try:
-                data = response.read(most_bytes + 1)
+                data = response.read(max_bytes + 1)
             except ValueError as error:  # a chunk has a negative size
                 raise http.client.HTTPException(f"a body that cannot be read: {error}") from error
-            if len(data) > most_bytes:
-                raise ReplyTooLong(f"a reply of more than {most_bytes} bytes")
+            if len(data) > max_bytes:
+                raise ReplyTooLong(f"a reply of more than {max_bytes} bytes")
             if response.length:
                 raise http.client.IncompleteRead(data, response.length)
             whole = response.isclosed() or not response.read(1)

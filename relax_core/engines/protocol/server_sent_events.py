@@ -85,7 +85,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
 
 
-class _Words(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     message: str
 
 
@@ -93,14 +93,14 @@ class _Event(msgspec.Struct):
     output_ids: list[_TokenId] = []
     meta_info: _Meta | None = None
     index: int = 0
-    error: _Words | None = None
+    error: _ErrorBody | None = None
 
 
-MOST_EVENT_BYTES = 256 << 20
+MAX_EVENT_BYTES = 256 << 20
 _END = b"\n\n"
 
 
-class Told(NamedTuple):
+class ReceivedTokens(NamedTuple):
     """Holds new tokens of a response that may not be finished; ``start`` is the index of the first new token."""
 
     prompt: int
@@ -117,8 +117,8 @@ class EventReader:
     """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
 
     The token count of an event shows which kind it is. ``samples`` is the (prompt, sample) of each event index.
-    ``vocab_size`` is the model's; it is given if the kept sets are needed. With ``tells_tokens`` tokens are yielded as
-    they arrive, except those of an engine without a weight version. ``parts`` counts the complete events, and
+    ``vocab_size`` is the model's; it is given if the kept sets are needed. With ``reports_tokens`` tokens are yielded
+    as they arrive, except those of an engine without a weight version. ``parts`` counts the complete events, and
     ``pending`` is True while an event is incomplete. ``prefills`` maps each finished (prompt, sample) that has a token
     to the number of its prompt tokens that came from the engine's cache, and to the first version span. An empty span
     means that its version ended before a token was sampled.
@@ -130,9 +130,9 @@ class EventReader:
         *,
         samples: Sequence[tuple[int, int]],
         vocab_size: int | None = None,
-        tells_tokens: bool = False,
+        reports_tokens: bool = False,
     ) -> None:
-        self._tells_tokens = tells_tokens
+        self._reports_tokens = reports_tokens
         self._prompts = prompts
         self._samples = samples
         self._vocab_size = vocab_size
@@ -146,7 +146,7 @@ class EventReader:
         """Returns whether the last event is incomplete."""
         return bool(self._buffer)
 
-    def feed(self, data: bytes) -> Iterator[Generated | Told | str]:
+    def feed(self, data: bytes) -> Iterator[Generated | ReceivedTokens | str]:
         """Yields the responses that ``data`` finishes; a failure of the engine is yielded as its text.
 
         Raises ValueError for an event that is not in SGLang's format, or does not fit the request.
@@ -154,8 +154,8 @@ class EventReader:
         searched = max(0, len(self._buffer) - 1)  # the end may be split, and large events come in many pieces
         self._buffer += data
         if self._buffer.find(_END, searched) < 0:
-            if len(self._buffer) > MOST_EVENT_BYTES:
-                raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
+            if len(self._buffer) > MAX_EVENT_BYTES:
+                raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
             return
         *events, rest = bytes(self._buffer).split(_END)
         self._buffer = bytearray(rest)
@@ -165,7 +165,7 @@ class EventReader:
             if payload and payload != b"[DONE]":
                 yield from self._take(decoded(payload, _Event))
 
-    def _take(self, event: _Event) -> Iterator[Generated | Told | str]:
+    def _take(self, event: _Event) -> Iterator[Generated | ReceivedTokens | str]:
         if event.error is not None:
             yield event.error.message
             return
@@ -179,8 +179,8 @@ class EventReader:
             growing = self._growing[event.index] = (array("i"), array("f"), [])
         ids, logprobs, kept = growing
         known = meta.weight_version is None or sglang_version(meta.weight_version) != UNKNOWN_VERSION
-        if self._tells_tokens and event.output_ids and known:
-            yield Told(*self._samples[event.index], len(ids), event.output_ids)
+        if self._reports_tokens and event.output_ids and known:
+            yield ReceivedTokens(*self._samples[event.index], len(ids), event.output_ids)
         ids.fromlist(event.output_ids)
         if self._vocab_size is not None and meta.output_token_sampling_mask:
             kept.append(KeptTokens.of_lists(meta.output_token_sampling_mask, vocab_size=self._vocab_size))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SPARE_TOKENS = 4  # more tokens than a stop string can have, because the text may start inside a character
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for bytes that are not yet a whole character
 KNOWN_STOPS = 16  # sets of stop strings that are cached; a run uses one
-MOST_STOPS, MOST_STOP_BYTES = 16, 1024
+MAX_STOP_STRINGS, MAX_STOP_BYTES = 16, 1024
 _NO, _YES, _UNKNOWN = 0, 1, 2
 
 

@@ -34,7 +34,7 @@ from relax_core.contracts.engine import (
 from relax_core.contracts.media import Media, short_form
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.engine_pool import cut
-from relax_core.engines.protocol.engine_client import TokenScores, TokensToScore, error_words
+from relax_core.engines.protocol.engine_client import TokenScores, TokensToScore, error_text
 from relax_core.engines.protocol.generate_messages import (
     OnTokens,
     ResponseCheck,
@@ -60,7 +60,7 @@ class HeldPrompts:
     sent: list[SampleRequest] = field(default_factory=list)
     on_tokens: OnTokens | None = None
 
-    def tell(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
+    def report_tokens(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
         """Reports new tokens of prompt number ``prompt`` of the request that was sent."""
         if self.on_tokens is not None:
             self.on_tokens(list(self.prompts)[prompt], sample, start, ids)
@@ -276,17 +276,17 @@ class SglangClient(SglangWeightCalls):
             version=call.version,
             seeds=self._seeds,
             media=lambda prompt: self._media_entries(prompt, version=call.version),
-            tells_tokens=call.on_tokens is not None,
+            reports_tokens=call.on_tokens is not None,
         )
         reader = EventReader(
             chosen,
             samples=[(request.prompt, request.sample) for request in call.sent],
             vocab_size=self._vocabulary if params.return_kept_tokens else None,
-            tells_tokens=call.on_tokens is not None,
+            reports_tokens=call.on_tokens is not None,
         )
         check = ResponseCheck(chosen, params, vocab_size=self._vocabulary, lowest_version=UNKNOWN_VERSION)
         async for generated in self._streamed(
-            body, params, lambda response: self._events(response, reader, check, call.tell), check
+            body, params, lambda response: self._events(response, reader, check, call.report_tokens), check
         ):
             prefill = reader.prefills.pop((generated.prompt, generated.sample), None)
             mixed = False
@@ -356,7 +356,7 @@ class SglangClient(SglangWeightCalls):
                 with self._replying("/model_info"):
                     return sglang_version(decoded(data, _Info).weight_version)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnreachable(f"engine {self.url} /model_info: {error_words(error)}") from error
+            raise EngineUnreachable(f"engine {self.url} /model_info: {error_text(error)}") from error
 
     # -- control ------------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
@@ -513,14 +513,14 @@ def sglang_body(
     version: int,
     seeds: bool,
     media: Callable[[PromptRequest], MediaEntries] | None = None,
-    tells_tokens: bool = False,
+    reports_tokens: bool = False,
 ) -> dict[str, Any]:
     """Returns the JSON body of one /generate.
 
     ``version`` is the weight version in force; SGLang reuses a cached prefix only for requests with the same version.
     If sampling leaves tokens out, the body requests the kept sets, with which SGLang returns the log-probs over these
     sets; its usual log-probs are over the whole vocabulary. ``media`` returns the ids that are sent for a prompt, and
-    its entries of image_data; the default is `named_media`. With ``tells_tokens`` SGLang sends an event for each new
+    its entries of image_data; the default is `named_media`. With ``reports_tokens`` SGLang sends an event for each new
     token.
     """
     sent = [(media or named_media)(prompt) for prompt in prompts]
@@ -530,7 +530,7 @@ def sglang_body(
         "input_ids": [sent[wanted.prompt][0] for wanted in samples],
         "sampling_params": [
             _sampling(prompts[wanted.prompt], wanted.sample, params, bans, seeds=seeds)
-            | ({"stream_interval": 1} if tells_tokens else {})
+            | ({"stream_interval": 1} if reports_tokens else {})
             for wanted in samples
         ],
         "return_logprob": True,

@@ -13,7 +13,7 @@ from relax_core.config.engine_checks import MASK_TOKENS, sglang_file_problems, s
 from relax_core.config.errors import NotYet
 from relax_core.config.model_checks import family_of_run
 from relax_core.config.schema import RelaxConfig, RolloutConfig
-from relax_core.contracts.child import OPENMP_WAITS
+from relax_core.contracts.child_process import OPENMP_WAITS
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec, EngineStart
 from relax_core.contracts.private_folder import set_compile_cache
@@ -55,7 +55,7 @@ def command(launch: EngineStart) -> list[str]:
         "enable-deterministic-inference": bool(engine.deterministic),
         "log-level": "warning",
     }
-    if engine.tp > 1 and launch.shard_media and _can_deal_items(launch.model_folder):
+    if engine.tp > 1 and launch.shard_media and _can_shard_items(launch.model_folder):
         flags["mm-enable-dp-encoder"] = True
     if engine.mem_fraction is not None:
         flags["mem-fraction-static"] = engine.mem_fraction
@@ -64,7 +64,7 @@ def command(launch: EngineStart) -> list[str]:
         flags["weight-version"] = "0"
     else:
         flags["load-format"] = "dummy"
-    words = flag_words(flags | engine.flags)
+    words = flag_arguments(flags | engine.flags)
     own = ["--token-file", str(launch.token_file)]
     if launch.listener is not None:
         own += ["--listener", str(launch.listener)]
@@ -81,7 +81,7 @@ def _check_head(folder: Path) -> None:
         raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
 
 
-def _can_deal_items(folder: Path) -> bool:
+def _can_shard_items(folder: Path) -> bool:
     """Returns True if SGLang's tensor-parallel ranks can share the images and videos of a model.
 
     SGLang 0.5.23 splits the vision tower of Qwen3-Omni over the ranks even if images are distributed over them, so that
@@ -122,7 +122,7 @@ def _media_environment(launch: EngineStart) -> dict[str, str]:
     }
 
 
-def flag_words(flags: Mapping[str, object]) -> list[str]:
+def flag_arguments(flags: Mapping[str, object]) -> list[str]:
     """Returns ``["--tp-size=2", "--trust-remote-code"]`` for ``{"tp-size": 2, "trust-remote-code": True}``.
 
     A flag that is false is left out. The entries of a list follow its flag as separate arguments.
@@ -278,6 +278,6 @@ SPEC = EngineSpec(
     media=frozenset({"image", "video", "audio"}),
     attached_media=frozenset({"image"}),
     feature_mib=DEFAULT_FEATURE_MIB,
-    deals_items=True,
+    shards_items=True,
     takes_listener=True,
 )

@@ -17,8 +17,8 @@ from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig
 
 ID_FILE = "mlflow_run_id"  # in the run's folder: a resumed run continues the same run of MLflow
 DATABASE, FILES = "mlflow.db", "mlflow_files"  # in the run's folder, if no uri is given
-MOST_METRICS, MOST_PARAMS, MOST_PARAM_CHARACTERS = 1000, 100, 500  # the limits of MLflow's batches and of a value
-_FOREIGN = re.compile(r"[^\w\-. /]")  # MLflow refuses these characters in a name
+MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARACTERS = 1000, 100, 500  # the limits of MLflow's batches and of a value
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")  # MLflow refuses these characters in a name
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class MlflowSink(BaseSink):
         experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, files)
         run = self._client.create_run(experiment, run_name=config.run or start.run_dir.name)
         values = yaml.safe_load((start.run_dir / "config.yaml").read_text(encoding="utf-8"))
-        params = [Param(_FOREIGN.sub("_", key), value[:MOST_PARAM_CHARACTERS]) for key, value in _flat(values)]
-        for first in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
+        params = [
+            Param(_INVALID_CHARACTERS.sub("_", key), value[:MAX_PARAM_CHARACTERS]) for key, value in _flat(values)
+        ]
+        for first in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(run.info.run_id, params=params[first : first + MAX_PARAMS])
         return str(run.info.run_id)
 
     def write(self, batch: Sequence[Record]) -> None:
@@ -79,13 +81,15 @@ class MlflowSink(BaseSink):
         from mlflow.entities import Metric
 
         metrics = (
-            Metric(_FOREIGN.sub("_", f"{record.source}/{name}"), value, round(1e3 * record.time_s), record.step)
+            Metric(
+                _INVALID_CHARACTERS.sub("_", f"{record.source}/{name}"), value, round(1e3 * record.time_s), record.step
+            )
             for record in batch
             if isinstance(record, MetricRecord)
             for name, value in record.values.items()
             if math.isfinite(value)
         )
-        while part := list(islice(metrics, MOST_METRICS)):
+        while part := list(islice(metrics, MAX_METRICS)):
             self._client.log_batch(self._run_id, metrics=part)
         for record in batch:
             if isinstance(record, TextRecord):

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.host_network import is_loopback_url, proxy_words
+from relax_core.contracts.host_network import is_loopback_url, proxy_description
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class OtlpSink(BaseSink):
             timeout=config.timeout_s,
             session=session,
         )
-        self._where, self._timeout_s = f"{config.endpoint}{proxy_words(config.endpoint)}", config.timeout_s
+        self._where, self._timeout_s = f"{config.endpoint}{proxy_description(config.endpoint)}", config.timeout_s
         self._answer = ""
         self._run = start.run_dir.name
 

@@ -18,7 +18,7 @@ from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig
 
 TOKEN_FILE, ADDRESS_FILE = "prometheus_token", "prometheus.json"  # in the run's folder
 SILENT_S = 10.0  # a client that sends nothing for this time is disconnected
-_FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
+_INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PrometheusSink(BaseSink):
     """Runs the HTTP server. A request needs ``Authorization: Bearer TOKEN``, with the token in ``prometheus_token``."""
 
     def __init__(self, start: SinkStart, config: PrometheusConfig) -> None:
-        token = own_token(start.run_dir / TOKEN_FILE)
+        token = read_or_make_token(start.run_dir / TOKEN_FILE)
         self._run = start.run_dir.name
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
@@ -89,7 +89,7 @@ class PrometheusSink(BaseSink):
         lines = []
         for tag, value in values:
             if math.isfinite(value):
-                name = f"relax_{_FOREIGN.sub('_', tag)}"
+                name = f"relax_{_INVALID_CHARACTERS.sub('_', tag)}"
                 lines += [f"# TYPE {name} gauge", f"{name}{{run={label}}} {value!r}"]
         return "\n".join([*lines, ""])
 
@@ -99,7 +99,7 @@ class PrometheusSink(BaseSink):
         self._server.server_close()
 
 
-def own_token(path: Path) -> str:
+def read_or_make_token(path: Path) -> str:
     """Returns the token in a file; if the file does not exist, it is created for its owner alone."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_core.contracts.child import Child, cause_in_log, module_command
+from relax_core.contracts.child_process import Child, cause_in_log, module_command
 from relax_core.contracts.outage import is_outage
 from relax_core.contracts.sink import BaseSink, SinkStart
 from relax_core.observe.event_log import EventReader, Record

@@ -25,8 +25,8 @@ from relax_core.train.parallel_layout import critic_parallel, forward_parallel, 
 if TYPE_CHECKING:
     from relax_core.observe.sample_log import SampleLog
     from relax_core.train.critic_backend import CriticBackend
+    from relax_core.train.megatron_rank import RankSetup
     from relax_core.train.policy_backend import MegatronBackend
-    from relax_core.train.rank import RankSetup
 
 
 def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
@@ -96,13 +96,13 @@ def _media_reader(context: RunContext) -> MediaReader | None:
     if folder is None or context.config.launcher.ray_address is None:
         return None if folder is None else FolderReader(folder)
     bus = cache(lambda: connect_bus(BUS, context.namespace))
-    return NodeReader(folder, bring=lambda digests: blocking(bus().bring_media(digests, timeout_s=timeout_s)))
+    return NodeReader(folder, fetch=lambda digests: blocking(bus().fetch_media(digests, timeout_s=timeout_s)))
 
 
 def _setup(
     context: RunContext, parallel: ParallelConfig, optimizer: OptimizerConfig, *, rank: int, store_address: str
 ) -> RankSetup:
-    from relax_core.train.rank import rank_setup
+    from relax_core.train.megatron_rank import rank_setup
 
     return rank_setup(
         context.config,

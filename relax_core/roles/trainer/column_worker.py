@@ -24,7 +24,7 @@ from relax_core.registry import find_algorithm
 from relax_core.roles.discovery import discover_bus
 from relax_core.roles.role_context import RunContext
 from relax_core.roles.worker import Worker
-from relax_core.rollout.group_advantages import advantage_extras, input_columns, sees_whole_step
+from relax_core.rollout.group_advantages import advantage_extras, input_columns, needs_whole_step
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class AdvantagesWorker(ColumnWorker):
         self._algo = self.context.config.algo
         self._spec = find_algorithm(self._algo.name)
         requirements = self._spec.requirements(self._algo)
-        self.inputs, self.whole_steps = input_columns(requirements), sees_whole_step(self._spec, requirements)
+        self.inputs, self.whole_steps = input_columns(requirements), needs_whole_step(self._spec, requirements)
 
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the advantages of each group's tokens and, with a critic, the returns."""

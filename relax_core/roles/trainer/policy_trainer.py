@@ -35,7 +35,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import BusTimeout, Group, Lease, LeaseRequest
 from relax_core.contracts.engine import SYNC_TIMEOUT_S
-from relax_core.contracts.outage import OUTAGE_SHARE, Outage, is_outage, wait_out
+from relax_core.contracts.outage import OUTAGE_SHARE, Outage, is_outage, retry_through_outage
 from relax_core.contracts.reward import HALT
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
@@ -283,7 +283,7 @@ class PolicyTrainer(Worker):
                         pass
                 raise
 
-        wait_out(attempt, outage, limit_s=OUTAGE_SHARE * self._config.run.stall_timeout_s if waits else 0.0)
+        retry_through_outage(attempt, outage, limit_s=OUTAGE_SHARE * self._config.run.stall_timeout_s if waits else 0.0)
 
     def _report_wait(self, text: str) -> None:
         self.set_state("running", text)
@@ -379,7 +379,9 @@ class PolicyTrainer(Worker):
                 own_dtype=self._config.model.dtype,
                 source_folder=self.context.model_folder,
                 target=self.context.run_dir / "hf",
-                passed=folder_architecture(self.context.model_folder, also=self._config.model.family).passed,
+                copied_prefixes=folder_architecture(
+                    self.context.model_folder, also=self._config.model.family
+                ).copied_prefixes,
             )
 
         self._write_weights(write, Outage("writes hf/", report=self._report_wait), progress="writes hf/")
@@ -511,8 +513,8 @@ class StepGroups:
         staleness = np.array([step - version for row in self.leased for version in row.versions])
         advantages = [group_advantages(group) for group in self.groups]
         return [
-            whole_histogram("response_tokens", self._lengths(), step=step),
-            whole_histogram("staleness", np.sort(staleness), step=step),
+            integer_histogram("response_tokens", self._lengths(), step=step),
+            integer_histogram("staleness", np.sort(staleness), step=step),
             real_histogram("reward", np.concatenate([group.rewards for group in self.groups]), step=step),
             *(
                 [
@@ -532,7 +534,7 @@ class StepGroups:
         return np.sort(np.concatenate([group.lengths for group in self.groups]))
 
 
-def whole_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
+def integer_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
     """Returns the distribution of integers, given in ascending order, in bins of equal width."""
     least, largest = int(values[0]), int(values[-1])
     width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)

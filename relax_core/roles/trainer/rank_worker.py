@@ -19,7 +19,7 @@ import msgspec
 import ray
 
 from relax_core.bus.ray_bus import blocking
-from relax_core.bus.staleness import Window, oldest_version
+from relax_core.bus.staleness import StalenessWindow, oldest_version
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
@@ -75,7 +75,7 @@ class RankGroups:
     one read in seconds.
     """
 
-    def __init__(self, bus: Bus, *, columns: Sequence[str], window: Window, timeout_s: float) -> None:
+    def __init__(self, bus: Bus, *, columns: Sequence[str], window: StalenessWindow, timeout_s: float) -> None:
         self._bus, self._columns = bus, tuple(columns)
         self._window, self._timeout_s = window, timeout_s
         self._step = -1

@@ -18,13 +18,13 @@ import msgspec
 
 from relax_core.bus.ray_bus import blocking
 from relax_core.config.rerun import marked
-from relax_core.config.saved import to_yaml
+from relax_core.config.saved_config import to_yaml
 from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
-from relax_core.contracts.outage import OUTAGE_SHARE, Outage, wait_out
+from relax_core.contracts.outage import OUTAGE_SHARE, Outage, retry_through_outage
 from relax_core.contracts.reward import HALT
 from relax_core.observe.event_log import EVAL
 from relax_core.roles.role_context import RunContext
-from relax_core.roles.trainer.shadow_watch import MOST_STEPS, ShadowWatch
+from relax_core.roles.trainer.shadow_watch import MAX_STEPS, ShadowWatch
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup
 from relax_core.rollout.evaluator import eval_versions
 from relax_core.train.checkpoints.checkpoint_store import (
@@ -38,7 +38,7 @@ from relax_core.train.checkpoints.checkpoint_store import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
+class BestVersion:
     """Holds the weights ``version`` with the highest ``value``; the first version of equal values."""
 
     version: int
@@ -75,13 +75,13 @@ class BestMetric:
         with self._lock:
             return dict(self._seen)
 
-    def best(self) -> Best | None:
+    def best(self) -> BestVersion | None:
         """Returns the best evaluation so far, or None before the first evaluation."""
         seen = self.seen()
         if not seen:
             return None
         version = max(sorted(seen), key=lambda candidate: seen[candidate])
-        return Best(version=version, value=seen[version])
+        return BestVersion(version=version, value=seen[version])
 
     def exhausted(self) -> bool:
         """Returns True if at least the last ``patience`` evaluations brought no new best."""
@@ -148,7 +148,7 @@ class RunCheckpoints:
     def _kept(self) -> set[int]:
         """Returns the versions with kept checkpoints; with reward.on_hack=halt also those that may precede an onset."""
         best = set() if self._best is None else self._best.kept()
-        return best | (set(range(self._taken - MOST_STEPS, self._taken + MOST_STEPS)) if self._halts else set())
+        return best | (set(range(self._taken - MAX_STEPS, self._taken + MAX_STEPS)) if self._halts else set())
 
     def newest_before(self, step: int) -> Path | None:
         """Returns the newest checkpoint that was written before this train step, or None."""
@@ -186,7 +186,7 @@ class RunCheckpoints:
             return stored
 
         def store_in_outages(outage: Outage) -> Path:
-            stored = wait_out(store, outage, limit_s=self._outage_s)
+            stored = retry_through_outage(store, outage, limit_s=self._outage_s)
             self._worker_group.drop_copies()
             return stored
 
@@ -206,7 +206,7 @@ class RunCheckpoints:
             return
         seen, moved = -1, time.monotonic()
         while not wait([self._write], timeout=min(CHECK_S, self._deadline_s)).done:
-            if problem := self._outage.problem:  # `wait_out` limits it
+            if problem := self._outage.problem:  # `retry_through_outage` limits it
                 moved = time.monotonic()
                 self._report_wait(f"writes checkpoint of step {self._taken}: waits for the disk ({problem})")
                 continue

@@ -126,7 +126,7 @@ class EngineTeacher:
             client = self._directory.client(self._number)
             try:
                 if self._media is not None:
-                    self._media.bring(
+                    self._media.fetch(
                         self._number, client.url, [medium for sequence in sequences for medium in sequence.media]
                     )
                 return client.score(

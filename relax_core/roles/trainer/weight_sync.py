@@ -133,7 +133,7 @@ def _check(calls: Mapping[str, Future[dict[str, Any]]]) -> None:
         except EngineError as error:
             failed[url] = error
     if failed:
-        log.warning("%s", FanOut(answers=dict.fromkeys(calls.keys() - failed.keys()), failures=failed).words())
+        log.warning("%s", FanOut(answers=dict.fromkeys(calls.keys() - failed.keys()), failures=failed).describe())
     for why in failed.values():
         if not isinstance(why, EngineUnreachable):
             raise why

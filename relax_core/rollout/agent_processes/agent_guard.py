@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 KEPT_BYTES = 64 << 10
-MOST_LINE_BYTES = 1 << 20  # of an answer; a longer line counts as output
+MAX_LINE_BYTES = 1 << 20  # of an answer; a longer line counts as output
 _READ_BYTES = 1 << 16
 _KILL_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 _PAUSE_S = 0.01
@@ -101,7 +101,7 @@ def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout
         os._exit(127)
 
 
-class Guard:
+class AgentGuard:
     """Watches one agent until it has ended, and ends its remaining processes."""
 
     def __init__(self, agent: Agent, *, grace_s: float, warm: bool) -> None:
@@ -135,7 +135,7 @@ class Guard:
 
     def _read(self, descriptor: int) -> None:
         if descriptor == 0:
-            self._hear()
+            self._receive_answers()
         elif descriptor == self._agent.output:
             self._take(descriptor, self._output.add)
         elif descriptor == self._agent.answers:
@@ -153,7 +153,7 @@ class Guard:
         else:
             self._poll.unregister(descriptor)
 
-    def _hear(self) -> None:
+    def _receive_answers(self) -> None:
         part = os.read(0, _READ_BYTES)
         if not part:
             self._poll.unregister(0)
@@ -187,13 +187,13 @@ class Guard:
         *lines, self._answer_line = (self._answer_line + part).split(b"\n")
         for line in lines:
             self._take_line(line)
-        if len(self._answer_line) > MOST_LINE_BYTES:
+        if len(self._answer_line) > MAX_LINE_BYTES:
             self._output.add(self._answer_line)
             self._answer_line = b""
 
     def _take_line(self, line: bytes) -> None:
         try:
-            answer = json.loads(line) if line.startswith(b"{") and len(line) <= MOST_LINE_BYTES else None
+            answer = json.loads(line) if line.startswith(b"{") and len(line) <= MAX_LINE_BYTES else None
         except (ValueError, RecursionError):
             answer = None
         if isinstance(answer, dict):
@@ -274,7 +274,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     warm = sys.argv[2] == "warm"
     agent = Agent(sys.argv[3:], warm=warm, libc=libc)
-    Guard(agent, grace_s=float(sys.argv[1]), warm=warm).run()
+    AgentGuard(agent, grace_s=float(sys.argv[1]), warm=warm).run()
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from relax_core.config.redaction import without_values
-from relax_core.contracts.child import Child, cause_in
+from relax_core.contracts.child_process import Child, cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
-_MOST_LINE_BYTES = 4 << 20  # of a guard's message: an answer or the kept output as JSON
+_MAX_LINE_BYTES = 4 << 20  # of a guard's message: an answer or the kept output as JSON
 GRACE_S = 2.0  # between SIGTERM and SIGKILL to all processes of an agent
 _EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
-MOST_ANSWERS = 64  # largest number of unread answers of a warm agent
+MAX_ANSWERS = 64  # largest number of unread answers of a warm agent
 SHOWN = 2000  # characters of an agent's output in an error
 SHOWN_CAUSE = 500  # characters of the line with the cause
 
@@ -34,7 +34,7 @@ class AgentEnd:
     code: int | None
     output: str
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Returns the end as text, with the last output."""
         if self.code is None:
             how = "its guard was killed"
@@ -76,7 +76,7 @@ class AgentProcess:
         self._to_guard = to_guard
         self._pid = 0
         self._end: AgentEnd | None = None
-        self.answers: asyncio.Queue[tuple[dict[str, Any], str]] = asyncio.Queue(MOST_ANSWERS)
+        self.answers: asyncio.Queue[tuple[dict[str, Any], str]] = asyncio.Queue(MAX_ANSWERS)
         self.ended = asyncio.Event()
         self.killed = ""
         self.reading = asyncio.create_task(self._read(told))
@@ -103,7 +103,7 @@ class AgentProcess:
             folder=cwd,
             environment=env,
         )
-        loop, told = asyncio.get_running_loop(), asyncio.StreamReader(limit=_MOST_LINE_BYTES)
+        loop, told = asyncio.get_running_loop(), asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), guard.stdout)
         to_guard, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, guard.stdin)
         return cls(guard, to_guard, told, secrets=secrets)
@@ -136,19 +136,19 @@ class AgentProcess:
         """Reads the guard's messages until the guard has ended."""
         try:
             while line := await told.readline():
-                self._hear(msgspec.json.decode(line))
+                self._receive(msgspec.json.decode(line))
         finally:
             await self._clear_up()
             self.ended.set()
 
-    def _hear(self, told: dict[str, Any]) -> None:
+    def _receive(self, told: dict[str, Any]) -> None:
         if "pid" in told:
             self._pid = told["pid"]
         elif "ended" in told:
             code, output = told["ended"]["code"], told["ended"]["output"]
             self._end = AgentEnd(code=code, output=without_values(output, self._secrets))
         elif self.answers.full():
-            self.kill(f"it wrote more than {MOST_ANSWERS} answers that no task asked for")
+            self.kill(f"it wrote more than {MAX_ANSWERS} answers that no task asked for")
         else:
             self.answers.put_nowait((told["answer"], without_values(told["output"], self._secrets)))
 

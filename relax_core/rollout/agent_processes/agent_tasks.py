@@ -14,11 +14,11 @@ import msgspec
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended
-from relax_core.contracts.foreign_values import clean_text, decode_json, shown
 from relax_core.contracts.plugin_results import as_number, too_large
+from relax_core.contracts.untrusted_values import clean_text, decode_json, shown
 from relax_core.rollout.episodes.episode_records import without_bytes
 
-MOST_RESULT_BYTES = 1 << 20
+MAX_RESULT_BYTES = 1 << 20
 TASK_FILE, RESULT_FILE = "task.json", "result.json"
 
 
@@ -57,7 +57,7 @@ class AgentTask:
             "ANTHROPIC_API_KEY": self.key,
         }
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Returns the task as JSON for external agents and agents that play several tasks; its row is in ``task``."""
         return {
             "uid": self.uid,
@@ -138,9 +138,9 @@ def read_result(file: Path, *, output: str) -> AgentResult:
     with os.fdopen(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return AgentResult(failed=f"{what}: it is no plain file", output=output)
-        content = opened.read(MOST_RESULT_BYTES + 1)
-    if len(content) > MOST_RESULT_BYTES:
-        return AgentResult(failed=f"{what}: it is larger than {MOST_RESULT_BYTES} bytes", output=output)
+        content = opened.read(MAX_RESULT_BYTES + 1)
+    if len(content) > MAX_RESULT_BYTES:
+        return AgentResult(failed=f"{what}: it is larger than {MAX_RESULT_BYTES} bytes", output=output)
     if not content.strip():
         return AgentResult(output=output)
     try:

@@ -13,16 +13,16 @@ from relax_core.config.schema import AgentConfig, RelaxConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes import agent_process
-from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentRunner, AgentTask
-from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
+from relax_core.rollout.agent_processes.agent_worker_pool import AgentWorkerPool
+from relax_core.rollout.agent_processes.one_shot_agents import OneShotAgentRunner
+from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.agents.agent_session import AgentSession, SessionTable
 from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.agents.external_agents import SESSIONS, ExternalAgents, write_address
-from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
-TOLD_FAILURES = 3  # failed attempts whose whole output is logged
+LOGGED_FAILURES = 3  # failed attempts whose whole output is logged
 END_S = 10.0  # wait for a cancelled call of the runner, which normally returns at once
 MAX_BODY_BYTES = 16 * 10**6  # of a request
 _ANY_ADDRESS = ("0.0.0.0", "::")
@@ -61,8 +61,8 @@ class AgentHost:
                 await _until(playing, session.answered)
                 in_time = await _until(playing, over, timeout_s=limit_s)
             if not in_time:
-                words = f"the agent has not ended within agent.timeout_s={limit_s:g} s"
-                return AgentResult(failed=words, ended="episode_timeout")
+                message = f"the agent has not ended within agent.timeout_s={limit_s:g} s"
+                return AgentResult(failed=message, ended="episode_timeout")
             if not await _until(playing, timeout_s=agent_process.GRACE_S):
                 return AgentResult(failed="the agent still runs after the end of its episode")
             return playing.result()
@@ -70,10 +70,10 @@ class AgentHost:
             playing.cancel()  # this also ends the agent
             await asyncio.wait([playing], timeout=END_S)
 
-    def tell_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
-        """Logs the output of a failed attempt; only for the first `TOLD_FAILURES`."""
+    def log_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
+        """Logs the output of a failed attempt; only for the first `LOGGED_FAILURES`."""
         self._failures += 1
-        if self._failures <= TOLD_FAILURES:
+        if self._failures <= LOGGED_FAILURES:
             log.warning("%s: %s. All that its agent wrote:\n%s", record.uid, record.failed, result.output)
 
 
@@ -97,15 +97,15 @@ async def agent_host(
     Agents have their files in ``folder``. ``token`` opens sessions for external agents, if there is no command.
     Raises OSError if the address of the endpoint cannot be bound.
     """
-    endpoint, at_once = config.endpoint, agents_at_one_time(config)
-    command = agent_words(config, find_env(config.env.name))
+    endpoint, at_once = config.endpoint, max_concurrent_agents(config)
+    command = agent_command_of(config, find_env(config.env.name))
     sessions = SessionTable(most=at_once)
     outside = None if command else ExternalAgents(token=token, idle_s=config.agent.timeout_s / 2)
     app = EndpointApp(
         sessions,
         tokenizer,
         model=config.model.name,
-        most_body_bytes=MAX_BODY_BYTES,
+        max_body_bytes=MAX_BODY_BYTES,
         outside=outside,
     )
     async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:
@@ -124,4 +124,8 @@ async def agent_host(
 
 
 def _runner(command: Sequence[str], agent: AgentConfig, folder: Path) -> AgentRunner:
-    return AgentWorkers(command, agent, folder=folder) if agent.workers else AgentRuns(command, agent, folder=folder)
+    return (
+        AgentWorkerPool(command, agent, folder=folder)
+        if agent.workers
+        else OneShotAgentRunner(command, agent, folder=folder)
+    )

@@ -27,7 +27,7 @@ COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_s
 Reached = Callable[[int], Awaitable[None]]
 
 
-async def _at_once(version: int) -> None: ...
+async def _no_wait(version: int) -> None: ...
 
 
 class AgentPlayer(GroupPlayer):
@@ -46,7 +46,7 @@ class AgentPlayer(GroupPlayer):
         max_retries: int,
         seed: int,
         ends: EarlyEnds | None = None,
-        reached: Reached = _at_once,
+        reached: Reached = _no_wait,
         in_order: bool = False,
     ) -> None:
         super().__init__(group_size, seed=seed, max_retries=max_retries, ends=ends, in_order=in_order)
@@ -65,7 +65,7 @@ class AgentPlayer(GroupPlayer):
         while True:
             async with self._host.places:
                 await self._attempt(group, sample)
-            if not self.starts_again(group.records[sample]):
+            if not self.try_restart(group.records[sample]):
                 return
 
     async def _attempt(self, group: GroupInPlay, sample: int) -> None:
@@ -111,16 +111,16 @@ class AgentPlayer(GroupPlayer):
         self._conclude(record, result)
 
     def _answered(self, group: GroupInPlay, record: EpisodeRecord, rid: str) -> None:
-        group.flight.turn_ends(group.start.index, rid)
+        group.flight.remove_request(group.start.index, rid)
         if record.turns:
             self._too_old.sampled(int(record.turns[-1].response.versions[-1]))
 
     def _stale(self, start: AdmittedPrompt, record: EpisodeRecord) -> tuple[Ended, str] | None:
-        words = self.stale_words(start, record)
-        if not words:
+        message = self.stale_reason(start, record)
+        if not message:
             return None
-        record.failed = words
-        return "stale", f"the episode is too old to be trained: {words}"
+        record.failed = message
+        return "stale", f"the episode is too old to be trained: {message}"
 
     def _conclude(self, record: EpisodeRecord, result: AgentResult) -> None:
         """Ends an episode with its agent's result. If a limit has ended it, a failure of the agent does not count."""
@@ -137,7 +137,7 @@ class AgentPlayer(GroupPlayer):
                 record.own_reward = result.reward
                 record.take_info(result.metrics)
         if record.failed:
-            self._host.tell_failure(record, result)
+            self._host.log_failure(record, result)
 
 
 def agent_player(
@@ -177,6 +177,6 @@ def agent_player(
         max_retries=env.max_retries,
         seed=seed,
         ends=ends,
-        reached=reached or _at_once,
+        reached=reached or _no_wait,
         in_order=in_order,
     )

@@ -21,7 +21,7 @@ import msgspec
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import Ended, EpisodeLimits
-from relax_core.contracts.foreign_values import shown
+from relax_core.contracts.untrusted_values import shown
 from relax_core.data.chat_template import check_template_shows_tools
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.data.tool_parsers import AUTO, tool_parser
@@ -37,13 +37,13 @@ from relax_core.rollout.agents.chat_messages import (
     refused,
     template_messages,
 )
-from relax_core.rollout.agents.conversation_tree import ConversationNode, ConversationTree, TreeAnswer, Walk
+from relax_core.rollout.agents.conversation_tree import ConversationNode, ConversationTree, TreeAnswer, TreePosition
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn, response_text, stopped_by
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, off_loop
 
-_MOST_SIZES = 4  # limit of a request's body, as a multiple of the longest prompt: escapes and omitted text count
+_MAX_SIZES = 4  # limit of a request's body, as a multiple of the longest prompt: escapes and omitted text count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class SessionPrompts:
         """Stores the `TurnTokens` that continue an answer's conversation, which was rendered whole."""
         self._between[asked.opening] = between
 
-    def prompt(self, walk: Walk, request: TurnRequest) -> tuple[list[int], TurnTokens | None]:
+    def prompt(self, walk: TreePosition, request: TurnRequest) -> tuple[list[int], TurnTokens | None]:
         """Returns the tokens of a prompt, and the `TurnTokens` that continue it if it was rendered whole.
 
         Raises `RequestRefused` for messages and tools that the chat template does not accept.
@@ -126,10 +126,10 @@ class SessionPrompts:
         limit = self._form.limits.context_tokens
         if request.size <= LARGE_TEXT:
             return
-        if request.size > _MOST_SIZES * self._form.prompts.tokenizer.most_characters(limit):
+        if request.size > _MAX_SIZES * self._form.prompts.tokenizer.max_characters(limit):
             raise self.too_long(f"at least {limit}")
 
-    def _going_on(self, walk: Walk, tools: ToolUse) -> list[int]:
+    def _going_on(self, walk: TreePosition, tools: ToolUse) -> list[int]:
         """Returns the known answer's prompt, its sampled tokens, and the new messages; empty if it has no tokens."""
         known, tokenizer = walk.known, self._form.prompts.tokenizer
         assert known is not None
@@ -292,11 +292,11 @@ class AgentSession:
         self.counts["requests"] += 1
         self._count_wishes(request)
         conversation = self._conversation(request)
-        request = replace(request, messages=conversation).whole()
+        request = replace(request, messages=conversation).with_instructions()
         if request.previous:
             check_request(request)
         walk = self._forest.walk(request.messages, tools=_tools_key(request))
-        self._tell_foreign(walk)
+        self._log_foreign_history(walk)
         kind: Hashable = (request.stop, request.max_tokens)
         for answer in walk.place.answers:  # a client may hang up and retry before the event loop notices
             self._turns[answer].look()
@@ -492,10 +492,10 @@ class AgentSession:
             self.counts["wishes"] += 1
             if name not in self._form.told:
                 self._form.told.add(name)
-                words = shown(value, _SHOWN_WISH)
-                log.info("an agent asks for %s=%s, which the run decides; this is logged once", name, words)
+                message = shown(value, _SHOWN_WISH)
+                log.info("an agent asks for %s=%s, which the run decides; this is logged once", name, message)
 
-    def _tell_foreign(self, walk: Walk) -> None:
+    def _log_foreign_history(self, walk: TreePosition) -> None:
         for message in walk.foreign:
             if not self.counts["foreign"]:  # further messages of an episode are only counted
                 log.info(

@@ -81,7 +81,7 @@ def _divided(text: str, form: AnswerForm) -> tuple[str, str]:
     return thinking.strip(), content.lstrip("\n") if found else ""
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """Decodes tokens incrementally; ``text`` has only whole characters."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from relax_core.contracts.foreign_values import MOST_DEPTH, check_depth
+from relax_core.contracts.untrusted_values import MAX_DEPTH, check_depth
 from relax_core.rollout.agents.answer_reading import Piece
 from relax_core.rollout.agents.chat_messages import (
     ChatCall,
@@ -132,7 +132,7 @@ def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     """Returns a JSON body with its types checked. Raises `RequestRefused` for an invalid body."""
     try:
         raw = decoder.decode(body)
-        if body.count(b"[") + body.count(b"{") > MOST_DEPTH:  # fewer cannot be nested too deeply
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # fewer cannot be nested too deeply
             check_depth(msgspec.to_builtins(raw))
     except ValueError as error:
         raise refused(f"the body: {error}") from error

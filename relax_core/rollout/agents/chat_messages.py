@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from relax_core.contracts.foreign_values import clean_text, clean_value
 from relax_core.contracts.tool_calls import ToolSchema
+from relax_core.contracts.untrusted_values import clean_text, clean_value
 
 Role = Literal["system", "user", "assistant", "tool"]
 Grade = Literal["same", "begins", "foreign"]
@@ -151,9 +151,9 @@ def _shown_call(call: ChatCall, *, as_text: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-MOST_MESSAGES = 4096  # largest number of messages in a request
-MOST_TOOLS = 256
-MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
+MAX_MESSAGES = 4096  # largest number of messages in a request
+MAX_TOOLS = 256
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 256
 Finish = Literal["stop", "length", "tool_calls"]
 
 
@@ -180,7 +180,8 @@ class TurnRequest:
     ``max_tokens`` limits its sampled tokens. ``wishes`` are values in the request that the run does not follow, by
     their keys, such as a temperature. ``token_ids``: the answer includes its tokens. ``usage``: a stream ends with
     the counts of tokens. ``previous`` names the answer of the session whose conversation ``messages`` continue, and
-    ``instructions`` are a system message before all of them (`whole`). ``size`` is the number of bytes of its body.
+    ``instructions`` are a system message before all of them (`with_instructions`). ``size`` is the number of bytes of
+    its body.
     """
 
     messages: Sequence[ChatMessage]
@@ -196,7 +197,7 @@ class TurnRequest:
     wishes: Mapping[str, Any] = field(default_factory=dict)
     size: int = 0
 
-    def whole(self) -> TurnRequest:
+    def with_instructions(self) -> TurnRequest:
         """Returns the request with its instructions as the first message."""
         if not self.instructions:
             return self
@@ -228,13 +229,14 @@ def check_request(request: TurnRequest) -> None:
     messages = request.messages
     if not messages:
         raise refused("messages: there is none; send at least one message of the user")
-    if len(messages) > MOST_MESSAGES:
-        raise refused(f"messages: there are {len(messages)}, at most {MOST_MESSAGES} are taken; shorten the history")
-    if len(request.tools) > MOST_TOOLS:
-        raise refused(f"tools: there are {len(request.tools)}, at most {MOST_TOOLS} are taken; send fewer")
-    if len(request.stop) > MOST_STOPS or any(not 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in request.stop):
+    if len(messages) > MAX_MESSAGES:
+        raise refused(f"messages: there are {len(messages)}, at most {MAX_MESSAGES} are taken; shorten the history")
+    if len(request.tools) > MAX_TOOLS:
+        raise refused(f"tools: there are {len(request.tools)}, at most {MAX_TOOLS} are taken; send fewer")
+    if len(request.stop) > MAX_STOP_STRINGS or any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
         raise refused(
-            f"stop: at most {MOST_STOPS} strings of 1 to {MOST_STOP_CHARACTERS} characters are taken; send fewer, and "
+            f"stop: at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters are taken; send fewer, "
+            "and "
             "no empty one"
         )
     if request.max_tokens is not None and request.max_tokens < 1:

@@ -50,7 +50,7 @@ class TreeAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
+class TreePosition:
     """Holds the position of a request in the forest.
 
     ``place`` is the node after all of its messages. ``known`` is the answer that the prompt continues, None if
@@ -77,7 +77,7 @@ class ConversationTree:
         self._told: set[tuple[int, Identity]] = set()  # nodes and foreign messages that were reported
         self.answers: list[TreeAnswer] = []
 
-    def walk(self, messages: Sequence[ChatMessage], *, tools: Hashable) -> Walk:
+    def walk(self, messages: Sequence[ChatMessage], *, tools: Hashable) -> TreePosition:
         """Returns the position of a conversation with these tools. A foreign message is reported once for its node."""
         place = self._roots.setdefault(tools, ConversationNode())
         known: TreeAnswer | None = None
@@ -101,11 +101,11 @@ class ConversationTree:
             place = found.after if not extra else found.after.step(("rest", extra))
         if known is None:
             rest, behind = "", 0
-        return Walk(
+        return TreePosition(
             place=place, known=known, rest=rest, tail=messages[behind:], nearest=nearest, foreign=tuple(foreign)
         )
 
-    def repeated(self, walk: Walk, *, kind: Hashable, asked_again: bool) -> TreeAnswer | None:
+    def repeated(self, walk: TreePosition, *, kind: Hashable, asked_again: bool) -> TreeAnswer | None:
         """Returns the answer for a repeated request, in flight or ended; None for a new request.
 
         With ``asked_again`` the client marks the request as a retry. Otherwise a request repeats an equal
@@ -118,7 +118,7 @@ class ConversationTree:
             return next(iter(reversed(lost or equal)), None)
         return next((answer for answer in reversed(lost) if answer.abandoned), None)
 
-    def ask(self, walk: Walk, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> TreeAnswer:
+    def ask(self, walk: TreePosition, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> TreeAnswer:
         """Adds an answer that is about to be sampled; ``whole``: its prompt was rendered whole."""
         if whole or walk.known is None:
             opening, parent = self._openings, None

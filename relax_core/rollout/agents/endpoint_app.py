@@ -34,7 +34,7 @@ from relax_core.engines.asgi_server import (
 from relax_core.engines.held_port import BACKLOG, listening_socket
 from relax_core.engines.protocol.generate_messages import EVENT_STREAM
 from relax_core.rollout.agents.agent_session import AgentSession, OpenTurn, SessionTable
-from relax_core.rollout.agents.answer_reading import GrowingText, Piece, StreamedReply
+from relax_core.rollout.agents.answer_reading import IncrementalDetokenizer, Piece, StreamedReply
 from relax_core.rollout.agents.anthropic_messages import MessagesEvents, messages_error, messages_reply, read_messages
 from relax_core.rollout.agents.chat_completions import ChatEvents, chat_error, chat_reply, read_chat
 from relax_core.rollout.agents.chat_messages import RequestRefused, TurnAnswer, TurnRequest
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 QUIET_S = 15.0  # interval of comments in an idle stream, so that no client times out
 RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count the retries of a request there
-MOST_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 
 
 class Events(Protocol):
@@ -68,7 +68,7 @@ class Events(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ApiProtocol:
     """Defines one protocol: how a body is parsed, and how a reply, events and an error look."""
 
     read: Callable[[bytes], TurnRequest]
@@ -77,7 +77,7 @@ class Shape:
     error: Callable[[RequestRefused], Mapping[str, Any]]
 
 
-CHAT = Shape(
+CHAT = ApiProtocol(
     read=read_chat,
     reply=lambda request, answer, session: chat_reply(request, answer, session=session),
     events=lambda request, turn, session: ChatEvents(
@@ -85,7 +85,7 @@ CHAT = Shape(
     ),
     error=chat_error,
 )
-MESSAGES = Shape(
+MESSAGES = ApiProtocol(
     read=read_messages,
     reply=lambda request, answer, session: messages_reply(request, answer, session=session),
     events=lambda request, turn, session: MessagesEvents(
@@ -93,7 +93,7 @@ MESSAGES = Shape(
     ),
     error=messages_error,
 )
-RESPONSES = Shape(
+RESPONSES = ApiProtocol(
     read=read_responses,
     reply=lambda request, answer, session: responses_reply(request, answer, session=session),
     events=lambda request, turn, session: ResponsesEvents(
@@ -101,7 +101,7 @@ RESPONSES = Shape(
     ),
     error=chat_error,
 )
-SHAPES: Mapping[str, Shape] = {
+API_PROTOCOLS: Mapping[str, ApiProtocol] = {
     "/v1/chat/completions": CHAT,
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
@@ -165,19 +165,19 @@ class EndpointApp:
         tokenizer: PromptTokenizer,
         *,
         model: str,
-        most_body_bytes: int = MOST_BODY_BYTES,
+        max_body_bytes: int = MAX_BODY_BYTES,
         outside: ExternalAgents | None = None,
     ) -> None:
         self._sessions = sessions
         self._tokenizer = tokenizer
         self._model = model
-        self._most_body_bytes = most_body_bytes
+        self._max_body_bytes = max_body_bytes
         self._outside = outside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         key, path = _path_key(scope["path"])
-        shape = SHAPES.get(path, CHAT)
+        shape = API_PROTOCOLS.get(path, CHAT)
         try:
             await self._route(scope, path, shape, key or _header_key(scope), receive=receive, send=send)
         except ClientDisconnected:
@@ -187,15 +187,17 @@ class EndpointApp:
         except RequestRefused as error:
             await _refuse(send, shape, error)
 
-    async def _route(self, scope: Scope, path: str, shape: Shape, key: str, *, receive: Receive, send: Send) -> None:
+    async def _route(
+        self, scope: Scope, path: str, shape: ApiProtocol, key: str, *, receive: Receive, send: Send
+    ) -> None:
         if self._outside is not None and (path == SESSIONS or path.startswith(f"{SESSIONS}/")):
             self._outside.check(scope["method"], path, token=key)
-            body = await read_body(scope, receive, limit=self._most_body_bytes)
+            body = await read_body(scope, receive, limit=self._max_body_bytes)
             await _send_json(send, self._outside.answer(path, body))
             return
         models = path == "/v1/models" or path.startswith("/v1/models/")
-        if path not in SHAPES and not models:
-            known = ", ".join((*SHAPES, "/v1/models", *(() if self._outside is None else (SESSIONS,))))
+        if path not in API_PROTOCOLS and not models:
+            known = ", ".join((*API_PROTOCOLS, "/v1/models", *(() if self._outside is None else (SESSIONS,))))
             raise RequestRefused(404, f"there is no route {path[:80]!r}; the routes are {known}", code="not_found")
         wanted = "GET" if models else "POST"
         if scope["method"] != wanted:
@@ -206,7 +208,7 @@ class EndpointApp:
         if models:
             await self._models(path, send)
             return
-        body = await read_body(scope, receive, limit=self._most_body_bytes)
+        body = await read_body(scope, receive, limit=self._max_body_bytes)
         request = await off_loop(len(body) > LARGE_TEXT, lambda: shape.read(body))
         turn = await session.ask(replace(request, size=len(body)), asked_again=_asked_again(scope))
         client = _Client(scope["connection"], send, asyncio.create_task(_disconnect(receive)))
@@ -218,7 +220,7 @@ class EndpointApp:
         await _send_json(send, payload)
 
     async def _answer(
-        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, client: _Client
+        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: ApiProtocol, *, client: _Client
     ) -> None:
         """Waits for an answer and sends it. If the client hangs up, the answer is still sampled to its end."""
         name = session.record.uid
@@ -251,7 +253,7 @@ class EndpointApp:
         async def write(body: bytes, *, more: bool = True) -> None:
             await client.send({"type": "http.response.body", "body": body, "more_body": more})
 
-        growing, streamed = GrowingText(self._tokenizer), StreamedReply(turn.form)
+        growing, streamed = IncrementalDetokenizer(self._tokenizer), StreamedReply(turn.form)
         await start_response(client.send, status=200, content_type=EVENT_STREAM.encode())
         await write(events.begin())
         sent: list[int] = []
@@ -311,7 +313,7 @@ async def _send_json(
     await send({"type": "http.response.body", "body": body})
 
 
-async def _refuse(send: Send, shape: Shape, error: RequestRefused) -> None:
+async def _refuse(send: Send, shape: ApiProtocol, error: RequestRefused) -> None:
     more = () if error.retry_after_s is None else ((b"retry-after", str(error.retry_after_s).encode()),)
     await _send_json(send, shape.error(error), status=error.status, more=more)
 

@@ -13,7 +13,7 @@ from hmac import digest as keyed_digest
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.foreign_values import decode_json
+from relax_core.contracts.untrusted_values import decode_json
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask, result_of
 from relax_core.rollout.agents.chat_messages import RequestRefused, refused
 
@@ -57,8 +57,8 @@ class ExternalAgents:
             while not attempt.done.done():
                 quiet_s = min(task.quiet_s(), time.monotonic() - attempt.taken_s)
                 if quiet_s >= self._idle_s:
-                    words = f"its agent sent no request for {self._idle_s:g} s, half of agent.timeout_s"
-                    return AgentResult(failed=words)
+                    message = f"its agent sent no request for {self._idle_s:g} s, half of agent.timeout_s"
+                    return AgentResult(failed=message)
                 await asyncio.wait([attempt.done], timeout=self._idle_s - quiet_s)
             return attempt.done.result()
         finally:
@@ -87,7 +87,7 @@ class ExternalAgents:
             return self._open()
         if verb not in ("reward", "end"):
             raise RequestRefused(404, f"there is no route {path[:80]!r}; below a session are /reward and /end")
-        return self._say(name, given, ends=verb == "end")
+        return self._reply(name, given, ends=verb == "end")
 
     def _open(self) -> dict[str, Any]:
         if not self._waiting:
@@ -96,9 +96,9 @@ class ExternalAgents:
         self._taken[name] = attempt
         attempt.taken_s = time.monotonic()
         attempt.task.began.set()
-        return {"session": name, **attempt.task.told()}
+        return {"session": name, **attempt.task.as_json()}
 
-    def _say(self, name: str, given: dict[str, Any], *, ends: bool) -> dict[str, Any]:
+    def _reply(self, name: str, given: dict[str, Any], *, ends: bool) -> dict[str, Any]:
         attempt = self._taken.get(name)
         if attempt is None or attempt.done.done():
             raise RequestRefused(410, "this session has ended, or there is none of this name", code="episode_ended")

@@ -120,7 +120,7 @@ def read_responses(body: bytes) -> TurnRequest:
         wishes=wishes,
     )
     if not request.previous:  # else the session adds the earlier messages and checks all of them
-        check_request(request.whole())
+        check_request(request.with_instructions())
     return request
 
 

@@ -62,7 +62,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers any request if the env raised: the error in one line; ``wrong_result`` if the env broke its contract."""
 
-    words: str
+    message: str
     wrong_result: bool = False
 
 

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from relax_core.config.redaction import packed_text
-from relax_core.contracts.child import ChildLost, WorkerProcess
+from relax_core.contracts.child_process import ChildLost, WorkerProcess
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.rollout.env_workers.env_messages import Close, EnvAnswer, EnvRequest, Failed, Open, Settings
@@ -95,7 +95,7 @@ class EnvWorker:
             raise EnvFailed(self._lost) from error
         answer: EnvAnswer = msgspec.msgpack.decode(packed, type=EnvAnswer)
         if isinstance(answer, Failed):
-            raise (WrongResult if answer.wrong_result else EnvFailed)(answer.words)
+            raise (WrongResult if answer.wrong_result else EnvFailed)(answer.message)
         return answer
 
     def _note_loss(self, why: str) -> None:

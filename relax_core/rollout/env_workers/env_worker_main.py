@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
+from relax_core.contracts.child_process import OwnerPipe, Ready, cpu_limit
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, EpisodeStart, StepResult
-from relax_core.contracts.foreign_values import clean_text, shown_error
 from relax_core.contracts.plugin_results import WrongResult
-from relax_core.registry import find_env, plugin_words
+from relax_core.contracts.untrusted_values import clean_text, shown_error
+from relax_core.registry import find_env, plugin_error_text
 from relax_core.rollout.env_workers.env_messages import (
     Close,
     Closed,
@@ -64,9 +64,9 @@ class _OpenEpisodes:
                 return self._step(request)
             return self._close(request)
         except WrongResult as error:
-            return Failed(words=clean_text(str(error)), wrong_result=True)
+            return Failed(message=clean_text(str(error)), wrong_result=True)
         except Exception as error:  # plug-in code: the owner ends or restarts the episode
-            return Failed(words=plugin_words(error))
+            return Failed(message=plugin_error_text(error))
 
     def _begin(self, request: Open) -> Opened:
         start: EpisodeStart = dataclasses.replace(request.start, row=with_sources(request.start.row))
@@ -133,11 +133,11 @@ def main() -> None:
             except TypeError as error:  # nothing was written
                 pipe.write(
                     Failed(
-                        words=f"env {spec.name}: a message or info holds what JSON cannot: {error}", wrong_result=True
+                        message=f"env {spec.name}: a message or info holds what JSON cannot: {error}", wrong_result=True
                     )
                 )
             except (ValueError, OverflowError, RecursionError) as error:  # an unsupported value; nothing was written
-                pipe.write(Failed(words=f"env {spec.name}: a message or info cannot be sent: {shown_error(error)}"))
+                pipe.write(Failed(message=f"env {spec.name}: a message or info cannot be sent: {shown_error(error)}"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from relax_core.contracts.child import LimitedLog
+from relax_core.contracts.child_process import LimitedLog
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -46,7 +46,7 @@ class EnvWorkers:
     def __init__(self, spec: EnvSpec, config: IsolatedConfig, *, log_file: Path | None = None) -> None:
         assert spec.isolated
         self._spec = spec
-        self._log = LimitedLog(log_file, most_bytes=_LOG_BYTES)
+        self._log = LimitedLog(log_file, max_bytes=_LOG_BYTES)
         self.workers = [EnvWorker(config.name, config, log=self._log.descriptor) for _ in range(config.workers)]
         self._free = config.workers * config.episodes_per_worker
         self._groups: dict[int, _Places] = {}

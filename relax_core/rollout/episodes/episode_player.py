@@ -32,7 +32,7 @@ from relax_core.contracts.plugin_results import WrongResult
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.registry import plugin_words
+from relax_core.registry import plugin_error_text
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn, response_text, stopped_by
 from relax_core.rollout.episodes.group_player import EarlyEnds, GroupInPlay, GroupPlayer, PlayEpisode
@@ -46,7 +46,7 @@ from relax_core.rollout.prompt_tokens import (
     text_size,
 )
 
-MOST_CHARACTERS_A_TOKEN = 16  # a text with more characters per token of its limit is not tokenised whole
+MAX_CHARACTERS_A_TOKEN = 16  # a text with more characters per token of its limit is not tokenised whole
 
 
 def shortened_observation(
@@ -57,7 +57,7 @@ def shortened_observation(
     The longest texts are cut in their middle, where a mark says how many tokens are left out. The tokens of the marks
     and the media of content parts do not count.
     """
-    window = limit * MOST_CHARACTERS_A_TOKEN
+    window = limit * MAX_CHARACTERS_A_TOKEN
     texts = list(_texts(messages))
     read = [text if len(text) <= 2 * window else text[:window] + text[-window:] for text in texts]
     spans = [tokenizer.plain_spans(text) for text in read]
@@ -223,7 +223,7 @@ class EpisodePlayer(GroupPlayer):
     async def _open_episode(self, group: EnvGroup, sample: int) -> None:
         """Opens the env of episode ``sample`` and stores its first messages; starts again if that fails."""
         await self._reset(group, sample)
-        while self.starts_again(group.records[sample]):
+        while self.try_restart(group.records[sample]):
             await self._reset(group, sample)
 
     async def _reset(self, group: EnvGroup, sample: int) -> None:
@@ -261,9 +261,9 @@ class EpisodePlayer(GroupPlayer):
                     raise
                 self.give_up(group, [record])
                 seconds = f"{self._config.episode_timeout_s:g}"
-                words = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
-                record.fail("episode_timeout", words)
-            if not self.starts_again(record):
+                message = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
+                record.fail("episode_timeout", message)
+            if not self.try_restart(record):
                 break
             await self._reset(group, sample)
             if record.ended is None:
@@ -280,7 +280,7 @@ class EpisodePlayer(GroupPlayer):
         prompt_ids, between = group.prompt.token_ids, group.between
         record.media = list(group.prompt.media)
         while record.ended is None:
-            if stale := self.stale_words(start, record):
+            if stale := self.stale_reason(start, record):
                 record.fail("stale", stale)
                 return
             most, cut = self._room(record, prompt_ids)
@@ -352,7 +352,7 @@ class EpisodePlayer(GroupPlayer):
         else:
             response = await group.lockstep.generate(request, tie=start.index, episode=record.uid)
         record.request = ""
-        group.flight.turn_ends(start.index, request.rid)
+        group.flight.remove_request(start.index, request.rid)
         check_prompt_tokens(request, [response])
         self._too_old.sampled(int(response.versions[-1]))
         played = PlayedTurn(
@@ -392,7 +392,7 @@ class EpisodePlayer(GroupPlayer):
         else:
             messages = await calls(env.format_observation, step.observation)
             observed, limit = with_call_error(messages, action), self._config.observation_tokens
-            large = limit * MOST_CHARACTERS_A_TOKEN > LARGE_TEXT
+            large = limit * MAX_CHARACTERS_A_TOKEN > LARGE_TEXT
             messages, cut = await off_loop(
                 large, lambda: shortened_observation(observed, self._prompts.tokenizer, limit=limit)
             )
@@ -411,13 +411,13 @@ class EpisodePlayer(GroupPlayer):
         except WrongResult as error:
             raise WrongResult(f"episode {record.uid} ({where}), {what}: {error}") from error
         except EnvTooSlow as error:
-            words = f"env {name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
-            record.fail("step_timeout", words, error)
+            message = f"env {name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
+            record.fail("step_timeout", message, error)
         except MediaError as error:  # as in a data row, it drops the episode and is no failure of the reward
             told = MediaError(error.kind, error.word, f"{where}: env {name}: {what}: {error}")
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
-            record.fail("env_failed", f"env {name}: {what}: {plugin_words(error)}", error)
+            record.fail("env_failed", f"env {name}: {what}: {plugin_error_text(error)}", error)
         finally:
             record.env_s += time.perf_counter() - began
 

@@ -14,12 +14,12 @@ import numpy as np
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import Ended, Message
-from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.media import Media, MediaError, MediaSource
 from relax_core.contracts.plugin_results import as_number, too_large
-from relax_core.contracts.reward import MOST_REASON, UNCONFIRMED, RewardInput, RewardOutput
+from relax_core.contracts.reward import MAX_REASON, UNCONFIRMED, RewardInput, RewardOutput
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.contracts.tree import sample_uid
+from relax_core.contracts.untrusted_values import clean_text
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
@@ -27,7 +27,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 def without_bytes(value: Any) -> Any:
     """Returns a data row or a conversation with each `MediaSource` replaced by its path or its number of bytes."""
     if isinstance(value, MediaSource):
-        return value.words
+        return value.description
     if isinstance(value, Mapping):
         return {key: without_bytes(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -155,7 +155,7 @@ class EpisodeRecord:
 
     def fail(self, ended: Ended, words: str, error: Exception | None = None) -> None:
         """Ends the episode without a reward. ``words`` may hold text of plug-ins and agents."""
-        self.ended, self.failed, self.error = ended, clean_text(words, MOST_REASON), error
+        self.ended, self.failed, self.error = ended, clean_text(words, MAX_REASON), error
 
     def start_again(self) -> None:
         """Resets the episode for a new start; the tokens sampled so far are counted and not trained."""
@@ -258,7 +258,7 @@ def _shown_content(content: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayedFigures:
+class GroupMetrics:
     """Holds the metrics of one group; ``tokens`` are sampled tokens, ``reward_s`` is the time of its rewards.
 
     ``turns`` has the number of responses of each episode, and ``straggler_turns`` only those of stragglers. ``totals``
@@ -282,14 +282,14 @@ class PlayedFigures:
     counts: Mapping[str, int]
 
     @staticmethod
-    def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
+    def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> GroupMetrics:
         """Returns the metrics of a group's episodes."""
         responses = [turn.response for record in records for turn in record.turns]
         info: dict[str, list[float]] = defaultdict(list)
         for record in records:
             for name, values in record.info.items():
                 info[name] += values
-        return PlayedFigures(
+        return GroupMetrics(
             of_one_turn=all(record.of_one_turn for record in records),
             turns=[len(record.turns) for record in records],
             straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
@@ -313,7 +313,7 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
     return total
 
 
-def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
+def played_values(played: Sequence[GroupMetrics]) -> dict[str, float]:
     """Returns the metrics of groups: means for each episode, shares of ends, means of the env's numbers.
 
     Episodes of one turn have only the numbers of samples and tokens.

@@ -75,7 +75,7 @@ def complete_group(
     dropped = {episode.uid: episode.why_dropped for episode in episodes if episode.reward is None}
     whole = len(kept) < min(MIN_SAMPLES, len(episodes))
     if lost is not None and dropped:
-        tell_lost(lost, uid, [episode for episode in episodes if whole or episode.reward is None])
+        report_lost(lost, uid, [episode for episode in episodes if whole or episode.reward is None])
     if whole:
         account(token_accounts(episodes, None))
         return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of its first dropped episode
@@ -121,7 +121,7 @@ def _masked(tree: TokenTree, *, mask_off_policy: bool, mask_truncated: bool) -> 
     return tree.with_loss_mask(loss_mask)
 
 
-def tell_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None:
+def report_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None:
     """Calls ``lost`` with the tree of those episodes of group ``uid`` that have sampled tokens, if there are any."""
     gone = [
         episode

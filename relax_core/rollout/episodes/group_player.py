@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from relax_core.bus.staleness import TooOld
+from relax_core.bus.staleness import StalenessCheck
 from relax_core.config.rollout_checks import EVALUATED_TOGETHER
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
@@ -27,7 +27,7 @@ GivenUp = Callable[[AdmittedPrompt, Sequence[EpisodeRecord]], None]
 SAMPLES_A_CALL = 16384  # samples of an evaluation in one request; a request may hold four times as many
 NOT_FOLLOWED = GroupsInFlight()
 # Ends of an attempt after which the episode starts again from its reset, because the failure may not occur twice.
-STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
+RESTARTABLE_ENDS: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
 def forget(prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
@@ -47,12 +47,12 @@ class EarlyEnds:
     """Holds the rules that end training episodes before their env ends them.
 
     A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others end as
-    stragglers. An episode whose oldest token is more than ``most_lag`` weight versions older than the newest
+    stragglers. An episode whose oldest token is more than ``max_lag`` weight versions older than the newest
     version seen ends at its next turn, because no train step can take it; None means never.
     """
 
     quorum: float = 1.0
-    most_lag: int | None = None
+    max_lag: int | None = None
 
     def needed(self, group_size: int) -> int:
         """Returns how many episodes of a group must end with a reward."""
@@ -100,7 +100,7 @@ class GroupPlayer:
         self._seed = seed
         self._max_retries = max_retries
         self._ends = ends or EarlyEnds()
-        self._too_old = TooOld(self._ends.most_lag)
+        self._too_old = StalenessCheck(self._ends.max_lag)
         self._in_order = in_order
         self._requests = requests
         self._turns: dict[int, asyncio.Lock] | None = {} if lockstep else None  # by weight version
@@ -164,18 +164,18 @@ class GroupPlayer:
         if asked and self._requests is not None:
             start_in(group.tasks, self._requests.cancel(asked))
         for request in asked:
-            group.flight.turn_ends(group.start.index, request)
+            group.flight.remove_request(group.start.index, request)
 
-    def starts_again(self, record: EpisodeRecord) -> bool:
+    def try_restart(self, record: EpisodeRecord) -> bool:
         """Prepares a failed episode for a new start; returns False if it has not failed or has no starts left."""
-        if record.ended not in STARTS_AGAIN or record.restarts >= self._max_retries:
+        if record.ended not in RESTARTABLE_ENDS or record.restarts >= self._max_retries:
             return False
         record.start_again()
         return True
 
-    def stale_words(self, start: AdmittedPrompt, record: EpisodeRecord) -> str:
+    def stale_reason(self, start: AdmittedPrompt, record: EpisodeRecord) -> str:
         """Returns why no train step can take an episode any more; empty while a train step can take it."""
-        return "" if start.evaluation else self._too_old.words(record.uid, record.turn_versions())
+        return "" if start.evaluation else self._too_old.describe(record.uid, record.turn_versions())
 
     def begin_turn(
         self,
@@ -198,7 +198,7 @@ class GroupPlayer:
             media=list(media),
             max_new_tokens=most,
         )
-        group.flight.turn_begins(start.index, request.rid)
+        group.flight.add_request(start.index, request.rid)
         return request
 
     async def groups(
@@ -321,7 +321,7 @@ class OneTurnPlayer(GroupPlayer):
                 admitted for admitted in part if flight.begin(admitted.index)
             ]  # some may have ended since they were admitted
             for prompt in begun:
-                flight.turn_begins(prompt.index, prompt.request.rid)
+                flight.add_request(prompt.index, prompt.request.rid)
                 if prompt.evaluation:  # a training prompt holds its media since it was made
                     await self._prompts.hold_again(prompt.row, prompt.request.media, owner=prompt.uid)
             unanswered = {prompt.uid: prompt for prompt in part}

@@ -89,7 +89,7 @@ class SharedRequests:
             sampling = msgspec.structs.replace(sampling, stop=[*sampling.stop, *more])
         told: dict[str, Any] = {}
         if any(tell is not None for _, _, _, tell in open_ones):
-            told["on_tokens"] = _telling(open_ones)
+            told["on_tokens"] = _token_callback(open_ones)
         async for number, (response,) in self._pool.generate(requests, sampling, places=places, **told):
             future = open_ones[number][2]
             if not future.done():  # a done future belongs to a cancelled episode
@@ -98,7 +98,7 @@ class SharedRequests:
             future.cancel()  # a future without a response belongs to a request that the pool cancelled
 
 
-def _telling(asked: Sequence[Asked]) -> OnTokens:
+def _token_callback(asked: Sequence[Asked]) -> OnTokens:
     def tell(number: int, sample: int, start: int, ids: Sequence[int]) -> None:
         own = asked[number][3]
         if own is not None:

@@ -24,14 +24,14 @@ from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.judges.judge_prompts import WORDS, JudgePrompt, verdict_parser
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeServer
 from relax_core.rollout.rewards.reward_calls import score_async
-from relax_core.rollout.rewards.reward_figures import times
+from relax_core.rollout.rewards.reward_metrics import times
 
 AGAIN_TEMPERATURE = 0.7  # least temperature of the second try, because a greedy judge would repeat its text
 CANCELLED_S = 5.0  # the wait for cancelled questions to end
 _SEEDS = 2**31
 
 
-class JudgeFigures:
+class JudgeMetrics:
     """Counts the texts and verdicts of one judge since the last `take`."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class RunJudge:
     """
 
     def __init__(self, name: str, setup: JudgeSetup, server: JudgeServer, *, seed: int) -> None:
-        self.figures = JudgeFigures()
+        self.figures = JudgeMetrics()
         self._name, self._settings, self._server, self._seed = name, setup.settings, server, seed
         self._prompt = JudgePrompt(setup)
         self._parser = verdict_parser(setup.parse)
@@ -101,8 +101,8 @@ class RunJudge:
                 votes = await asyncio.gather(*(self._vote(text, number) for number in range(self._settings.votes)))
         except TimeoutError:
             last = getattr(self._server, "last_error", "")
-            said = f"no verdict within {limit_s:g} s" + (f"; last: {last}" if last else "")
-            return self._without(said, cause="timeout")
+            message = f"no verdict within {limit_s:g} s" + (f"; last: {last}" if last else "")
+            return self._without(message, cause="timeout")
         except (JudgeRefused, ValueError) as error:
             return self._without(str(error), cause="refused")
         return self._counted(votes)
@@ -160,7 +160,7 @@ class JudgePool:
         """Returns the judges for one group, which are asked each question once."""
         return GroupJudges(self._judges)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics of all judges since the last call, as judge/NAME/METRIC."""
         return {
             f"judge/{name}/{key}": value
@@ -206,7 +206,7 @@ class GroupJudges:
 
 
 NEAR = 0.5  # a right verdict differs by less than this from the known verdict; verdicts are from 0 to 1
-AT_ONCE = 32  # questions in flight
+CONCURRENT_QUESTIONS = 32  # questions in flight
 SHOWN = 3  # wrong verdicts that are logged
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class JudgeAccuracy:
         """Returns the share of right verdicts."""
         return self.right / (self.right + len(self.wrong))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Returns the number of right verdicts and the first wrong verdicts as text."""
         first = "".join(f" {example}." for example in self.wrong[:SHOWN])
         return f"{self.right} of {self.right + len(self.wrong)} verdicts are right.{first}"
@@ -285,7 +285,7 @@ async def judge_accuracy(
     known: Sequence[KnownVerdict], judges: JudgePool, spec: RewardSpec, config: RewardConfig
 ) -> JudgeAccuracy:
     """Scores the known answers with the reward that asks the judges, and counts its right verdicts."""
-    limit = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(CONCURRENT_QUESTIONS)
     async with judges.of_group() as asking:
 
         async def output(known_verdict: KnownVerdict) -> RewardOutput:
@@ -318,10 +318,11 @@ async def check_judges(config: RelaxConfig, judges: JudgePool, record: Callable[
         return
     path, least = plan.check.path, plan.check.min
     found = await judge_accuracy(known_verdicts(path), judges, chosen.spec, chosen.config)
-    log.warning("reward.check.path=%s: %s", path, found.words())
+    log.warning("reward.check.path=%s: %s", path, found.describe())
     record({"accuracy": found.share})
     if found.share < least:
         raise ValueError(
-            f"reward.check.path={path}: {found.words()} That is {found.share:.0%}, below reward.check.min={least:g}. "
+            f"reward.check.path={path}: {found.describe()} That is {found.share:.0%}, below "
+            f"reward.check.min={least:g}. "
             "Use a better judge or prompt, or lower reward.check.min."
         )

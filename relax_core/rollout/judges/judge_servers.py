@@ -15,7 +15,7 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest, S
 from relax_core.contracts.judge import JudgeConfig
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.engines.engine_pool import EnginePool
-from relax_core.engines.protocol.generate_messages import Natural, decoded, plain_words
+from relax_core.engines.protocol.generate_messages import Natural, decoded, printable_text
 from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup
 from relax_core.rollout.prompt_tokens import off_loop
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a request is sent again
 CONNECT_S = 5.0
 CONNECTIONS = 64  # concurrent connections to one server
-MOST_BYTES = 4 << 20  # of a server's reply
+MAX_BYTES = 4 << 20  # of a server's reply
 _LATER = (408, 425, 429)  # statuses after which a request is sent again
 
 
@@ -240,12 +240,12 @@ class JudgeUrl:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the body; raises JudgeRefused if it has more than `MOST_BYTES`."""
+    """Returns the body; raises JudgeRefused if it has more than `MAX_BYTES`."""
     data = bytearray()
     async for part in response.content.iter_any():
         data += part
-        if len(data) > MOST_BYTES:
-            raise JudgeRefused(f"a reply of more than {MOST_BYTES >> 20} MiB")
+        if len(data) > MAX_BYTES:
+            raise JudgeRefused(f"a reply of more than {MAX_BYTES >> 20} MiB")
     return bytes(data)
 
 
@@ -275,4 +275,4 @@ def _openai_text(data: bytes) -> JudgeText:
 
 
 def _shown(data: bytes) -> str:
-    return plain_words(data[:200].decode(errors="replace"))
+    return printable_text(data[:200].decode(errors="replace"))

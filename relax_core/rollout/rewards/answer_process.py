@@ -18,11 +18,11 @@ from typing import NoReturn
 
 import msgspec
 
-from relax_core.contracts.child import OwnerPipe
+from relax_core.contracts.child_process import OwnerPipe
 from relax_core.contracts.reward import RewardOutput
 from relax_core.sandbox.seccomp_filter import answer_filter
 
-_MOST_BYTES = 1 << 20  # read from the child
+_MAX_BYTES = 1 << 20  # read from the child
 _READ_BYTES = 1 << 16
 _SET_SECCOMP, _FILTER = 22, 2  # prctl's PR_SET_SECCOMP and SECCOMP_MODE_FILTER
 _LIMITS = {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_SIGPENDING: 64, resource.RLIMIT_CORE: 0}
@@ -99,8 +99,8 @@ def _add_filter(lines: bytes) -> None:
 
 
 def _read(reader: int) -> bytes:
-    """Returns what the child writes until it ends, or the first `_MOST_BYTES`."""
+    """Returns what the child writes until it ends, or the first `_MAX_BYTES`."""
     said = bytearray()
-    while len(said) < _MOST_BYTES and (part := os.read(reader, _READ_BYTES)):
+    while len(said) < _MAX_BYTES and (part := os.read(reader, _READ_BYTES)):
         said += part
     return bytes(said)

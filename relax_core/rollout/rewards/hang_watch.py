@@ -13,7 +13,7 @@ from relax_core.contracts.reward import RewardConfig
 
 CHECK_S = 1.0
 CHECKS = 4  # per time limit, at least; a pause of the whole process counts as one check
-LEAST_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
+MIN_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
 COMPUTES = 0.05  # share of a core; calls that use less do not wait for each other
 OnHang = Callable[[RuntimeError], None]
 
@@ -47,7 +47,7 @@ class HangWatch:
     """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
     ``shared``: concurrent calls share one interpreter; if n calls compute for a second, 1/n second counts for each.
-    Seconds in which all of them only wait and no answer ends count in full, from `LEAST_WAIT_S` on.
+    Seconds in which all of them only wait and no answer ends count in full, from `MIN_WAIT_S` on.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
@@ -64,7 +64,7 @@ class HangWatch:
                     every_s=self._check_s,
                     look=self._look,
                     act=lambda finding: on_hang(RuntimeError(str(finding))),
-                    beside=True,
+                    in_thread=True,
                 )
             ]
         ).start()
@@ -105,11 +105,11 @@ class HangWatch:
                     continue
                 call.left_s -= self._check_s / len(self._calls) if self._shared else self._check_s
                 call.waited_s = 0.0 if moves else call.waited_s + self._check_s
-            hangs = any(call.left_s <= 0 or call.waited_s >= max(LEAST_WAIT_S, call.limit_s) for call in self._calls)
+            hangs = any(call.left_s <= 0 or call.waited_s >= max(MIN_WAIT_S, call.limit_s) for call in self._calls)
         if not hangs:
             return None
         return Finding(
-            blames=f"reward {self._config.name}:",
+            failed_part=f"reward {self._config.name}:",
             how=f"a group's answers took longer than reward.timeout_s={self._config.timeout_s:g} each, and a reward "
             "that is not isolated cannot be ended. Set isolated=True in its SPEC, or raise reward.timeout_s.",
         )

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
-from relax_core.contracts.child import LimitedLog
-from relax_core.contracts.foreign_values import shown
+from relax_core.contracts.child_process import LimitedLog
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from relax_core.registry import plugin_words
+from relax_core.contracts.untrusted_values import shown
+from relax_core.registry import plugin_error_text
 from relax_core.rollout.episodes.episode_records import without_bytes
-from relax_core.rollout.rewards.reward_calls import score_here
+from relax_core.rollout.rewards.reward_calls import score_sync
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
-MOST_SHAPES = 256  # shapes of labels that are checked for each reward, the most frequent first
+MAX_SHAPES = 256  # shapes of labels that are checked for each reward, the most frequent first
 NAMED_LABELS = 3
-_MOST_KEPT = 20_000  # shapes in memory
-_MOST_UNIT = 40  # characters of a number with its unit
-_MOST_LATE = 3  # labels whose answers time out, after which the check ends
+_MAX_KEPT = 20_000  # shapes in memory
+_MAX_UNIT = 40  # characters of a number with its unit
+_MAX_LATE = 3  # labels whose answers time out, after which the check ends
 _RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*|[A-Za-z]|\d+")
 
 
@@ -33,7 +33,7 @@ def label_shape(label: str) -> str:
     LaTeX commands stay. In a short label, words next to a number stay, too, because they may be its unit.
     """
     label = label.strip()
-    units = len(label) <= _MOST_UNIT and not label.isalpha() and any(map(str.isdigit, label))
+    units = len(label) <= _MAX_UNIT and not label.isalpha() and any(map(str.isdigit, label))
 
     def kind(run: re.Match[str]) -> str:
         text = run[0]
@@ -65,7 +65,7 @@ class LabelCheck:
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def see(self, row: Mapping[str, Any], where: str) -> None:
+    def add(self, row: Mapping[str, Any], where: str) -> None:
         """Adds a usable data row with its file and line. Raises ValueError as `RewardChoice.scorers` does."""
         for chosen in self._choice.scorers(row):
             shape = label_shape(row["answer"])
@@ -73,11 +73,11 @@ class LabelCheck:
             if spec.right_answers is None or spec.is_async or (spec.isolated and shape in ("0", "-0")):
                 continue
             key = (chosen.label, shape)
-            if key not in self._seen and len(self._seen) < _MOST_KEPT:
+            if key not in self._seen and len(self._seen) < _MAX_KEPT:
                 self._seen[key] = _Seen(chosen=chosen, row=row, where=where)
             self._counts[key] += 1
 
-    def words(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Returns a report of labels that are not awarded; empty if each answer is exact.
 
         Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not
@@ -87,7 +87,7 @@ class LabelCheck:
         lines: list[str] = []
         for label, chosen in rewards.items():
             keys = [key for key, _ in self._counts.most_common() if key[0] == label and key in self._seen]
-            if found := self._faults(chosen, keys[:MOST_SHAPES]):
+            if found := self._faults(chosen, keys[:MAX_SHAPES]):
                 rows = sum(self._counts[key] for key in found)
                 lines.append(
                     f"reward {label} does not award the plain answer to some labels; rows with labels of their form: "
@@ -109,7 +109,7 @@ class LabelCheck:
                     if not output.exact:
                         faults[key] = f"{seen.where}: answer={short(label)}, and {short(answer)} {_got(output)}"
                         break
-                if late >= _MOST_LATE:
+                if late >= _MAX_LATE:
                     break
         return faults
 
@@ -117,9 +117,9 @@ class LabelCheck:
     def _scorer(self, chosen: ChosenReward) -> Iterator[Callable[[RewardInput], RewardOutput]]:
         """Yields the function that scores one answer, in a worker process for an isolated reward."""
         if not chosen.spec.isolated:
-            yield lambda given: score_here(chosen.spec, [given], chosen.config)[0][0]
+            yield lambda given: score_sync(chosen.spec, [given], chosen.config)[0][0]
             return
-        log = LimitedLog(None, most_bytes=0)
+        log = LimitedLog(None, max_bytes=0)
         worker = RewardWorker([chosen.config], log=log.descriptor, sandbox=reward_sandbox(self._choice, [chosen]))
         try:
             yield lambda given: worker.score([given], chosen.config)[0]
@@ -140,7 +140,7 @@ def right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
     try:
         answers: Any = chosen.spec.right_answers(label, chosen.config)
     except Exception as error:  # plug-in code
-        raise ValueError(f"reward {chosen.label}: right_answers({label!r}): {plugin_words(error)}") from error
+        raise ValueError(f"reward {chosen.label}: right_answers({label!r}): {plugin_error_text(error)}") from error
     if isinstance(answers, list | tuple) and all(isinstance(answer, str) for answer in answers):
         return answers
     raise ValueError(f"reward {chosen.label}: right_answers returned {shown(answers)}. Return a list of texts.")

@@ -23,7 +23,7 @@ from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, THINKING, Audi
 
 Score = Callable[[Sequence[RewardInput]], Awaitable[list[RewardOutput]]]
 AUDITED_ROWS = 64
-_ROWS_AT_ONCE = 4
+_CONCURRENT_ROWS = 4
 OWN_FORM = "the reward's own form"  # the form of its SPEC's right_answers
 # An answer counts as awarded above this share of a right answer's gain over an empty answer. It is a little more than
 # a fifth, because the form alone is a fifth of some rewards (deepeyes).
@@ -33,7 +33,7 @@ _READS_LABEL = 0.1  # share of rows; a reward that distinguishes the label in fe
 
 
 @dataclass(kw_only=True)
-class FamilyFigures:
+class FamilyCounts:
     """Counts the answers of a family: ``scored`` of ``answers`` were awarded, in ``rows_scored`` of ``rows`` rows.
 
     ``worst`` is the answer with the largest reward, as a line of text; it is empty if none was awarded.
@@ -64,7 +64,7 @@ class RewardAudit:
     than the same form of the other label. With ``constant`` all answers had the same reward.
     """
 
-    families: Mapping[str, FamilyFigures]
+    families: Mapping[str, FamilyCounts]
     missed: Sequence[str]
     right: int
     not_taken: Sequence[str]
@@ -202,17 +202,17 @@ async def audit_reward(
     labels = list(dict.fromkeys(str(row["answer"]) for row in rows))
     made: list[list[_Answer]] = []
     scored: list[list[RewardOutput]] = []
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
+    for first in range(0, len(rows), _CONCURRENT_ROWS):
         if limit_s is not None and made and time.perf_counter() - began > limit_s:
             rows = rows[:first]
             break
-        some = rows[first : first + _ROWS_AT_ONCE]
+        some = rows[first : first + _CONCURRENT_ROWS]
         answers_of = [_answers(row, labels, right_of) for row in some]
         made += answers_of
         scored += await asyncio.gather(
             *(_scored(score, row, answers) for row, answers in zip(some, answers_of, strict=True))
         )
-    families: dict[str, FamilyFigures] = defaultdict(FamilyFigures)
+    families: dict[str, FamilyCounts] = defaultdict(FamilyCounts)
     taken: dict[str, list[tuple[bool, str]]] = defaultdict(list)
     judged = without = compared = distinguished = 0
     for row, answers, outputs in zip(rows, made, scored, strict=True):
@@ -317,7 +317,7 @@ def _gains(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> list[
 
 
 def _count(
-    families: dict[str, FamilyFigures],
+    families: dict[str, FamilyCounts],
     taken: dict[str, list[tuple[bool, str]]],
     label: str,
     answers: Sequence[_Answer],

@@ -8,10 +8,10 @@ from typing import Any
 
 from relax_core.config.reward_choice import Outcome
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, RewardUnusable
-from relax_core.registry import plugin_words
+from relax_core.registry import plugin_error_text
 
 
-def score_here(
+def score_sync(
     spec: RewardSpec, inputs: Sequence[RewardInput], config: Any, *, on_answer: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
     """Returns the outcomes of a reward that is a plain function, one per input, in order.
@@ -19,7 +19,7 @@ def score_here(
     ``on_answer`` is called after each answer that is scored alone. Raises `RewardUnusable` as the reward does.
     """
     if spec.score_group is not None:
-        return _group_here(spec, inputs, config)
+        return _score_group_sync(spec, inputs, config)
     assert spec.score is not None
     outcomes: list[Outcome] = []
     for given in inputs:
@@ -36,7 +36,7 @@ def score_here(
     return outcomes
 
 
-def _group_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) -> list[Outcome]:
+def _score_group_sync(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) -> list[Outcome]:
     assert spec.score_group is not None
     try:
         outputs: Any = spec.score_group(inputs, config)
@@ -67,4 +67,4 @@ async def score_async(spec: RewardSpec, inputs: Sequence[RewardInput], config: R
 
 
 def _no_reward(error: Exception) -> Outcome:
-    return RewardOutput(reward=None, reason=plugin_words(error), cause="raised"), error
+    return RewardOutput(reward=None, reason=plugin_error_text(error), cause="raised"), error

@@ -1,4 +1,4 @@
-"""The messages from a reward pool to its worker processes; `relax_core.contracts.child` has the frames."""
+"""The messages from a reward pool to its worker processes; `relax_core.contracts.child_process` has the frames."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from types import TracebackType
 from typing import Self
 
 from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
-from relax_core.contracts.child import LimitedLog
+from relax_core.contracts.child_process import LimitedLog
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.plugin_results import contain_exits
 from relax_core.contracts.reward import MASK, RewardConfig, RewardInput, RewardOutput, RewardSpec, with_shadow
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
-from relax_core.rollout.rewards.reward_calls import score_async, score_here
+from relax_core.rollout.rewards.reward_calls import score_async, score_sync
 from relax_core.rollout.rewards.reward_failures import RewardFailures
-from relax_core.rollout.rewards.reward_figures import RewardFigures, WorkerTimes
+from relax_core.rollout.rewards.reward_metrics import RewardMetrics, WorkerTimes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
@@ -41,7 +41,7 @@ class _RunningReward:
         watched = on_hang is not None and not chosen.spec.isolated
         self.watch = HangWatch(chosen.config, on_hang, shared=not chosen.spec.is_async) if watched and on_hang else None
         self.answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
-        self.figures = RewardFigures()
+        self.figures = RewardMetrics()
 
     def hang_watch(self, answers: float) -> AbstractContextManager[Callable[[], None]]:
         """Returns a context in which ``answers`` answers are scored, as `HangWatch.scoring` does."""
@@ -96,7 +96,7 @@ class RewardPool:
         self._choice = RewardChoice(spec, config)
         self._shadow_share, self._on_hack = config.shadow_share, config.on_hack
         self._on_hang = on_hang
-        self._log = None if log_file is None else LimitedLog(log_file, most_bytes=_LOG_BYTES)
+        self._log = None if log_file is None else LimitedLog(log_file, max_bytes=_LOG_BYTES)
         self._media_folder = media_folder
         self._worker_count = workers
         self._workers: list[RewardWorker] = []
@@ -178,10 +178,10 @@ class RewardPool:
         groups = [inputs] if reward.spec.score_group is not None else [[given] for given in inputs]
         return [outcome for call in await self._calls_of(reward, groups, inputs) for outcome in call]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics of each training reward since the last call, and the times of the workers.
 
-        Metrics of a reward are named reward/NAME/METRIC (`RewardFigures`), those of a worker as in `WorkerTimes`.
+        Metrics of a reward are named reward/NAME/METRIC (`RewardMetrics`), those of a worker as in `WorkerTimes`.
         """
         return self._worker_times.take() | {
             f"reward/{label.rpartition('/')[2]}/{key}": value
@@ -233,7 +233,7 @@ class RewardPool:
         began = time.perf_counter()
         at_once = 1 if reward.spec.score_group is None else len(inputs)
         with reward.hang_watch(at_once) as on_answer, reward.timed(inputs) as outcomes:
-            outcomes += score_here(reward.spec, inputs, reward.config, on_answer=on_answer)
+            outcomes += score_sync(reward.spec, inputs, reward.config, on_answer=on_answer)
         answer_s = (time.perf_counter() - began) / len(inputs)
         lately_s = reward.answer_s if reward.answer_s < float("inf") else 0.0
         reward.answer_s = max(answer_s, _PACE_KEPT * lately_s)

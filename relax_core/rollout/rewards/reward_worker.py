@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from relax_core.contracts.child import ChildLost, Ready, WorkerProcess
+from relax_core.contracts.child_process import ChildLost, Ready, WorkerProcess
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
 from relax_core.sandbox.worker_sandbox import WorkerSandbox

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
-from relax_core.contracts.foreign_values import shown_error
+from relax_core.contracts.child_process import OwnerPipe, Ready, cpu_limit
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.untrusted_values import shown_error
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.answer_process import scored_alone
-from relax_core.rollout.rewards.reward_calls import score_here
+from relax_core.rollout.rewards.reward_calls import score_sync
 from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
 
 _GIB = 1 << 30
@@ -53,7 +53,7 @@ class _Rewards:
     @staticmethod
     def _score(spec: RewardSpec, config: Any, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         with cpu_limit(config.timeout_s * len(inputs)), memory_limit(config.memory_gib):
-            outcomes = score_here(spec, inputs, config)
+            outcomes = score_sync(spec, inputs, config)
         return [
             replace(output, reason=f"it needs more memory than reward.memory_gib={config.memory_gib:g}", cause="memory")
             if isinstance(error, MemoryError)

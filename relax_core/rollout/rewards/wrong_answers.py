@@ -14,9 +14,9 @@ from dataclasses import dataclass
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _WHOLE_NUMBER = re.compile(r"\s*[$\\(]*\s*(-?\d{1,12})(?:\.0*)?\s*[$\\)]*\s*", re.ASCII)
 _EXPRESSION = re.compile(r"[\d.()]+(?:\s*(?:[-+*/^×÷·]|\\times|\\cdot|\\div)\s*[\d.()]+)+", re.ASCII)
-_MOST_PROMPT = 4000  # characters of a prompt that are repeated
+_MAX_PROMPT = 4000  # characters of a prompt that are repeated
 _LONG = 2000  # words of a very long answer
-_MOST_LABELS = 64
+_MAX_LABELS = 64
 LETTERS = "ABCDEFGHIJ"
 _WITH_UNIT = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%|[A-Za-z][A-Za-z ]*)", re.ASCII)
 THINKING = "<think></think>"  # also put before each wrong answer, for rewards that search for an answer after it
@@ -76,7 +76,7 @@ def _thought(text: str) -> list[str]:
 # Families whose answers do not contain the label. An answer that contains it by chance is left out.
 WITHOUT_LABEL: Mapping[str, Family] = {
     "nothing": lambda row: ["", " \n\t"],
-    "the prompt": lambda row: [row.prompt[:_MOST_PROMPT]],
+    "the prompt": lambda row: [row.prompt[:_MAX_PROMPT]],
     "the last line of the prompt": lambda row: [row.last_line, *_boxed([row.last_line])],
     "an expression of the prompt": lambda row: _answered(row.expressions),
     "an expression of the prompt, unfinished": lambda row: [f"{expression} =" for expression in row.expressions],
@@ -110,7 +110,7 @@ WITHOUT_LABEL: Mapping[str, Family] = {
 }
 # Families whose answers contain the label together with other answers.
 WITH_LABEL: Mapping[str, Family] = {
-    "all labels": lambda row: _answered([", ".join([*row.others[:_MOST_LABELS], row.label])]) if row.others else [],
+    "all labels": lambda row: _answered([", ".join([*row.others[:_MAX_LABELS], row.label])]) if row.others else [],
     "all letters": lambda row: _answered([" ".join(LETTERS), ", ".join(LETTERS)]) if row.label in LETTERS else [],
     "a list of neighbours": lambda row: _answered([" ".join(row.around(*range(-3, 4)))]) if row.around(0) else [],
     "all numbers to a hundred": lambda row: (

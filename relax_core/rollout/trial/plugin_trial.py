@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.child import Child, ChildLost, Limit, cause_in, import_path, module_command, to_frame
+from relax_core.contracts.child_process import Child, ChildLost, Limit, cause_in, import_path, module_command, to_frame
 
 START_S = 120.0  # the limit for the start of an interpreter and the imports of plug-ins and their libraries
 

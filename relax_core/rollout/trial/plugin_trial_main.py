@@ -25,13 +25,13 @@ from relax_core.contracts.algorithm import (
     StepTotals,
     ValueInputs,
 )
-from relax_core.contracts.child import OwnerPipe
+from relax_core.contracts.child_process import OwnerPipe
 from relax_core.contracts.data import BaseDataSource
 from relax_core.contracts.env import EnvSpec, EpisodeStart
-from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
-from relax_core.registry import find_algorithm, find_data_source, find_env, find_reward, plugin_words
+from relax_core.contracts.untrusted_values import clean_text
+from relax_core.registry import find_algorithm, find_data_source, find_env, find_reward, plugin_error_text
 from relax_core.rollout.env_workers.env_messages import with_sources
 from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
@@ -68,7 +68,7 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
         yield f"{where}: {error}"
         return
     except Exception as error:  # plug-in code: every error is reported
-        yield f"{where}: it cannot be opened: {plugin_words(error)}"
+        yield f"{where}: it cannot be opened: {plugin_error_text(error)}"
         return
     if changed := [number for number, row in rows.items() if again[number] != row]:
         yield f"{where}: row {changed[0]} is another one when the source is opened once more. {_SAME}"
@@ -181,7 +181,7 @@ def _made_up_group(requirements: Requirements, samples: int, random: Generator) 
         reference_logprobs=_logprobs(tokens, random) if requirements.reference else None,
         teacher_logprobs=_logprobs(tokens, random) if requirements.teacher is not None else None,
         values=torch.zeros(tokens) if requirements.critic else None,
-        turns=_made_up_turns(samples) if requirements.sees_turns else None,
+        turns=_made_up_turns(samples) if requirements.needs_turns else None,
     )
 
 
@@ -209,7 +209,7 @@ _IN_SANDBOX = (
     " It ran in the sandbox, without a network, variables and files of yours: name files that it reads by reads=… in "
     "its SPEC, or use reward.sandbox=none."
 )
-MOST_PROBLEM = 10_000  # characters
+MAX_PROBLEM = 10_000  # characters
 
 
 def main() -> None:
@@ -227,7 +227,7 @@ def main() -> None:
 
 def _send(replies: OwnerPipe, message: Stage | Done) -> None:
     if isinstance(message, Done):
-        message = Done(problems=[clean_text(problem, MOST_PROBLEM) for problem in message.problems])
+        message = Done(problems=[clean_text(problem, MAX_PROBLEM) for problem in message.problems])
     replies.write(message)
 
 
@@ -256,7 +256,7 @@ def _try_env(request: Request, replies: OwnerPipe) -> Iterator[str]:
             yield f"env.name={name}: {where}: {error}"
             return
         except Exception as error:  # plug-in code: the check of the data reports it for each row
-            failed.append(f"env.name={name}: {where}: {plugin_words(error)}")
+            failed.append(f"env.name={name}: {where}: {plugin_error_text(error)}")
     if spec.has_turns and failed and len(failed) == len(request.rows):
         yield failed[0]
 
@@ -349,7 +349,7 @@ def _try_on_rows(
                 yield f"{name}: {error}"
                 return
             except Exception as error:  # plug-in code: the error is reported if no row has a reward
-                first = first or f"{what}: {plugin_words(error)}"
+                first = first or f"{what}: {plugin_error_text(error)}"
                 continue
             if output.reward is not None or has_turns:  # rewards of an env's turns are missing here
                 return
@@ -389,7 +389,7 @@ def _problem(call: Callable[[], Any], what: str) -> str | None:
     try:
         call()
     except Exception as error:  # plug-in code: every error is reported
-        return f"{what}: {plugin_words(error)}"
+        return f"{what}: {plugin_error_text(error)}"
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.redaction import packed_text
-from relax_core.contracts.child import (
+from relax_core.contracts.child_process import (
     Child,
     ChildLost,
     Limit,

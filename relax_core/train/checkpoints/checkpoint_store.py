@@ -192,7 +192,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeCheckpoint:
+class ValidCheckpoint:
     """Holds a checkpoint in which every file agrees with its digest.
 
     ``left`` has one sentence for each newer or unreadable checkpoint that was skipped, with the reason.
@@ -263,7 +263,7 @@ class CheckpointStore:
         """
         return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
-    def newest_whole(self, *, requirements: Sequence[str] = ()) -> WholeCheckpoint | None:
+    def newest_valid(self, *, requirements: Sequence[str] = ()) -> ValidCheckpoint | None:
         """Returns the newest written checkpoint among those that `verify` accepts, or None without checkpoints.
 
         It reads the files of every checkpoint that it accepts or skips. Raises ValueError, which names the problem of
@@ -272,7 +272,7 @@ class CheckpointStore:
         readable, left = self._by_sequence()
         for _, folder in reversed(readable):
             try:
-                return WholeCheckpoint(
+                return ValidCheckpoint(
                     folder=folder, meta=self.verify(folder, requirements=requirements), left=tuple(left)
                 )
             except CheckpointDamaged as damaged:
@@ -364,7 +364,7 @@ class CheckpointStore:
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Returns True if `recover_replaced` or `CheckpointStore.newest_whole` may find a checkpoint in ``root``."""
+    """Returns True if `recover_replaced` or `CheckpointStore.newest_valid` may find a checkpoint in ``root``."""
     return any(any(root.glob(f"{name}/{META}")) for name in ("step_*", f".step_*{REPLACED_SUFFIX}"))
 
 

@@ -59,7 +59,7 @@ from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.optimizer import adam_states, create_optimizer_state, set_updates_done, updates_done
 
 if TYPE_CHECKING:
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.megatron_rank import RankSetup
 
 
 _TRACKER = "megatron."
@@ -72,7 +72,7 @@ def random_state() -> dict[str, Tensor]:
     mersenne = numpy_state["state"]
     state = {
         "torch": torch.get_rng_state(),
-        "python.words": torch.tensor(words),
+        "python.describe": torch.tensor(words),
         "python.gauss": torch.tensor([math.nan if next_gauss is None else next_gauss], dtype=torch.float64),
         "numpy.key": torch.from_numpy(mersenne["key"].astype(np.int64)),
         "numpy.position": torch.tensor([mersenne["pos"], numpy_state["has_gauss"]]),
@@ -88,7 +88,7 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
     """Restores the states that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     next_gauss: float = state["python.gauss"].item()
-    random.setstate((3, tuple(state["python.words"].tolist()), None if math.isnan(next_gauss) else next_gauss))
+    random.setstate((3, tuple(state["python.describe"].tolist()), None if math.isnan(next_gauss) else next_gauss))
     position, has_gauss = state["numpy.position"].tolist()
     key = state["numpy.key"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, position, has_gauss, state["numpy.gauss"].item()))

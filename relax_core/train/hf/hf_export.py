@@ -49,7 +49,7 @@ def export_hf_folder(
     source_folder: Path,
     target: Path,
     shard_bytes: int = SHARD_BYTES,
-    passed: tuple[str, ...] = (),
+    copied_prefixes: tuple[str, ...] = (),
     replace: bool = True,
 ) -> None:
     """Writes ``target`` with the weights as safetensors, and the files of ``source_folder`` that describe the model.
@@ -59,11 +59,11 @@ def export_hf_folder(
     ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. Each is
     written with ``dtype``, or if it is None with its dtype in ``source_folder``, or with ``own_dtype`` if it has no
     floating-point dtype there. After them come the tensors of ``source_folder`` whose names begin with one of
-    ``passed``; they are copied in pieces and keep their dtypes and bytes. A file holds at most ``shard_bytes`` bytes,
-    or one tensor. If config.json ties the embeddings, the output weight is left out as transformers does. The new
-    config.json has ``dtype``. The write is atomic. With ``replace`` it replaces an older folder; without, only a
-    missing or an empty folder is written. Raises OSError, which names the target, the reason and the number of free
-    bytes, and ValueError if the source has no config.json.
+    ``copied_prefixes``; they are copied in pieces and keep their dtypes and bytes. A file holds at most
+    ``shard_bytes`` bytes, or one tensor. If config.json ties the embeddings, the output weight is left out as
+    transformers does. The new config.json has ``dtype``. The write is atomic. With ``replace`` it replaces an older
+    folder; without, only a missing or an empty folder is written. Raises OSError, which names the target, the reason
+    and the number of free bytes, and ValueError if the source has no config.json.
     """
     if not has_hf_config(source_folder):
         raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -81,7 +81,7 @@ def export_hf_folder(
             (name, dtype or stored.get(name, own_dtype), shape) for name, shape in shapes.items() if name not in tied
         ]
         dtypes = {name: getattr(torch, dtype_name) for name, dtype_name, _ in weights}
-        copied = _passed_weights(source_folder, passed)
+        copied = _copied_weights(source_folder, copied_prefixes)
         weights += [(name, tensor.dtype, tensor.shape) for name, tensor in copied]
         _write_shards(folder, _cut(weights, shard_bytes), chain(_with_dtypes(dtypes, tensors), copied))
         if dtype or not stored:
@@ -101,11 +101,16 @@ def stored_dtypes(folder: Path) -> dict[str, str]:
     return {name: FLOATS[tensor.dtype] for name, tensor in open_safetensors(folder) if tensor.dtype in FLOATS}
 
 
-def _passed_weights(folder: Path, passed: tuple[str, ...]) -> list[tuple[str, StoredBytes]]:
+def _copied_weights(folder: Path, copied_prefixes: tuple[str, ...]) -> list[tuple[str, StoredBytes]]:
     """Returns the tensors that an export copies, unread, in the order in which they are stored."""
-    if not passed:
+    if not copied_prefixes:
         return []
-    return [stored for file in weight_files(folder) for stored in stored_bytes(file) if stored[0].startswith(passed)]
+    return [
+        stored
+        for file in weight_files(folder)
+        for stored in stored_bytes(file)
+        if stored[0].startswith(copied_prefixes)
+    ]
 
 
 def _with_dtypes(
@@ -193,6 +198,6 @@ def export_checkpoint(
         source_folder=model_folder,
         target=target,
         shard_bytes=shard_bytes,
-        passed=architecture.passed,
+        copied_prefixes=architecture.copied_prefixes,
         replace=False,
     )

@@ -232,12 +232,10 @@ class HfWeights:
         self.all_slices: Mapping[str, WeightSlice] = slices  # including the slices of a value head
         self._slices = {name: piece for name, piece in slices.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._slices.values())).views[0]
-        dtype = next(
-            piece.views[0].dtype for name, piece in self._slices.items() if not architecture.stays_float32(name)
-        )
+        dtype = next(piece.views[0].dtype for name, piece in self._slices.items() if not architecture.is_float32(name))
 
         def dtype_of(name: str) -> torch.dtype:
-            return torch.float32 if architecture.stays_float32(name) else dtype
+            return torch.float32 if architecture.is_float32(name) else dtype
 
         weights = agree_on_senders(rules, self._slices, device=self._like.device, dtype_of=dtype_of)
         # The shapes of the weights that `export` yields, in its order.
@@ -275,7 +273,7 @@ class HfWeights:
         """
         missing = dict.fromkeys(self._stored)
         for name, tensor in tensors:
-            if name in self._ignored or self._architecture.passes(name):
+            if name in self._ignored or self._architecture.is_copied(name):
                 continue
             if name not in missing:
                 family = self._architecture.family

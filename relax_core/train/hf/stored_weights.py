@@ -224,7 +224,7 @@ def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
 
 
 def passed_bytes(folder: Path, passed: tuple[str, ...]) -> int:
-    """Returns the bytes of a folder's tensors whose names begin with one of ``passed``, from the files' headers."""
+    """Returns the bytes of the tensors whose names begin with one of ``copied_prefixes``, from the files' headers."""
     if not passed:
         return 0
     stored = (named_tensor for path in weight_files(folder) for named_tensor in stored_bytes(path))
@@ -238,9 +238,9 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     problems, found, passed = [], dict[str, Path](), set[str]()
     try:
         for name, shape, path in stored_shapes(folder):
-            if architecture.passes(name):
+            if architecture.is_copied(name):
                 passed.add(name.split(".")[0])
-            if name in ignored or architecture.passes(name):
+            if name in ignored or architecture.is_copied(name):
                 continue
             if name not in stored:
                 problems.append(f"{path}: {name} is not a weight of family {architecture.family}.")
@@ -253,9 +253,9 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
         return [*problems, str(error)]
     if not found:
         return [f"{folder} has no *.safetensors file. Give a Hugging Face folder with weights."]
-    described = described_parts(read_hf_config(folder)) if architecture.passed else ()
+    described = described_parts(read_hf_config(folder)) if architecture.copied_prefixes else ()
     for part in described:
-        if part not in passed and f"{part}." in architecture.passed:
+        if part not in passed and f"{part}." in architecture.copied_prefixes:
             problems.append(
                 f"{folder}: config.json describes {part}, and no file has its weights, so no export could keep them. "
                 "Fetch the folder again, or set enable_audio_output to false in its config.json."

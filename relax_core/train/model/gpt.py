@@ -221,9 +221,7 @@ def build_chunks(
 
 def _in_dtype(model: TreeGPTModel, architecture: Architecture, dtype: torch.dtype) -> TreeGPTModel:
     """Gives the model ``dtype``, except for the parameters that stay float32 for any dtype."""
-    kept = {
-        rule.megatron.rsplit(".", 1)[-1] for rule in weight_rules(architecture) if architecture.stays_float32(rule.hf)
-    }
+    kept = {rule.megatron.rsplit(".", 1)[-1] for rule in weight_rules(architecture) if architecture.is_float32(rule.hf)}
     model.to(dtype=dtype)
     for name, parameter in model.named_parameters():
         if name.rsplit(".", 1)[-1] in kept:

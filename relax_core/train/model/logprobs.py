@@ -127,7 +127,7 @@ class Truncation:
             self.kept.leave_out(logits, rows, first=first)
 
 
-_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # Exp of the first is a normal float32 below the second.
+_MIN_LOGPROB, _LEAST = -87.0, 2e-38  # Exp of the first is a normal float32 below the second.
 _PLAIN_LOGITS = 2**16  # Up to this size plain operations are faster, and their three buffers take less than 1 MB.
 
 
@@ -337,7 +337,7 @@ def _exponentials(logprobs: Tensor, settings: _Settings) -> Tensor:
     if settings.truncation is None or logprobs.device.type != "cpu":
         return logprobs.exp_()
     # Truncation leaves out many tokens, and on a CPU torch.exp takes ten times as long for values that underflow.
-    return torch.nn.functional.threshold(logprobs.clamp_(min=_LEAST_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
+    return torch.nn.functional.threshold(logprobs.clamp_(min=_MIN_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
 
 
 def _left_out(logprobs: Tensor) -> Tensor:

@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     from relax_core.train.model.tree_attention import TreeBatch
 
 
-def deal_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
+def shard_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
     """Returns the indexes of each rank's items, ascending; ``work`` holds the work of each item.
 
     The items are dealt in descending order of their work, each to the rank that has the least work so far. A rank gets
     none if there are fewer items than ranks.
     """
-    loads, dealt = [0.0] * ranks, [list[int]() for _ in range(ranks)]
+    loads, sharded = [0.0] * ranks, [list[int]() for _ in range(ranks)]
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
         rank = min(range(ranks), key=loads.__getitem__)
         loads[rank] += work[index]
-        dealt[rank].append(index)
-    return [sorted(numbers) for numbers in dealt]
+        sharded[rank].append(index)
+    return [sorted(numbers) for numbers in sharded]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DealtItems:
+class ShardedItems:
     """Holds a rank's own items of a micro-batch, and the places of all items' features after `MediaGroup.gather`.
 
     ``places`` is int64 ``[features]``, in the order of all items and their rows. ``longest`` is the largest number of
@@ -99,20 +99,20 @@ class MediaGroup:
             context=parallel_state.get_context_parallel_group() if several else None,
         )
 
-    def deal(self, items: Sequence[MediaItem], towers: Towers, *, work: Callable[[MediaItem], float]) -> DealtItems:
+    def shard(self, items: Sequence[MediaItem], towers: Towers, *, work: Callable[[MediaItem], float]) -> ShardedItems:
         """Deals ``items``, which are the same on all ranks of the group, by their ``work``."""
-        dealt = deal_items([work(item) for item in items], ranks=self.group.size())
+        sharded = shard_items([work(item) for item in items], ranks=self.group.size())
         counts = np.array([towers.features(item) for item in items])
         first = np.cumsum(counts) - counts
-        longest = max(int(counts[own].sum()) for own in dealt)
+        longest = max(int(counts[own].sum()) for own in sharded)
         places = np.empty(int(counts.sum()), dtype=np.int64)
-        for rank, own in enumerate(dealt):
+        for rank, own in enumerate(sharded):
             if own:
                 order = towers.order([items[index] for index in own])
                 rows = np.concatenate([np.arange(first[index], first[index] + counts[index]) for index in own])
                 places[rows] = rank * longest + (np.arange(len(rows)) if order is None else order)
-        mine = dealt[dist.get_rank(self.group)]
-        return DealtItems(own=[items[index] for index in mine], places=places, longest=longest)
+        mine = sharded[dist.get_rank(self.group)]
+        return ShardedItems(own=[items[index] for index in mine], places=places, longest=longest)
 
     def gather(self, outputs: Tensor, *, longest: int) -> Tensor:
         """Returns the features of all ranks, ``[layers, ranks * longest, hidden]``, from this rank's ``outputs``.
@@ -152,13 +152,14 @@ class _GatherFeatures(torch.autograd.Function):
         return group.gradients_of_own(gradients.contiguous(), longest=ctx.longest)[: ctx.own], None, None
 
 
-def finalize_gradients(chunks: Sequence[Any], *, dealt: bool) -> None:
+def finalize_gradients(chunks: Sequence[Any], *, sharded: bool) -> None:
     """Reduces the gradients of an update over the ranks; ``chunks`` are Megatron's wrappers of this rank's chunks.
 
-    If ``dealt`` is True, each tensor-parallel rank passed different items, so the gradients of its towers are partial.
+    If ``sharded`` is True, each tensor-parallel rank passed different items, so the gradients of its towers are
+    partial.
     """
     finalize_model_grads(list(chunks))
-    if dealt:
+    if sharded:
         sum_tower_gradients([chunk.module for chunk in chunks])
 
 
@@ -228,11 +229,11 @@ class MediaPlan:
         own = inside[places] == media.rows
         items, order, longest = media.items, self.towers.order(media.items), 0
         if self.group is not None:
-            dealt = self.group.deal(media.items, self.towers, work=self.work)
-            items, order, longest = tuple(dealt.own), dealt.places, dealt.longest
+            sharded = self.group.shard(media.items, self.towers, work=self.work)
+            items, order, longest = tuple(sharded.own), sharded.places, sharded.longest
         features = media.features[own] if order is None else order[media.features[own]]
         assert self.reader is not None, "a role with a multimodal model has a reader of media"
-        self.reader.bring(items)
+        self.reader.fetch(items)
         return MediaInputs(
             inputs=inputs_of(items, [self.reader.tensors(item) for item in items]),
             rows=torch.from_numpy(places[own]).to(self.device),
@@ -254,12 +255,12 @@ def media_plan(
     towers = Towers.of(architecture)
     if towers is None or not parallel_state.is_pipeline_first_stage():
         return None
-    dealt = parallel.shard_media and parallel.tp * parallel.cp > 1
+    sharded = parallel.shard_media and parallel.tp * parallel.cp > 1
     return MediaPlan(
         towers=towers,
         reader=reader,
         work=partial(item_work, architecture),
-        group=MediaGroup.of_this_rank(sequence_parallel=parallel.sequence_parallel) if dealt else None,
+        group=MediaGroup.of_this_rank(sequence_parallel=parallel.sequence_parallel) if sharded else None,
         sharding=sharding,
         device=device,
     )

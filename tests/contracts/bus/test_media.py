@@ -62,7 +62,7 @@ def test_a_group_keeps_its_items_until_it_ends(
         ],
         timeout_s=T,
     )
-    bus.let_go([shared.digest, own.digest, own.digest], timeout_s=T)
+    bus.release_items([shared.digest, own.digest, own.digest], timeout_s=T)
     progress = bus.progress(timeout_s=T)
     assert (progress.media_items, progress.media_bytes) == (2, shared.nbytes + own.nbytes)
     lease = bus.lease(for_actor(0), timeout_s=T)
@@ -94,7 +94,7 @@ def test_a_lease_keeps_the_items_of_a_group_that_ended(
     first, second = bus.admit(2, timeout_s=T)
     bus.put([make_row(first), make_row(second, version=0, columns=media_columns([item]))], timeout_s=T)
     working = bus.lease(for_worker(groups=2), timeout_s=T)
-    bus.let_go([item.digest], timeout_s=T)
+    bus.release_items([item.digest], timeout_s=T)
     lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)  # the second group is stale now
     assert bus.progress(timeout_s=T).ledger.dropped == {"stale": 2}
@@ -116,17 +116,17 @@ def test_holds_are_of_one_worker_and_missing_items_are_named(
     assert bus.hold(held(item), worker=0, timeout_s=T) == []
     assert bus.hold(held(item), worker=1, timeout_s=T) == []
     assert [file.name for file in folder.iterdir()] == [item.digest]
-    bus.let_go([item.digest, "f" * 32], worker=0, timeout_s=T)
+    bus.release_items([item.digest, "f" * 32], worker=0, timeout_s=T)
     assert is_stored(bus, item)
-    bus.let_go([item.digest], worker=0, timeout_s=T)
+    bus.release_items([item.digest], worker=0, timeout_s=T)
     assert is_stored(bus, item)
-    bus.let_go([item.digest], worker=1, timeout_s=T)
+    bus.release_items([item.digest], worker=1, timeout_s=T)
     for _ in range(20):  # a started removal never removes an item that a worker has begun to hold again
         if bus.hold(held(item), timeout_s=T):
             make_item(folder, 1)
             assert bus.hold(held(item), timeout_s=T) == []
         assert is_stored(bus, item)
-        bus.let_go([item.digest], timeout_s=T)
+        bus.release_items([item.digest], timeout_s=T)
     wait_until(lambda: not is_stored(bus, item), what="the removal of the item")
 
 
@@ -162,7 +162,7 @@ def test_a_restored_bus_names_only_what_workers_hold(
     assert bus.hold(held(waiting, cached), timeout_s=T) == []
     (admission,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(admission, columns=media_columns([waiting]))], timeout_s=T)
-    bus.let_go([waiting.digest], timeout_s=T)
+    bus.release_items([waiting.digest], timeout_s=T)
     bus.restore(bus.snapshot(timeout_s=T), timeout_s=T)
     wait_until(lambda: not is_stored(bus, waiting), what="the removal of the item")
     assert is_stored(bus, cached)

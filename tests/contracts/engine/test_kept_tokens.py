@@ -215,7 +215,7 @@ SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)
 
 @embedded_only
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"return_sampling_mask": True}, "return_sampling_mask=true: every token is kept"),
         ({"sampling_params": {"top_k": 5, "temperature": 0.0}, "return_sampling_mask": True}, "every token is kept"),
@@ -232,15 +232,15 @@ SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_words(engine: Engine, changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_told_is_refused_in_words(engine: Engine, changes: dict[str, Any], message: str) -> None:
     body = msgspec.json.encode({"input_ids": [5, 6], **changes})
     status, answer = engine.call("/generate", body=body)
-    assert status == 400 and words in answer["error"]["message"], answer
+    assert status == 400 and message in answer["error"]["message"], answer
 
 
 @embedded_only
 @pytest.mark.parametrize(
-    ("kept", "words"),
+    ("kept", "message"),
     [
         ([SETS, SETS], "kept_tokens: 2 entries for 1 prompts"),
         ([KeptTokens.joined([SETS, SETS])], "kept_tokens[0]: 2 kept sets came for 1 tokens"),
@@ -250,11 +250,13 @@ def test_what_cannot_be_told_is_refused_in_words(engine: Engine, changes: dict[s
         ([KeptTokens(10**9, SETS.counts, SETS.words)], "vocabularies of [1000000000] tokens, the model has 50"),
     ],
 )
-def test_sets_that_do_not_belong_to_the_tokens_are_refused(engine: Engine, kept: list[KeptTokens], words: str) -> None:
+def test_sets_that_do_not_belong_to_the_tokens_are_refused(
+    engine: Engine, kept: list[KeptTokens], message: str
+) -> None:
     score = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
     body = msgspec.json.encode({**score, "logprob_start_len": 0, "kept_tokens": kept})
     status, answer = engine.call("/generate", body=body)
-    assert status == 400 and words in answer["error"]["message"], answer
+    assert status == 400 and message in answer["error"]["message"], answer
 
 
 @sglang_only

@@ -23,14 +23,14 @@ from tests.contracts.engine.vision_engine import (
     CONTEXT,
     MAX_TOTAL_TOKENS,
     TOLERANCE,
-    Seeing,
+    VisionEngine,
     long_body,
     read,
     scene,
     start,
     take,
 )
-from tests.vision_models import DENSE, EXPERTS, HYBRIDS, Seen, make_seeing_model, text
+from tests.vision_models import DENSE, EXPERTS, HYBRIDS, Seen, make_tiny_vision_model, text
 
 MODELS = [
     pytest.param((kind, name), id=f"{kind}-{name}", marks=marks)
@@ -45,7 +45,7 @@ INTERRUPTIONS = ("pause in place", "retract", "memory released", "same weights",
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def vision_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     kind, name = request.param
     if not find_engine(kind).media:
         pytest.skip(f"{kind} takes no media")
@@ -64,48 +64,48 @@ ON_SGLANG = (
 
 @pytest.fixture(autouse=True)
 def _fits(request: pytest.FixtureRequest) -> None:
-    if "seeing" in request.fixturenames:
-        kind = request.getfixturevalue("seeing").engine.kind
+    if "vision_engine" in request.fixturenames:
+        kind = request.getfixturevalue("vision_engine").engine.kind
         if kind == "sglang" and request.node.originalname not in ON_SGLANG:
             pytest.skip("SGLang has a test of its own")
 
 
-def test_every_token_is_that_of_transformers(seeing: Seeing) -> None:
-    prompts, params = scene(seeing), seeing.params
-    responses = seeing.engine.generate(prompts, params)
+def test_every_token_is_that_of_transformers(vision_engine: VisionEngine) -> None:
+    prompts, params = scene(vision_engine), vision_engine.params
+    responses = vision_engine.engine.generate(prompts, params)
     assert len(responses) == 2 * len(prompts)
     assert [response.prompt_tokens for response in responses] == [
         len(prompts[response.prompt].input_ids) for response in responses
     ]
     assert all(len(response.output_ids) == params.max_new_tokens for response in responses)
-    assert seeing.gap(prompts, responses, params) <= TOLERANCE
+    assert vision_engine.gap(prompts, responses, params) <= TOLERANCE
 
 
-def test_given_tokens_are_scored_as_transformers_does(seeing: Seeing) -> None:
-    prompts = scene(seeing)
-    for prompt, found in zip(prompts, seeing.scores(prompts), strict=True):
-        expected = seeing.seen.logprobs(seeing.model, prompt.input_ids, prompt.media)
+def test_given_tokens_are_scored_as_transformers_does(vision_engine: VisionEngine) -> None:
+    prompts = scene(vision_engine)
+    for prompt, found in zip(prompts, vision_engine.scores(prompts), strict=True):
+        expected = vision_engine.seen.logprobs(vision_engine.model, prompt.input_ids, prompt.media)
         torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_an_item_may_stand_behind_generated_tokens(seeing: Seeing) -> None:
+def test_an_item_may_stand_behind_generated_tokens(vision_engine: VisionEngine) -> None:
     """An environment answers with a picture: the second turn's prompt is the first turn followed by the picture."""
-    params = seeing.params
-    (first,) = seeing.prompts((text(4), seeing.seen.image(2, 3, seed=5), text(3)))
-    answer = seeing.engine.generate([first], params)[0].output_ids.tolist()
-    ids, media = seeing.seen.prompt(text(2), seeing.seen.image(4, 2, seed=6), text(5))
+    params = vision_engine.params
+    (first,) = vision_engine.prompts((text(4), vision_engine.seen.image(2, 3, seed=5), text(3)))
+    answer = vision_engine.engine.generate([first], params)[0].output_ids.tolist()
+    ids, media = vision_engine.seen.prompt(text(2), vision_engine.seen.image(4, 2, seed=6), text(5))
     before = len(first.input_ids) + len(answer)
     moved = [Media(medium.item, medium.start + before, medium.end + before) for medium in media]
     second = PromptRequest(
         rid="turn-2", input_ids=first.input_ids + answer + ids, sampling_seed=4, media=first.media + moved
     )
-    responses = seeing.engine.generate([second], params)
-    assert seeing.gap([second], responses, params) <= TOLERANCE
+    responses = vision_engine.engine.generate([second], params)
+    assert vision_engine.gap([second], responses, params) <= TOLERANCE
 
 
-def test_a_response_goes_on_from_its_own_prefix(seeing: Seeing) -> None:
-    prompts, params = scene(seeing), seeing.params
-    calm = seeing.engine.generate(prompts, params)
+def test_a_response_goes_on_from_its_own_prefix(vision_engine: VisionEngine) -> None:
+    prompts, params = scene(vision_engine), vision_engine.params
+    calm = vision_engine.engine.generate(prompts, params)
     again = [
         msgspec.structs.replace(
             prompts[response.prompt],
@@ -115,22 +115,22 @@ def test_a_response_goes_on_from_its_own_prefix(seeing: Seeing) -> None:
         )
         for response in calm
     ]
-    rests = seeing.engine.generate(again, params)
+    rests = vision_engine.engine.generate(again, params)
     for whole, rest in zip(calm, rests, strict=True):
         assert rest.output_ids.tolist() == whole.output_ids[4:].tolist()
         assert rest.logprobs == pytest.approx(whole.logprobs[4:], abs=TOLERANCE)
         assert rest.prompt_tokens == whole.prompt_tokens == len(prompts[whole.prompt].input_ids)
 
 
-def test_every_row_of_an_item_has_its_experts(seeing: Seeing) -> None:
-    if not seeing.has_experts:
+def test_every_row_of_an_item_has_its_experts(vision_engine: VisionEngine) -> None:
+    if not vision_engine.has_experts:
         pytest.skip("a dense model has no experts")
-    prompts = scene(seeing)
-    params = msgspec.structs.replace(seeing.params, return_routed_experts=True)
-    for response in seeing.engine.generate(prompts, params):
+    prompts = scene(vision_engine)
+    params = msgspec.structs.replace(vision_engine.params, return_routed_experts=True)
+    for response in vision_engine.engine.generate(prompts, params):
         prompt = prompts[response.prompt]
         ids = prompt.input_ids + response.output_ids.tolist()
-        logits = seeing.seen.logits(seeing.model, ids, prompt.media).router_logits
+        logits = vision_engine.seen.logits(vision_engine.model, ids, prompt.media).router_logits
         chosen = torch.stack([layer.view(len(ids), -1).topk(2, -1).indices for layer in logits], 1)[:-1].numpy()
         assert response.prompt_experts is not None and response.response_experts is not None
         assert len(response.prompt_experts) == len(prompt.input_ids)
@@ -139,100 +139,105 @@ def test_every_row_of_an_item_has_its_experts(seeing: Seeing) -> None:
 
 
 # -- vision -----------------------------------------------------------------------------------------------------------
-def test_what_is_seen_decides(seeing: Seeing) -> None:
+def test_what_is_seen_decides(vision_engine: VisionEngine) -> None:
     """Another picture, or two pictures in another order, change the log-probs of the tokens after them."""
-    seen = seeing.seen
+    seen = vision_engine.seen
     left, right, third = (seen.image(3, 3, seed=seed) for seed in (11, 12, 13))
-    prompts = seeing.prompts(
+    prompts = vision_engine.prompts(
         *((text(4), first, text(2), second, text(6)) for first, second in ((left, right), (right, left), (left, third)))
     )
     assert prompts[0].input_ids == prompts[1].input_ids == prompts[2].input_ids
-    ends = [line[-6:] for line in seeing.scores(prompts)]
+    ends = [line[-6:] for line in vision_engine.scores(prompts)]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert np.abs(np.subtract(ends[a], ends[b])).max() > 1e-2
 
 
-def test_new_towers_are_seen_and_leave_text_alone(seeing: Seeing, tmp_path: Path) -> None:
+def test_new_towers_are_seen_and_leave_text_alone(vision_engine: VisionEngine, tmp_path: Path) -> None:
     """Only the tower's weights change. The picture was used before, so that cached old features would show."""
-    pictures, words = seeing.prompts((text(4), seeing.seen.image(3, 4, seed=21), text(6))), seeing.prompts((text(40),))
-    before, before_words = seeing.scores(pictures)[0], seeing.scores(words)[0]
-    other_model = make_seeing_model(None, name=seeing.name)
+    pictures, words = (
+        vision_engine.prompts((text(4), vision_engine.seen.image(3, 4, seed=21), text(6))),
+        vision_engine.prompts((text(40),)),
+    )
+    before, before_words = vision_engine.scores(pictures)[0], vision_engine.scores(words)[0]
+    other_model = make_tiny_vision_model(None, name=vision_engine.name)
     with torch.no_grad():
         for parameter in other_model.model.visual.parameters():
             parameter.mul_(1.2)
-    seeing.publish(tmp_path / "other", other_model)
-    after, after_words = seeing.scores(pictures)[0], seeing.scores(words)[0]
-    expected = seeing.seen.logprobs(other_model, pictures[0].input_ids, pictures[0].media)
+    vision_engine.publish(tmp_path / "other", other_model)
+    after, after_words = vision_engine.scores(pictures)[0], vision_engine.scores(words)[0]
+    expected = vision_engine.seen.logprobs(other_model, pictures[0].input_ids, pictures[0].media)
     torch.testing.assert_close(torch.tensor(after), expected, atol=TOLERANCE, rtol=0)
     assert np.abs(np.subtract(before, after))[-6:].max() > 1e-2
     assert before_words == after_words, "equal to the bit"
-    seeing.publish(tmp_path / "first", seeing.model)
-    assert seeing.scores(pictures)[0] == before
+    vision_engine.publish(tmp_path / "first", vision_engine.model)
+    assert vision_engine.scores(pictures)[0] == before
 
 
-def test_an_item_passes_the_tower_once_for_each_weight_version(seeing: Seeing, tmp_path: Path) -> None:
-    item = seeing.seen.image(4, 4, seed=31)
-    prompts = seeing.prompts((text(4), item, text(6)), (text(2), item), (item, text(9), item, text(1)))
-    start = seeing.passes
+def test_an_item_passes_the_tower_once_for_each_weight_version(vision_engine: VisionEngine, tmp_path: Path) -> None:
+    item = vision_engine.seen.image(4, 4, seed=31)
+    prompts = vision_engine.prompts((text(4), item, text(6)), (text(2), item), (item, text(9), item, text(1)))
+    start = vision_engine.passes
     for _ in range(2):
-        seeing.engine.generate(prompts, msgspec.structs.replace(seeing.params, n=4))
-        seeing.scores(prompts)
-    assert seeing.passes - start == 1
-    seeing.publish(tmp_path / "same", seeing.model)
+        vision_engine.engine.generate(prompts, msgspec.structs.replace(vision_engine.params, n=4))
+        vision_engine.scores(prompts)
+    assert vision_engine.passes - start == 1
+    vision_engine.publish(tmp_path / "same", vision_engine.model)
     ends: list[StreamEnd] = []
-    seeing.engine.generate(prompts, seeing.params, on_end=ends.append)
-    assert seeing.passes - start == 2 and ends[-1].tower_passes == seeing.passes
-    assert ends[-1].media_feature_bytes == seeing.engine.client.loads()["media_feature_bytes"] > 0
-    seeing.engine.post("/flush_cache")
-    assert seeing.engine.client.loads()["media_feature_bytes"] == 0
+    vision_engine.engine.generate(prompts, vision_engine.params, on_end=ends.append)
+    assert vision_engine.passes - start == 2 and ends[-1].tower_passes == vision_engine.passes
+    assert ends[-1].media_feature_bytes == vision_engine.engine.client.loads()["media_feature_bytes"] > 0
+    vision_engine.engine.post("/flush_cache")
+    assert vision_engine.engine.client.loads()["media_feature_bytes"] == 0
 
 
 # -- while samples run ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Path, mode: Any) -> None:
+def test_weights_change_while_a_picture_prompt_runs(vision_engine: VisionEngine, tmp_path: Path, mode: Any) -> None:
     """A retracted sample uses the new tower; a sample paused in place keeps its cache of the old tower.
 
     States would preserve the effect of old weights, so that a model with states recomputes them in both modes.
     """
-    (prompt,) = seeing.prompts((text(3), seeing.seen.image(4, 3, seed=41), text(4)))
-    other_model = make_seeing_model(None, name=seeing.name, seed=9)
+    (prompt,) = vision_engine.prompts((text(3), vision_engine.seen.image(4, 3, seed=41), text(4)))
+    other_model = make_tiny_vision_model(None, name=vision_engine.name, seed=9)
     tokens: list[int] = []
     logprobs: list[float] = []
-    with seeing.engine.stream(long_body(prompt, seeing.params, mode)) as events:
+    with vision_engine.engine.stream(long_body(prompt, vision_engine.params, mode)) as events:
         read(events, tokens, logprobs, count=8)
-        seeing.engine.client.pause(mode)
-        seeing.publish(tmp_path / "other", other_model)
-        seeing.engine.client.resume()
+        vision_engine.engine.client.pause(mode)
+        vision_engine.publish(tmp_path / "other", other_model)
+        vision_engine.engine.client.resume()
         for event in events:
             meta = take(event, tokens, logprobs)
             if len(tokens) - meta["weight_versions"][0]["end"] >= 8:
-                seeing.engine.client.abort(mode)
+                vision_engine.engine.client.abort(mode)
     assert meta["finish_reason"]["type"] == "abort" and len(meta["weight_versions"]) == 2
     change = meta["weight_versions"][0]["end"]
     response = generated(tokens, logprobs)
-    first = (seeing.expected(prompt, response, seeing.params) - torch.tensor(logprobs)).abs()
+    first = (vision_engine.expected(prompt, response, vision_engine.params) - torch.tensor(logprobs)).abs()
     assert float(first[:change].max()) <= TOLERANCE
-    with_other = replace(seeing, model=other_model)
-    second = (with_other.expected(prompt, response, seeing.params) - torch.tensor(logprobs)).abs()
-    if mode == "retract" or seeing.name in HYBRIDS:
+    with_other = replace(vision_engine, model=other_model)
+    second = (with_other.expected(prompt, response, vision_engine.params) - torch.tensor(logprobs)).abs()
+    if mode == "retract" or vision_engine.name in HYBRIDS:
         assert float(second[change:].max()) <= TOLERANCE
     else:
         assert float(second[change:].max()) > 1e-2, "the cache of the old weights is still in use"
-    seeing.publish(tmp_path / "first", seeing.model)
+    vision_engine.publish(tmp_path / "first", vision_engine.model)
 
 
 @pytest.mark.parametrize("what", INTERRUPTIONS)
-def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(seeing: Seeing, tmp_path: Path, what: str) -> None:
+def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(
+    vision_engine: VisionEngine, tmp_path: Path, what: str
+) -> None:
     """Keys, values and states stay, move to another slot, or are recomputed; the tokens do not change."""
-    seen, client = seeing.seen, seeing.engine.client
-    leaves, stays = seeing.prompts(
+    seen, client = vision_engine.seen, vision_engine.engine.client
+    leaves, stays = vision_engine.prompts(
         (text(9), seen.image(3, 4, seed=42), text(4)), (text(3), seen.video(3, 2, 3, seed=43), text(70))
     )
     tokens: list[int] = []
     logprobs: list[float] = []
-    with seeing.engine.stream(long_body(leaves, seeing.params, "leaves")) as stream:
+    with vision_engine.engine.stream(long_body(leaves, vision_engine.params, "leaves")) as stream:
         read(stream, [], [], count=1)
-        with seeing.engine.stream(long_body(stays, seeing.params, "stays")) as events:
+        with vision_engine.engine.stream(long_body(stays, vision_engine.params, "stays")) as events:
             read(events, tokens, logprobs, count=8)
             if what == "pause in place":
                 client.pause("in_place")
@@ -244,18 +249,18 @@ def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(seeing: Seeing, tmp_
                 client.release_memory()
                 client.resume_memory()
             elif what == "same weights":
-                seeing.publish(tmp_path / "same", seeing.model)
+                vision_engine.publish(tmp_path / "same", vision_engine.model)
             else:
                 client.abort("leaves")
             read(events, tokens, logprobs, count=len(tokens) + 24)
         client.abort()
-    calm = seeing.engine.post("/generate", long_body(stays, seeing.params, "calm", new=len(tokens)))
+    calm = vision_engine.engine.post("/generate", long_body(stays, vision_engine.params, "calm", new=len(tokens)))
     calm_tokens: list[int] = []
     calm_logprobs: list[float] = []
     take(calm, calm_tokens, calm_logprobs)
     assert tokens == calm_tokens
     assert logprobs == pytest.approx(calm_logprobs, abs=TOLERANCE)
-    assert seeing.gap([stays], [generated(tokens, logprobs)], seeing.params) <= TOLERANCE
+    assert vision_engine.gap([stays], [generated(tokens, logprobs)], vision_engine.params) <= TOLERANCE
 
 
 def generated(tokens: list[int], logprobs: list[float]) -> Generated:
@@ -271,16 +276,16 @@ def generated(tokens: list[int], logprobs: list[float]) -> Generated:
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
-def test_a_request_that_fits_only_without_its_states_is_refused(seeing: Seeing) -> None:
+def test_a_request_that_fits_only_without_its_states_is_refused(vision_engine: VisionEngine) -> None:
     """A request at the limit is answered; with one more token it would wait forever for space."""
-    n, states = MAX_TOTAL_TOKENS // CONTEXT, seeing.state_tokens
-    body = {"sampling_params": {"n": n, "max_new_tokens": 1}, "banned_token_ids": seeing.params.banned_token_ids}
-    answers = seeing.engine.post("/generate", {**body, "input_ids": text(CONTEXT - states - 1)})
+    n, states = MAX_TOTAL_TOKENS // CONTEXT, vision_engine.state_tokens
+    body = {"sampling_params": {"n": n, "max_new_tokens": 1}, "banned_token_ids": vision_engine.params.banned_token_ids}
+    answers = vision_engine.engine.post("/generate", {**body, "input_ids": text(CONTEXT - states - 1)})
     assert [len(reply["output_ids"]) for reply in answers] == [1] * n
-    status, answer = seeing.engine.call("/generate", {**body, "input_ids": text(CONTEXT - states)})
+    status, answer = vision_engine.engine.call("/generate", {**body, "input_ids": text(CONTEXT - states)})
     assert status == 400
     words = answer["error"]["message"]
-    if seeing.name in HYBRIDS:
+    if vision_engine.name in HYBRIDS:
         assert f"n={n} samples of up to {CONTEXT - states + 1} tokens, each with states of {states} more" in words
         assert f"need {n * (CONTEXT + 1)} cache tokens, there are {MAX_TOTAL_TOKENS}" in words
         assert "lower n or max_new_tokens, or raise engine.max_total_tokens" in words
@@ -288,10 +293,10 @@ def test_a_request_that_fits_only_without_its_states_is_refused(seeing: Seeing) 
         assert states == 0 and "is longer than the context" in words
 
 
-def test_digests_that_are_not_there_are_refused(seeing: Seeing) -> None:
-    (prompt,) = seeing.prompts((text(3), seeing.seen.image(2, 2, seed=51), text(4)))
+def test_digests_that_are_not_there_are_refused(vision_engine: VisionEngine) -> None:
+    (prompt,) = vision_engine.prompts((text(3), vision_engine.seen.image(2, 2, seed=51), text(4)))
     place = prompt.media[0].start
-    body = long_body(prompt, seeing.params, "refused")
+    body = long_body(prompt, vision_engine.params, "refused")
     for media, words in (
         ([["0" * 32, place]], "there is no such item"),
         ([["../" + prompt.media[0].item.digest, place]], "a digest has 32 hexadecimal digits"),
@@ -303,33 +308,39 @@ def test_digests_that_are_not_there_are_refused(seeing: Seeing) -> None:
         ([], "no item of media is there"),
     ):
         for sampling in (body["sampling_params"], {"max_new_tokens": 0}):
-            status, answer = seeing.engine.call("/generate", {**body, "media": [media], "sampling_params": sampling})
+            status, answer = vision_engine.engine.call(
+                "/generate", {**body, "media": [media], "sampling_params": sampling}
+            )
             assert status == 400, answer
             assert words in answer["error"]["message"]
     for media in ([], [[], []], "text", [[["a", "b"]]], [[[1, 2]]]):
-        assert seeing.engine.call("/generate", {**body, "media": media})[0] == 400
+        assert vision_engine.engine.call("/generate", {**body, "media": media})[0] == 400
 
 
-def test_an_item_that_disappears_fails_its_own_request_only(seeing: Seeing) -> None:
+def test_an_item_that_disappears_fails_its_own_request_only(vision_engine: VisionEngine) -> None:
     """The bus keeps the files of open requests, so this is a fault; the engine continues."""
-    gone, stays = seeing.prompts(
-        (text(3), seeing.seen.image(2, 4, seed=61), text(4)), (text(3), seeing.seen.image(2, 4, seed=62), text(4))
+    gone, stays = vision_engine.prompts(
+        (text(3), vision_engine.seen.image(2, 4, seed=61), text(4)),
+        (text(3), vision_engine.seen.image(2, 4, seed=62), text(4)),
     )
-    seeing.engine.client.pause("in_place")
-    held = msgspec.structs.replace(gone, min_version=seeing.engine.version)
-    with seeing.engine.stream(long_body(held, seeing.params, "gone")) as events:
-        (seeing.seen.folder / gone.media[0].item.digest).unlink()
-        seeing.engine.client.resume()
+    vision_engine.engine.client.pause("in_place")
+    held = msgspec.structs.replace(gone, min_version=vision_engine.engine.version)
+    with vision_engine.engine.stream(long_body(held, vision_engine.params, "gone")) as events:
+        (vision_engine.seen.folder / gone.media[0].item.digest).unlink()
+        vision_engine.engine.client.resume()
         (event,) = events
     assert "there is no such item" in event["error"]["message"]
-    assert seeing.gap([stays], seeing.engine.generate([stays], seeing.params), seeing.params) <= TOLERANCE
+    assert (
+        vision_engine.gap([stays], vision_engine.engine.generate([stays], vision_engine.params), vision_engine.params)
+        <= TOLERANCE
+    )
 
 
 def test_an_engine_that_saw_another_number_of_tokens_is_refused(
-    seeing: Seeing, monkeypatch: pytest.MonkeyPatch
+    vision_engine: VisionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token is removed, as if the engine had expanded the image to another number of rows."""
-    (prompt,) = seeing.prompts((text(3), seeing.seen.image(2, 2, seed=71), text(4)))
+    (prompt,) = vision_engine.prompts((text(3), vision_engine.seen.image(2, 2, seed=71), text(4)))
     count = len(prompt.input_ids)
 
     def short(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
@@ -337,7 +348,7 @@ def test_an_engine_that_saw_another_number_of_tokens_is_refused(
 
     monkeypatch.setattr(engine_client, "generate_body", short)
     with pytest.raises(EngineError, match=f"saw {count - 1} prompt tokens and the request has {count}"):
-        seeing.engine.generate([prompt], seeing.params)
+        vision_engine.engine.generate([prompt], vision_engine.params)
 
 
 @embedded_only
@@ -351,7 +362,7 @@ def test_a_model_that_reads_text_takes_no_media(engine: Engine) -> None:
 def test_an_engine_without_a_media_folder_says_so(
     start_engine: Callable[..., Engine], launch: EngineLaunch, tmp_path: Path
 ) -> None:
-    make_seeing_model(tmp_path / "model")
+    make_tiny_vision_model(tmp_path / "model")
     seen = Seen(tmp_path / "model", tmp_path / "media")
     ids, media = seen.prompt(text(3), seen.image(2, 2))
     engine = start_engine(model_folder=tmp_path / "model", engine=replace(launch.engine, context_length=512))

@@ -176,7 +176,7 @@ def pictures_and_sounds(items: OmniItems) -> list[PromptRequest]:
 
 def videos(items: OmniItems) -> list[PromptRequest]:
     """Returns a video, a video with its sound, all kinds, and a video with positions beyond the context."""
-    video, heard = items.video(3, 4, 4), items.heard_video(3, 2, 4, frames=250)
+    video, heard = items.video(3, 4, 4), items.video_with_sound(3, 2, 4, frames=250)
     return [
         request(4, video, 3),
         request(2, heard, 6),  # transformers takes no other sound or video with it

@@ -160,8 +160,8 @@ def test_a_client_of_another_class_is_refused(launch: EngineLaunch, tmp_path: Pa
     file = tmp_path / "wrong.py"
     text = "from relax_core.contracts.engine_kind import EngineSpec\n"
     file.write_text(text + "SPEC = EngineSpec(name='w', summary='', command=lambda s: [], client=lambda server: 7)\n")
-    words = r"client\(server\) returned a int. Return an EngineClient"
-    with pytest.raises(ValueError, match=words):
+    message = r"client\(server\) returned a int. Return an EngineClient"
+    with pytest.raises(ValueError, match=message):
         build_client(
             replace(launch.engine, name=str(file)), "http://x", model_folder=tmp_path, token_file=launch.token_file
         )

@@ -16,7 +16,7 @@ OK = {"input_ids": [5, 6]}
 
 @embedded_only
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({}, "input_ids: missing"),
         ({"input_ids": []}, "input_ids: missing or empty"),
@@ -51,15 +51,15 @@ OK = {"input_ids": [5, 6]}
         ),
     ],
 )
-def test_malformed_requests_are_refused_in_words(engine: Engine, body: dict[str, Any], words: str) -> None:
+def test_malformed_requests_are_refused_in_words(engine: Engine, body: dict[str, Any], message: str) -> None:
     status, answer = engine.call("/generate", body)
     assert status == 400
-    assert words in answer["error"]["message"]
+    assert message in answer["error"]["message"]
 
 
 @sglang_only
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({}, "input_ids"),
         ({"input_ids": []}, "input_ids cannot be empty"),
@@ -70,19 +70,19 @@ def test_malformed_requests_are_refused_in_words(engine: Engine, body: dict[str,
         ({"rid": ["a", "a"], "input_ids": [[5], [6]]}, "Duplicate request ID"),
     ],
 )
-def test_sglangs_refusals_are_words_too(engine: Engine, body: dict[str, Any], words: str) -> None:
+def test_sglangs_refusals_are_words_too(engine: Engine, body: dict[str, Any], message: str) -> None:
     status, answer = engine.call("/generate", body)
-    assert status == 400 and words in json.dumps(answer), answer
+    assert status == 400 and message in json.dumps(answer), answer
     assert engine.client.ready()
 
 
 @pytest.mark.parametrize("token", [VOCAB, -1])
 def test_a_token_outside_of_the_vocabulary_is_refused_and_harms_nobody(engine: Engine, token: int) -> None:
     """SGLang's server would fail on such a token."""
-    words = rf"token id {token} at position 2 is not in the vocabulary; ids go from 0 to {VOCAB - 1}"
-    with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[1\] of rid prompt-1: {words}"):
+    message = rf"token id {token} at position 2 is not in the vocabulary; ids go from 0 to {VOCAB - 1}"
+    with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[1\] of rid prompt-1: {message}"):
         engine.generate(prompts_of([5, 6], [7, 8, token]), SamplingParams(max_new_tokens=2))
-    with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[0\]: {words}"):
+    with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[0\]: {message}"):
         engine.client.score([TokensToScore(input_ids=[7, 8, token], first=1)], top_k=0, temperature=1.0)
     assert len(engine.generate(prompts_of([5, 6]), SamplingParams(max_new_tokens=2))) == 1
 

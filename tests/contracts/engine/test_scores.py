@@ -86,7 +86,7 @@ def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
 
 @embedded_only
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"return_logprob": False}, "max_new_tokens: 0 needs return_logprob=true"),
         ({"stream": True}, "stream=true with sampling_params.max_new_tokens: 0"),
@@ -105,9 +105,9 @@ def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
         ),
     ],
 )
-def test_malformed_scores_are_refused_in_words(engine: Engine, changes: dict[str, Any], words: str) -> None:
+def test_malformed_scores_are_refused_in_words(engine: Engine, changes: dict[str, Any], message: str) -> None:
     status, answer = engine.call("/generate", {**SCORE, "input_ids": [5, 6], **changes})
-    assert status == 400 and words in answer["error"]["message"], answer
+    assert status == 400 and message in answer["error"]["message"], answer
 
 
 @embedded_only

@@ -19,7 +19,7 @@ from relax_core.tools.tiny_media import write_published
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.version_file import write_weights
 from tests.contracts.engine.harness import Engine
-from tests.vision_models import EXPERTS, HYBRIDS, Seen, make_seeing_model, text
+from tests.vision_models import EXPERTS, HYBRIDS, Seen, make_tiny_vision_model, text
 
 TOLERANCE = 2e-5
 CONTEXT = 2048
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(n=2, max_new_tokens=10, temperature=0.9)
 
 
 @dataclass
-class Seeing:
+class VisionEngine:
     """Holds a running vision engine and transformers' model of the same weights."""
 
     engine: Engine
@@ -105,8 +105,8 @@ class Seeing:
         self.engine.client.update_weights(manifest)
 
 
-def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterator[Seeing]:
-    model = make_seeing_model(folder / "model", name=name)
+def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterator[VisionEngine]:
+    model = make_tiny_vision_model(folder / "model", name=name)
     seen = Seen(folder / "model", folder / "media")
     process = EngineProcess.start(
         replace(
@@ -118,11 +118,11 @@ def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterat
         )
     )
     vocab_size = folder_architecture(folder / "model").vocab_size
-    yield Seeing(Engine(process, kind, vocab_size=vocab_size), model, seen, name, folder)
+    yield VisionEngine(Engine(process, kind, vocab_size=vocab_size), model, seen, name, folder)
     process.stop(timeout_s=5.0)
 
 
-def scene(seeing: Seeing) -> list[PromptRequest]:
+def scene(seeing: VisionEngine) -> list[PromptRequest]:
     """Returns prompts with images of several sizes, videos, both, and text only."""
     seen = seeing.seen
     return seeing.prompts(

@@ -154,11 +154,11 @@ def test_a_session_is_private_and_leaves_nothing(
 def test_ray_starts_the_ordinary_way_with_another_version_and_without_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ray_session.own_node_fits(), "constraints.txt names another Ray than OWN_NODE_RAY"
+    assert ray_session.can_use_own_node(), "constraints.txt names another Ray than OWN_NODE_RAY"
     monkeypatch.setattr(ray_session, "OWN_NODE_RAY", "1.0")
-    assert not ray_session.own_node_fits() and "Ray 1.0" in capsys.readouterr().err
+    assert not ray_session.can_use_own_node() and "Ray 1.0" in capsys.readouterr().err
     monkeypatch.setattr(ray_session, "OWN_NODE_FILE", tmp_path / "own_ray_node.py")
-    assert not ray_session.own_node_fits() and capsys.readouterr().err == ""
+    assert not ray_session.can_use_own_node() and capsys.readouterr().err == ""
 
 
 UNSTARTED = """

@@ -42,7 +42,7 @@ def check_hostile(encode: Encode, root: Path, name: str, case: tuple[MediaKind, 
         with pytest.raises(MediaError) as error:
             encode(source)
         assert error.value.word == word, str(error.value)
-        assert str(error.value).startswith(source.words)
+        assert str(error.value).startswith(source.description)
         assert error.value.reason == f"bad_media:{word}" and error.value.kind == kind
 
 

@@ -84,7 +84,7 @@ def test_the_filters_are_those_of_transformers() -> None:
 
 def test_silence_is_a_sound_like_any_other() -> None:
     item, tensors = item_of(stored(np.zeros((16_000, 1), np.float32), "WAV"))
-    assert item.rows == 13 and item.words == "[audio 1.0 s]" and (tensors["features"] == -1.5).all()
+    assert item.rows == 13 and item.description == "[audio 1.0 s]" and (tensors["features"] == -1.5).all()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_video_and_its_sound_are_one_item(tmp_path: Path) -> None:
     seen, _ = item_of(data, "video")
     item, tensors = item_of(data, "video", together=True)
     heard, alone = item_of(data)
-    assert item.words == f"[video 96×64, {seen.frames} frames, {heard.audio_seconds:.1f} s of sound]"
+    assert item.description == f"[video 96×64, {seen.frames} frames, {heard.audio_seconds:.1f} s of sound]"
     assert tensors["features"].tobytes() == alone["features"].tobytes()
     assert item.rows == seen.rows + heard.rows + 2 and item.patches == seen.patches
     assert item.ids[0] == TRIAL_AUDIO.audio_start_token_id and item.ids[-1] == TRIAL_AUDIO.audio_end_token_id

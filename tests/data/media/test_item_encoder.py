@@ -35,7 +35,7 @@ def test_an_image_that_needs_no_resize_keeps_its_pixels(encode: Encode, frames_o
     pixels = noise(64, 96)
     item = encode(MediaSource(kind="image", data=saved(pixels, "PNG")))
     assert np.array_equal(frames_of(item), pixels[None])
-    assert (item.grid, item.rows, item.patches, item.words) == ([1, 4, 6], 6, 24, "[image 96×64]")
+    assert (item.grid, item.rows, item.patches, item.description) == ([1, 4, 6], 6, 24, "[image 96×64]")
     assert set(item.ids) == {IMAGE} and item.placeholder == [IMAGE] and item.advance == 3
     assert item.rotary_offsets.tolist() == [[0] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
 
@@ -75,7 +75,7 @@ def test_the_sampled_frames_are_the_right_ones(encode: Encode, frames_of, contai
     item = encode(MediaSource(kind="video", data=data))
     wanted = [0, 4, 9, 13, 17, 22, 26, 30, 35, 39]  # the nearest to 39/9 k
     assert np.abs(np.array(_levels(frames_of(item))) - 6 * np.array(wanted)).max() <= 2
-    assert item.frames == 10 and item.grid == [5, 4, 6] and item.words == "[video 96×64, 10 frames]"
+    assert item.frames == 10 and item.grid == [5, 4, 6] and item.description == "[video 96×64, 10 frames]"
 
 
 def test_a_video_has_its_time_stamps_and_frames_as_rows(encode: Encode, settings: EncodeSettings) -> None:

@@ -100,13 +100,13 @@ def test_a_router_counts_places_among_the_engines_that_are_there() -> None:
     assert router.choose([prompt(index) for index in range(6)], usable=[0, 1, 5]) == [0, 1, 5, 0, 1, 5]
     busy = Router(1, by_load=True)
     busy.change_engines([0, 1], leaving=[])
-    busy.asked(1, 100.0)
+    busy.add_load(1, 100.0)
     busy.change_engines([0], leaving=[1])
-    busy.came_back(1, 40.0)
+    busy.subtract_load(1, 40.0)
     busy.change_engines([0, 1], leaving=[])  # it stays after all
-    busy.asked(0, 70.0)
+    busy.add_load(0, 70.0)
     assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "60 tokens of load remain there"
     busy.change_engines([0], leaving=[])
-    busy.came_back(1, 60.0)
+    busy.subtract_load(1, 60.0)
     busy.change_engines([0, 1], leaving=[])
     assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "the removed engine has no load"

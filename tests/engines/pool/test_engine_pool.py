@@ -243,7 +243,7 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
     """Each poll that waits for it blocks one of a few threads, which rewards and aborts need."""
     heard: list[int] = []
-    monkeypatch.setattr(EnginePool, "_heard", lambda pool, number, others: heard.append(number))
+    monkeypatch.setattr(EnginePool, "_record_other_load", lambda pool, number, others: heard.append(number))
     engine = start_engine()
     directory = Directory(engine, engine)
 

@@ -26,11 +26,11 @@ def test_answers_and_failures_stand_side_by_side() -> None:
         "engine-1": EngineUnreachable,
         "engine-2": EngineError,
     }
-    assert outcome.words() == "2 of 3 engines failed: engine-1: gone; engine-2: no"
+    assert outcome.describe() == "2 of 3 engines failed: engine-1: gone; engine-2: no"
 
 
 def test_nobody_failed_and_nobody_was_asked() -> None:
-    assert fan_out({"engine-0": lambda: None}).words() == ""
+    assert fan_out({"engine-0": lambda: None}).describe() == ""
     assert fan_out({}).answers == {}
 
 

@@ -39,10 +39,10 @@ def test_no_engine_is_ahead_of_the_lightest_by_more_than_a_prompt(costs: list[fl
 
 def test_a_busy_engine_gets_less_and_an_engine_that_is_down_nothing() -> None:
     router = Router(3, by_load=True)
-    router.asked(0, 300.0)
+    router.add_load(0, 300.0)
     counts = Counter(router.choose([prompt(i) for i in range(6)], usable=[0, 1, 2]))
     assert counts[0] == 0 and counts[1] == counts[2] == 3
-    router.came_back(0, 300.0)
+    router.subtract_load(0, 300.0)
     assert Counter(router.choose([prompt(i) for i in range(6)], usable=[0, 1, 2])) == {0: 2, 1: 2, 2: 2}
     router.others(1, 1000.0)
     assert Counter(router.choose([prompt(i) for i in range(6)], usable=[0, 1, 2])) == {0: 3, 2: 3}
@@ -51,7 +51,7 @@ def test_a_busy_engine_gets_less_and_an_engine_that_is_down_nothing() -> None:
 
 def test_without_load_only_the_prompt_batch_itself_counts() -> None:
     router = Router(2, by_load=False)
-    router.asked(0, 1e9)
+    router.add_load(0, 1e9)
     router.others(0, 1e9)
     assert router.choose([prompt(0), prompt(1)], usable=[0, 1]) == [0, 1]
 
@@ -80,7 +80,7 @@ def test_a_long_common_prefix_stays_where_it_is_known() -> None:
     # Tie 1 alone would choose engine 1; the prefix is cached at engine 0.
     assert router.choose([prompt(1, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [0]
     assert router.choose([prompt(1, tokens=long)], usable=[0, 1]) == [1], "another prefix is routed independently"
-    router.asked(0, 250.0)  # more than one prompt ahead: the prefix is prefilled anew
+    router.add_load(0, 250.0)  # more than one prompt ahead: the prefix is prefilled anew
     assert router.choose([prompt(3, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [1]
     spread = Counter(router.choose([prompt(i, tokens=long, first=LONG_PREFIX) for i in range(8)], usable=[0, 1]))
     assert abs(spread[0] - spread[1]) <= 4, "cached at all engines by now, so the load decides"
@@ -102,7 +102,7 @@ def finish(router: Router, engine: int, open_prompt: OpenPrompt, answer: list[in
             rid="g", prompt=0, sample=0, output_ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop"
         )
     )
-    router.answered(engine, open_prompt)
+    router.remember_prefix(engine, open_prompt)
 
 
 def test_an_episodes_next_turn_goes_where_its_turns_before_were_answered() -> None:
@@ -114,9 +114,9 @@ def test_an_episodes_next_turn_goes_where_its_turns_before_were_answered() -> No
     following = PromptRequest(rid="g", input_ids=first.request.input_ids + answer + [5] * 30, sampling_seed=0)
     turn = OpenPrompt(index=1, tie=1, request=following, n=1, cost=100.0)  # tie 1 alone would choose engine 1
     assert router.choose([turn], usable=[0, 1]) == [0]
-    router.asked(0, 100.0)  # its load is higher by this turn
+    router.add_load(0, 100.0)  # its load is higher by this turn
     assert router.choose([turn], usable=[0, 1]) == [0]
-    router.asked(0, 1.0)  # its load is higher by more
+    router.add_load(0, 1.0)  # its load is higher by more
     assert router.choose([turn], usable=[0, 1]) == [1]
 
 

@@ -19,7 +19,7 @@ from relax_core.engines.protocol.generate_messages import (
     VersionSpan,
     encode_frames,
 )
-from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, ReceivedTokens
 from tests.responses import check_arrays
 
 PROMPTS = [
@@ -152,7 +152,7 @@ def test_the_number_of_prompt_tokens_is_compared_with_the_request() -> None:
     """The count includes the tokens that a response continues from, which are not part of the prompt."""
     again = PromptRequest(rid="a", input_ids=[1, 2, 3], sampling_seed=0, generated=1)
 
-    def found(tokens: int) -> Generated | Told | str:
+    def found(tokens: int) -> Generated | ReceivedTokens | str:
         meta = {"completion_tokens": 0, "finish_reason": {"type": "abort"}, "prompt_tokens": tokens}
         (response,) = EventReader([again], samples=[(0, 0)]).feed(
             f"data: {json.dumps({'meta_info': meta})}\n\n".encode()

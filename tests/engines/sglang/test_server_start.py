@@ -13,7 +13,7 @@ import torch
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.sglang.sglang_process import TESTED, version_problem
-from relax_core.engines.sglang.sglang_spec import FEATURE_MIB, SPEC, flag_words
+from relax_core.engines.sglang.sglang_spec import FEATURE_MIB, SPEC, flag_arguments
 from relax_core.families.tiny_configs import tiny_config, tiny_omni_files
 from relax_core.tools.tiny_media import write_settings
 
@@ -36,7 +36,7 @@ def launch(tmp_path: Path, **engine: object) -> EngineLaunch:
 
 def test_flags_are_words() -> None:
     flags = {"tp_size": 2, "trust-remote-code": True, "enable-metrics": False, "lora-paths": ["a", "b"]}
-    assert flag_words(flags) == ["--tp-size=2", "--trust-remote-code", "--lora-paths", "a", "b"]
+    assert flag_arguments(flags) == ["--tp-size=2", "--trust-remote-code", "--lora-paths", "a", "b"]
 
 
 def test_the_configuration_becomes_flags(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_kept_sets_come_with_the_log_probs_over_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("meta", "words"),
+    ("meta", "message"),
     [
         ({}, r"does not say which tokens top_p, top_k and min_p kept.*Use rollout\.top_p=1"),
         (
@@ -140,8 +140,8 @@ def test_kept_sets_come_with_the_log_probs_over_them() -> None:
         ({"output_token_sampling_mask": [5, 6]}, r"cannot be read"),
     ],
 )
-def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, object], words: str) -> None:
-    with pytest.raises(EngineError, match=words):
+def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
         kept_by(finished(**meta))
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from relax_core.bus.factory import create_bus
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements, TeacherRequirements
 from relax_core.contracts.bus import BusClosed, BusProgress, BusTimeout, Group, Lease, LeaseRequest
@@ -46,7 +46,7 @@ OWED = "rollout has no group in flight and owes new ones"
 class LateBus:
     """Runs a worker's calls on the bus core; a call that must wait calls ``meanwhile`` and times out."""
 
-    def __init__(self, core: BusCore, meanwhile: Callable[[int], object]) -> None:
+    def __init__(self, core: ReplayBuffer, meanwhile: Callable[[int], object]) -> None:
         self._core, self._meanwhile = core, meanwhile
         self.timeouts = 0
 
@@ -113,10 +113,10 @@ def test_the_trainer_leases_what_the_algorithm_needs() -> None:
         assert set(columns) == plain | more | {c.ROUTED_EXPERTS, c.KEPT_TOKENS}
 
 
-class CoreBus:
+class ReplayBufferBus:
     """Runs the calls of the role on the bus core; a call that must wait times out at once."""
 
-    def __init__(self, core: BusCore) -> None:
+    def __init__(self, core: ReplayBuffer) -> None:
         self._core = core
 
     async def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
@@ -132,8 +132,8 @@ class CoreBus:
         return self._core.progress()
 
 
-def whole_step(core: BusCore) -> list[str]:
-    bus: Any = CoreBus(core)
+def whole_step(core: ReplayBuffer) -> list[str]:
+    bus: Any = ReplayBufferBus(core)
     lease = lease_whole_step(bus, for_worker(groups=2), timeout_s=0.05, slice_s=0.01)
     core.write(lease.lease_id, {row.group_uid: {"advantages": b"x"} for row in lease.rows})
     return [row.group_uid for row in lease.rows]

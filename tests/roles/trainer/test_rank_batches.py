@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
@@ -23,10 +23,10 @@ COLUMNS = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES, c.RETURNS, c.VALUES)
 STEP, MAX_STALENESS = 2, 1  # the trees' tokens have versions 0, 1 and 2
 
 
-class CoreBus:
+class ReplayBufferBus:
     """Runs `Bus.read` on the bus core; ``reads`` holds the groups of each call."""
 
-    def __init__(self, core: BusCore) -> None:
+    def __init__(self, core: ReplayBuffer) -> None:
         self._core = core
         self.reads: list[list[str]] = []
 
@@ -37,7 +37,7 @@ class CoreBus:
         return self._core.read(lease_id, group_uids, columns).rows
 
 
-def random_groups(core: BusCore) -> list[TokenTree]:
+def random_groups(core: ReplayBuffer) -> list[TokenTree]:
     """Puts one group per admission; some have old tokens, episodes that share sampled rows, and several roots."""
     random = np.random.default_rng(5)
     trees = []
@@ -51,7 +51,7 @@ def random_groups(core: BusCore) -> list[TokenTree]:
     return trees
 
 
-def leased(core: BusCore, payloads: tuple[str, ...] | None, *, groups: int) -> Lease:
+def leased(core: ReplayBuffer, payloads: tuple[str, ...] | None, *, groups: int) -> Lease:
     request = LeaseRequest(task="trains", columns=COLUMNS, payloads=payloads, min_groups=groups, max_groups=groups)
     lease = core.lease(request)
     assert lease is not None
@@ -102,7 +102,7 @@ def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> Non
             *core.read(second.lease_id, [row.group_uid for row in second.rows], COLUMNS).rows,
         ]
     )
-    ranks = [rank_rows(CoreBus(core)) for _ in range(2)]
+    ranks = [rank_rows(ReplayBufferBus(core)) for _ in range(2)]
     cut = False
     for told, expected in zip(
         shares_of(structures, budget_rows=budget_rows), shares_of(whole, budget_rows=budget_rows), strict=True
@@ -123,7 +123,7 @@ def test_a_row_is_read_once_a_step_and_with_its_neighbours() -> None:
     lease_ids = {row.group_uid: lease.lease_id for row in lease.rows}
     uids = list(lease_ids)
     structures = decoded(lease.rows)
-    bus = CoreBus(core)
+    bus = ReplayBufferBus(core)
     rank = rank_rows(bus)
     halves = [structures[0].take([0]), structures[0].take(range(1, len(structures[0].episodes)))]
     rank.trees(STEP, parts_of([*halves, structures[1]], lease_ids))
@@ -141,4 +141,4 @@ def test_a_lease_that_ended_is_not_read_and_names_itself() -> None:
     parts = parts_of(decoded(lease.rows), {lease.rows[0].group_uid: lease.lease_id})
     core.revoke("trains")
     with pytest.raises(LeaseLost, match=f"lease {lease.lease_id} is not held"):
-        rank_rows(CoreBus(core)).trees(STEP, parts)
+        rank_rows(ReplayBufferBus(core)).trees(STEP, parts)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.roles.trainer.run_checkpoint import BUS_SNAPSHOT, Best, BestMetric, RunCheckpoints
+from relax_core.roles.trainer.run_checkpoint import BUS_SNAPSHOT, BestMetric, BestVersion, RunCheckpoints
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from tests.outages import filled
@@ -29,8 +29,8 @@ def metric(*values: float, patience: int = 0, candidates: tuple[int, ...] = (10,
 
 def test_the_first_of_the_highest_is_the_best() -> None:
     assert metric().best() is None
-    assert metric(0.1, 0.5, 0.5, 0.2).best() == Best(version=10, value=0.5)
-    assert metric(0.9, 0.5).best() == Best(version=0, value=0.9)
+    assert metric(0.1, 0.5, 0.5, 0.2).best() == BestVersion(version=10, value=0.5)
+    assert metric(0.9, 0.5).best() == BestVersion(version=0, value=0.9)
 
 
 def test_what_is_still_to_be_judged_stays_and_what_was_passed_over_does_not() -> None:
@@ -59,7 +59,7 @@ def test_evaluations_before_a_resume_count() -> None:
     best = BestMetric("eval/exact", patience=3, candidates=[30], seen={0: 0.2, 10: 0.7, 20: 0.6})
     best.add(20, {"exact": 0.6})
     best.add(30, {"exact": 0.1})
-    assert best.best() == Best(version=10, value=0.7)
+    assert best.best() == BestVersion(version=10, value=0.7)
     assert not best.exhausted() and best.kept() == {10}
 
 
@@ -142,7 +142,7 @@ def test_steps_go_on_while_the_cut_of_an_earlier_one_is_written(lead: Lead, tmp_
     writer.save(6)
     writer.finish()
     assert saved(tmp_path) == {"step_00000005": (b"5", "5"), "step_00000006": (b"6", "6")}
-    newest = CheckpointStore(tmp_path / "checkpoints", keep_last=9).newest_whole()
+    newest = CheckpointStore(tmp_path / "checkpoints", keep_last=9).newest_valid()
     assert newest is not None and newest.folder == tmp_path / "checkpoints" / "step_00000006"
 
 
@@ -187,21 +187,21 @@ def test_a_disk_that_stands_still_is_told(lead: Lead, tmp_path: Path) -> None:
     writer = checkpoints(lead, tmp_path, *SHORT)
     lead.may_write.clear()
     writer.save(1)
-    words = r"checkpoint of step 1 is not written: nothing was written to the disk for 0.2 s.*run\.stall_timeout_s"
-    with pytest.raises(RuntimeError, match=words):
+    message = r"checkpoint of step 1 is not written: nothing was written to the disk for 0.2 s.*run\.stall_timeout_s"
+    with pytest.raises(RuntimeError, match=message):
         writer.finish()
 
 
 def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     slow = tmp_path / "checkpoints" / ".step_00000001.partial" / "slow"
 
     def a_byte_more(words: str) -> None:
-        told.append(words)
+        messages.append(words)
         assert lead.writes.wait(timeout=120)
         with slow.open("ab") as file:
             file.write(b".")
-        if len(told) == 8:  # one call per STALL_S
+        if len(messages) == 8:  # one call per STALL_S
             lead.may_write.set()
 
     writer = checkpoints(lead, tmp_path, *SHORT, report_progress=a_byte_more)
@@ -210,7 +210,7 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
     began = time.monotonic()
     writer.finish()
     assert time.monotonic() - began > 3 * STALL_S
-    assert set(told) == {"writes checkpoint of step 1"}
+    assert set(messages) == {"writes checkpoint of step 1"}
     assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
 
 

@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from relax_core.roles.trainer.shadow_watch import MOST_STEPS, ShadowWatch, shadow_counts
+from relax_core.roles.trainer.shadow_watch import MAX_STEPS, ShadowWatch, shadow_counts
 
 
 def step_of(step: int, *, right: float, denied: float, groups: int = 4, seed: int = 0) -> list[list[dict[str, float]]]:
@@ -72,5 +72,5 @@ def test_steps_without_a_shadow_change_nothing_and_an_alarm_ends() -> None:
 
 def test_the_state_survives_a_checkpoint() -> None:
     state = watched([step_of(step, right=0.5, denied=step / 40) for step in range(40)])[-1]
-    assert len(state.recent) == MOST_STEPS
+    assert len(state.recent) == MAX_STEPS
     assert msgspec.convert(msgspec.to_builtins(state), ShadowWatch) == state

@@ -20,7 +20,7 @@ from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.teacher_worker import EngineTeacher
 from tests.roles.trainer.test_teacher_worker import TEMPERATURE, TOKEN, OneEngine
 from tests.trees import answers_tree
-from tests.vision_models import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_tiny_vision_model, text
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def client(context: RunContext, tmp_path: Path) -> Iterator[EngineClient]:
 def test_an_engine_scores_each_path_with_its_own_pictures(
     context: RunContext, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    model = make_seeing_model(tmp_path / "model")
+    model = make_tiny_vision_model(tmp_path / "model")
     seen = Seen(tmp_path / "model", tmp_path / "media")
     prompt, media = seen.prompt(text(4), seen.image(2, 3, seed=1), text(5))
     turn, later = seen.prompt(text(3), seen.image(3, 2, seed=2), text(4))

@@ -37,7 +37,7 @@ from tests.roles.trainer.truncated_rows import (
     TOP_K,
     Recorded,
     Rows,
-    figures_of_the_head,
+    head_outputs_of,
     train_groups,
 )
 from tests.train.rank_server import run_ranks
@@ -370,7 +370,7 @@ def test_two_tensor_parallel_ranks_leave_out_the_same_tokens(folder: Path, rows:
     def one_rank(**settings: Any) -> Any:
         return make_backend(folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], **settings)
 
-    for name, expected in figures_of_the_head(rows, one_rank).items():
+    for name, expected in head_outputs_of(rows, one_rank).items():
         for rank in range(2):
             found = np.load(tmp_path / f"rank{rank}-{name}.npz")
             for whose in ("forward", "trainer"):

@@ -18,7 +18,7 @@ from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease
 from relax_core.contracts.tree import TokenTree
-from relax_core.control.worker_health import Beat, verdict
+from relax_core.control.worker_health import WorkerHeartbeat, verdict
 from relax_core.roles.role_context import BUS, RunContext
 from relax_core.roles.trainer.rank_worker import parts_of, policy_groups
 from relax_core.roles.trainer.worker_group import (
@@ -225,7 +225,7 @@ def test_what_one_rank_alone_raises_is_told_by_it_and_by_the_lead(
     assert (broke.state, broke.error) == ("starting", None)
     assert (failed.state, failed.detail, failed.lost) == ("failed", "ValueError: a bad loss", None)
     assert failed.error is not None and "in accumulate" in failed.error
-    beats = {"actor-2": Beat(name="actor-2", life="alive", status=failed)}
+    beats = {"actor-2": WorkerHeartbeat(name="actor-2", life="alive", status=failed)}
     assert str(verdict(beats, bus=None, killed={}, sure=True)) == "actor-2 failed: ValueError: a bad loss"
 
 

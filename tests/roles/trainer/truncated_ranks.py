@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from relax_core.contracts.bus import Group
-from tests.roles.trainer.truncated_rows import BANNED, TEMPERATURE, figures_of_the_head
+from tests.roles.trainer.truncated_rows import BANNED, TEMPERATURE, head_outputs_of
 from tests.train.tiny_trainer import make_backend, parallel_config
 
 
@@ -34,7 +34,7 @@ def main() -> None:
             **settings,
         )
 
-    for name, found in figures_of_the_head(rows, backend).items():
+    for name, found in head_outputs_of(rows, backend).items():
         np.savez(Path(output) / f"rank{rank}-{name}.npz", **found)
     dist.barrier()
     os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.

@@ -56,7 +56,7 @@ class Recorded:
         return outputs
 
 
-def figures_of_the_head(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[str, np.ndarray]]:
+def head_outputs_of(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[str, np.ndarray]]:
     """Returns for each truncation a rank's results from the output layer for the sampled tokens.
 
     ``make`` makes a back end from the algorithm and its configuration. The teacher's columns are those of the back end.

@@ -137,8 +137,8 @@ def serve(
     pool: Any,
     *,
     limits: EpisodeLimits | None = None,
-    most_sessions: int = 4,
-    most_body_bytes: int = 1 << 20,
+    max_sessions: int = 4,
+    max_body_bytes: int = 1 << 20,
     tools_as_text: bool = False,
     sampling: SamplingParams = SAMPLING,
     long_s: float = LONG_S,
@@ -162,8 +162,8 @@ def serve(
             sampling={"temperature": 1.0},
             **form,
         )
-        table = SessionTable(most=most_sessions)
-        app = EndpointApp(table, tokenizer, model="policy", most_body_bytes=most_body_bytes)
+        table = SessionTable(most=max_sessions)
+        app = EndpointApp(table, tokenizer, model="policy", max_body_bytes=max_body_bytes)
         record = EpisodeRecord(uid="g00000000.0")
         ended: list[str] = []
 

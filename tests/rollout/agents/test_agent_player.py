@@ -11,14 +11,14 @@ import pytest
 from relax_core.contracts.env import EpisodeLimits
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.agent_processes.agent_runs import AgentRuns
+from relax_core.rollout.agent_processes.one_shot_agents import OneShotAgentRunner
 from relax_core.rollout.agents.agent_session import AgentSession, SessionTable
-from relax_core.rollout.agents.endpoint_app import SHAPES
+from relax_core.rollout.agents.endpoint_app import API_PROTOCOLS
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.group_assembly import build_tree, token_accounts
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from tests.data.chat_templates import FAMILIES, write_folder
-from tests.rollout.agents.playing import CONTEXT, AnsweringPool, Played, agent_settings, played, python_agent
+from tests.rollout.agents.agent_harness import CONTEXT, AnsweringPool, Played, agent_settings, played, python_agent
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 def runs(tmp_path: Path, body: str) -> Any:
     command = python_agent(tmp_path, body)
-    return lambda agent: AgentRuns(command, agent, folder=tmp_path / "agents")
+    return lambda agent: OneShotAgentRunner(command, agent, folder=tmp_path / "agents")
 
 
 def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
@@ -63,7 +63,7 @@ result(reward=0.25, metrics={"asked": 2}, said=ask("2+2 ?", first, "sure ?"))
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("print('no model'); sys.exit(3)", "exit code 3; the last that it wrote: no model"),
         ("ask('a'); raise ValueError('bad tool')", "ValueError: bad tool"),
@@ -77,9 +77,9 @@ result(reward=0.25, metrics={"asked": 2}, said=ask("2+2 ?", first, "sure ?"))
         ("ask('a'); result(error='no docker')", "the agent says: no docker"),
     ],
 )
-def test_an_agent_that_fails_has_no_reward(tokenizer: PromptTokenizer, tmp_path: Path, body: str, told: str) -> None:
+def test_an_agent_that_fails_has_no_reward(tokenizer: PromptTokenizer, tmp_path: Path, body: str, message: str) -> None:
     record = played(tokenizer, runs(tmp_path, body)).one
-    assert record.ended == "env_failed" and told in record.failed and record.own_reward is None
+    assert record.ended == "env_failed" and message in record.failed and record.own_reward is None
 
 
 def test_a_failed_attempt_starts_again_with_another_key(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ if os.environ["RELAX_ATTEMPT"] == "0":
     open({str(tmp_path / "key")!r}, "w").write(os.environ["OPENAI_API_KEY"])
     sys.exit(1)
 os.environ["OPENAI_API_KEY"] = open({str(tmp_path / "key")!r}).read()
-for path in {[path.removeprefix("/v1") for path in SHAPES]!r}:
+for path in {[path.removeprefix("/v1") for path in API_PROTOCOLS]!r}:
     try:
         post({{}}, path)
     except urllib.error.HTTPError as error:
@@ -143,10 +143,10 @@ except urllib.error.HTTPError:
 def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
     """The running requests are cancelled, and every token is in an account."""
 
-    async def beside(playing: asyncio.Task[Any], pool: AnsweringPool) -> None:
+    async def beside(agent_harness: asyncio.Task[Any], pool: AnsweringPool) -> None:
         while len(pool.requests) < 4:
             await asyncio.sleep(0.01)
-        playing.cancel()
+        agent_harness.cancel()
 
     runner = runs(tmp_path, "ask('a'); ask('HANG')")
     found = played(tokenizer, runner, lambda text: "HANG" if "HANG" in text else "yes", episodes=2, beside=beside)
@@ -234,7 +234,7 @@ while not os.path.exists(straggles):
 
 def test_an_episode_that_is_too_old_ends_at_its_next_request(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
     body = "for number in range(9): ask(str(number))"
-    record = played(tokenizer, runs(tmp_path, body), ages=True, ends=EarlyEnds(most_lag=1)).one
+    record = played(tokenizer, runs(tmp_path, body), ages=True, ends=EarlyEnds(max_lag=1)).one
     assert (record.ended, len(record.turns)) == ("stale", 3) and "have version 1, and" in record.failed
 
 

@@ -14,8 +14,8 @@ from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask, result_of
+from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.agents.external_agents import SESSIONS
-from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.tools.make_tiny import tiny_model_folder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -43,17 +43,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_commands_of_the_page(here: Path) -> None:
     """Each command passes the checks and gives the agents that the page describes."""
     found = [load_config(shlex.split(command)[3:]) for command in COMMANDS]
-    words = [agent_words(config, find_env(config.env.name)) for config in found]
+    words = [agent_command_of(config, find_env(config.env.name)) for config in found]
     own = [sys.executable, "my_agent.py"]
     assert words == [[sys.executable, "examples/agents/calculator.py"], own, ["bash", "run.sh"], own, []]
     assert {config.agent.cwd for config in found[:4]} == {str(here)} and found[4].agent.cwd is None
     assert found[2].agent.python == str(here / ".venv-agents/bin/python")
-    assert [agents_at_one_time(config) for config in found[1:4:2]] == [2 * 8 * found[1].algo.group_size, 4]
+    assert [max_concurrent_agents(config) for config in found[1:4:2]] == [2 * 8 * found[1].algo.group_size, 4]
     assert [config.reward.name for config in found] == ["env", *["math"] * 4]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["agent.command=python gone.py"], "agent.command: there is no file gone.py in agent.cwd="),
         (["agent.command=no-such-agent --x"], "agent.command: there is no program no-such-agent"),
@@ -75,10 +75,10 @@ def test_the_commands_of_the_page(here: Path) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_start(here: Path, overrides: list[str], told: str) -> None:
+def test_what_makes_no_sense_is_refused_before_the_start(here: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(["experiment=calculator", *([] if "env=number_guess" in overrides else ["env=agent"]), *overrides])
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_lines_that_agents_get_and_give() -> None:
@@ -86,7 +86,7 @@ def test_the_lines_that_agents_get_and_give() -> None:
     given = [json.loads(line) for line in LINES if line.startswith("{")]
     task = AgentTask(uid="g00000007.3", attempt=0, row={}, key="k", base_url="http://127.0.0.1:4711", evaluation=False)
     (shown,) = [line for line in given if "base_url" in line]
-    assert shown.keys() == task.told().keys() and shown["base_url"] == task.told()["base_url"]
+    assert shown.keys() == task.as_json().keys() and shown["base_url"] == task.as_json()["base_url"]
     results = [result_of(line, what="the page") for line in given if "base_url" not in line]
     assert [result.reward for result in results] == [1.0, 1.0] and results[0].metrics == {"calls": 2.0}
     variables = {*task.urls(), "RELAX_TASK", "RELAX_RESULT", "RELAX_UID", "RELAX_ATTEMPT", "RELAX_EVALUATION"}

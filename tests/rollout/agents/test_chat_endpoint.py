@@ -457,7 +457,7 @@ def test_a_full_table_says_when_to_come_again(tokenizer: PromptTokenizer) -> Non
             served.table.open(served.session)
         assert (error.value.status, error.value.retry_after_s) == (429, 5)
 
-    serve(tokenizer, scene, ScriptedPool(tokenizer), most_sessions=1)
+    serve(tokenizer, scene, ScriptedPool(tokenizer), max_sessions=1)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def test_other_routes_large_bodies_and_broken_json_are_refused_in_words(tokenize
             async with served.http.post(url, data=data, headers=served.headers()) as reply:
                 assert reply.status == wanted and (await reply.json())["error"]["message"]
 
-    serve(tokenizer, scene, ScriptedPool(tokenizer), most_body_bytes=4096)
+    serve(tokenizer, scene, ScriptedPool(tokenizer), max_body_bytes=4096)
 
 
 def test_a_template_that_leaves_tools_out_is_told(tmp_path: Path) -> None:

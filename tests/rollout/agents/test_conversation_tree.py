@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage, Reply, compared, same_json
-from relax_core.rollout.agents.conversation_tree import ConversationTree, TreeAnswer, Walk
+from relax_core.rollout.agents.conversation_tree import ConversationTree, TreeAnswer, TreePosition
 
 ASK = ChatMessage(role="user", content="12*7 ?")
 
@@ -162,7 +162,7 @@ def test_text_behind_an_answer_belongs_to_the_way() -> None:
 
 
 # -- repeated requests ------------------------------------------------------------------------------------------------
-def ask(forest: ConversationTree) -> tuple[Walk, TreeAnswer]:
+def ask(forest: ConversationTree) -> tuple[TreePosition, TreeAnswer]:
     walk = forest.walk([ASK], tools="")
     return walk, forest.ask(walk, kind=("stop",), prompt_ids=[1], whole=True)
 

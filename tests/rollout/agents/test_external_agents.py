@@ -24,7 +24,7 @@ from relax_core.rollout.agents.external_agents import (
     write_address,
 )
 from tests.data.chat_templates import FAMILIES, write_folder
-from tests.rollout.agents.playing import AnsweringPool, Played, played
+from tests.rollout.agents.agent_harness import AnsweringPool, Played, played
 
 TOKEN = sessions_token("the run's token\n")
 
@@ -66,9 +66,9 @@ def scene(tokenizer: PromptTokenizer, act: Any, *, idle_s: float = 60.0, **given
     def runner(agent: AgentConfig) -> ExternalAgents:
         return ExternalAgents(token=TOKEN, idle_s=idle_s)
 
-    async def beside(playing: asyncio.Task[Any], pool: AnsweringPool, url: str) -> None:
+    async def beside(agent_harness: asyncio.Task[Any], pool: AnsweringPool, url: str) -> None:
         async with aiohttp.ClientSession() as http:
-            await act(Elsewhere(url, http), playing)
+            await act(Elsewhere(url, http), agent_harness)
 
     return played(tokenizer, runner, at_url=beside, **given)
 
@@ -79,7 +79,7 @@ def test_an_agent_elsewhere_opens_rewards_and_ends_a_session(
     caplog.set_level(logging.DEBUG)
     keys: list[str] = []
 
-    async def act(agent: Elsewhere, playing: asyncio.Task[Any]) -> None:
+    async def act(agent: Elsewhere, agent_harness: asyncio.Task[Any]) -> None:
         given = await agent.open()
         keys.append(given["api_key"])
         assert given["task"] == {"prompt": "p", "answer": "a"} and not given["evaluation"]
@@ -91,7 +91,7 @@ def test_an_agent_elsewhere_opens_rewards_and_ends_a_session(
         assert (await agent.post(f"{path}/reward", {"reward": 0.5, "metrics": {"n": 1}}))[0] == 200
         assert await agent.ask(given, "and on") == 200
         assert (await agent.post(f"{path}/end"))[:2] == (200, {"session": given["session"], "ended": True})
-        await asyncio.wait([playing])
+        await asyncio.wait([agent_harness])
         assert await agent.ask(given, "late") == 410
         assert (await agent.post(f"{path}/end"))[0] == (await agent.post(f"{path}/reward"))[0] == 410
         assert (await agent.post(SESSIONS))[0] == 429
@@ -104,7 +104,7 @@ def test_an_agent_elsewhere_opens_rewards_and_ends_a_session(
 def test_only_the_token_opens_sessions(tokenizer: PromptTokenizer) -> None:
     """A session's key opens no new session, and the token is not valid for a session's requests."""
 
-    async def act(agent: Elsewhere, playing: asyncio.Task[Any]) -> None:
+    async def act(agent: Elsewhere, agent_harness: asyncio.Task[Any]) -> None:
         assert (await agent.post(SESSIONS, key="wrong"))[0] == (await agent.post(SESSIONS, key=""))[0] == 401
         given = await agent.open()
         assert (await agent.post(SESSIONS, key=given["api_key"]))[0] == 401
@@ -122,7 +122,7 @@ def test_only_the_token_opens_sessions(tokenizer: PromptTokenizer) -> None:
 def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer) -> None:
     """The next attempt has another key, and the old key gets 410."""
 
-    async def act(agent: Elsewhere, playing: asyncio.Task[Any]) -> None:
+    async def act(agent: Elsewhere, agent_harness: asyncio.Task[Any]) -> None:
         first = await agent.open()
         assert await agent.ask(first, "hello") == 200
         second = await agent.open()
@@ -133,7 +133,7 @@ def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer)
 
     record = scene(tokenizer, act, idle_s=2.0, max_retries=1).one  # on a loaded machine a request may take a second
     assert (record.ended, record.own_reward, record.restarts) == ("env_done", 1.0, 1)
-    record = scene(tokenizer, lambda agent, playing: agent.open(), idle_s=0.1).one
+    record = scene(tokenizer, lambda agent, agent_harness: agent.open(), idle_s=0.1).one
     assert record.ended == "env_failed" and "for 0.1 s" in record.failed
 
 
@@ -154,12 +154,12 @@ def fuzz(examples: int) -> None:
     async def opened() -> tuple[ExternalAgents, str, asyncio.Task[Any]]:
         agents = ExternalAgents(token=TOKEN, idle_s=60.0)
         task = AgentTask(uid="g0.0", attempt=0, row={}, key="k", base_url="http://x", evaluation=False)
-        playing = asyncio.create_task(agents.play(task))
+        agent_harness = asyncio.create_task(agents.play(task))
         await asyncio.sleep(0)
-        return agents, agents.answer(SESSIONS, b"")["session"], playing
+        return agents, agents.answer(SESSIONS, b"")["session"], agent_harness
 
     with asyncio.Runner() as runner:
-        agents, name, playing = runner.run(opened())
+        agents, name, agent_harness = runner.run(opened())
 
         @settings(
             max_examples=examples, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
@@ -174,7 +174,7 @@ def fuzz(examples: int) -> None:
 
         answered()
         assert agents.answer(f"{SESSIONS}/{name}/end", b'{"reward": 2, "metrics": null, "error": null}')["ended"]
-        assert runner.run(asyncio.wait_for(playing, 60.0)).reward == 2.0
+        assert runner.run(asyncio.wait_for(agent_harness, 60.0)).reward == 2.0
 
 
 def test_any_body_is_answered_or_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.env import EpisodeLimits
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.agents.endpoint_app import SHAPES
+from relax_core.rollout.agents.endpoint_app import API_PROTOCOLS
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.endpoint_harness import CONTEXT, ScriptedPool, Served, serve
 
@@ -169,7 +169,7 @@ def fuzz(tokenizer: PromptTokenizer, examples: int) -> str:
         keys.append(served.key)
         statuses: dict[int, int] = defaultdict(int)
         for body in sent:
-            for path in SHAPES:
+            for path in API_PROTOCOLS:
                 async with served.http.post(f"{served.url}{path}", data=body, headers=served.headers()) as reply:
                     statuses[reply.status] += 1
                     assert reply.status in (200, 400), (body, await reply.text())
@@ -180,7 +180,11 @@ def fuzz(tokenizer: PromptTokenizer, examples: int) -> str:
 
     limits = EpisodeLimits(turns=10**6, sampled_tokens=10**9, context_tokens=CONTEXT)
     serve(
-        tokenizer, scene, ScriptedPool(tokenizer, *["ok"] * (2 + examples * len(SHAPES))), limits=limits, long_s=1800.0
+        tokenizer,
+        scene,
+        ScriptedPool(tokenizer, *["ok"] * (2 + examples * len(API_PROTOCOLS))),
+        limits=limits,
+        long_s=1800.0,
     )
     return keys[0]
 

@@ -199,19 +199,19 @@ def test_all_that_the_contract_has_passes_the_pipe(odd: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "error", "words"), [("hang", EnvTooSlow, "no answer within 8 s"), ("exit", EnvFailed, "exit code 3")]
+    ("verb", "error", "message"), [("hang", EnvTooSlow, "no answer within 8 s"), ("exit", EnvFailed, "exit code 3")]
 )
 def test_a_worker_that_is_lost_is_replaced_and_the_other_worker_notices_nothing(
-    odd: Path, verb: str, error: type[Exception], words: str
+    odd: Path, verb: str, error: type[Exception], message: str
 ) -> None:
     async def scene() -> None:
         limit_s = 8.0 if verb == "hang" else 60.0
         async with workers_of(odd, workers=2, group_size=4, episodes_per_worker=2, step_timeout_s=limit_s) as begin:
             envs = [(await begin(episode=place))[0] for place in range(4)]  # in workers 0, 1, 0, 1
             pid = int(await seen(envs[2], "child session"))
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 await say(envs[0], verb)
-            with pytest.raises(EnvFailed, match="its worker process was replaced: .*" + words):
+            with pytest.raises(EnvFailed, match="its worker process was replaced: .*" + message):
                 await say(envs[2], "draw")
             assert await seen(envs[1], "draw") and await seen(envs[3], "draw")
             if verb == "hang":  # if a process ends by itself, the children that left its process group survive

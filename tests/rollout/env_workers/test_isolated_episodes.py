@@ -23,7 +23,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import Engine
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, CoreBus, sample, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, ReplayBufferBus, sample, within
 from tests.trees import tree_of
 
 CONTEXT = 192
@@ -68,7 +68,12 @@ def engine_settings(launch: EngineLaunch) -> EngineConfig:
 
 
 def play(
-    engine: Engine, folder: Path, bus: CoreBus, file: Path, on_workers: Callable[[EnvWorkers], None], **settings: Any
+    engine: Engine,
+    folder: Path,
+    bus: ReplayBufferBus,
+    file: Path,
+    on_workers: Callable[[EnvWorkers], None],
+    **settings: Any,
 ) -> list[Any]:
     """Runs the loop with the env of ``file`` until the bus closes; returns the metrics that it recorded."""
     config = IsolatedConfig(name=str(file), **settings)
@@ -105,7 +110,7 @@ def test_episodes_whose_worker_was_killed_start_again(engine: Engine, folder: Pa
 
         threading.Thread(target=kill, daemon=True).start()
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, file, kill_one, workers=2, max_retries=3)
     assert killed
     assert bus.rows and not bus.core.progress().ledger.dropped
@@ -117,7 +122,7 @@ def test_episodes_whose_worker_was_killed_start_again(engine: Engine, folder: Pa
 def test_an_env_that_ends_its_process_each_time_gives_no_reward(engine: Engine, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(ENV.replace("FATAL", "self.start.row['prompt'] == 'rev 101'"))
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, file, lambda workers: None, workers=2, max_retries=0, step_timeout_s=60.0)
     assert "g00000001" not in bus.rows
     dropped = bus.core.progress().ledger.dropped
@@ -133,7 +138,7 @@ def test_a_wrong_result_ends_the_run_with_env_uid_row_and_turn(engine: Engine, f
     ):
         file.write_text(ENV.replace("FATAL", "False").replace(right, wrong))
         with pytest.raises(WrongResult, match=where + words):
-            play(engine, folder, CoreBus(steps=1), file, lambda workers: None)
+            play(engine, folder, ReplayBufferBus(steps=1), file, lambda workers: None)
 
 
 def test_a_megabyte_of_markup_is_cut_and_ends_no_message(engine: Engine, folder: Path, tmp_path: Path) -> None:
@@ -142,7 +147,7 @@ def test_a_megabyte_of_markup_is_cut_and_ends_no_message(engine: Engine, folder:
     file.write_text(
         ENV.replace("FATAL", "False").replace("observation=str(random.randrange(10))", f"observation={text}")
     )
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     records = play(engine, folder, bus, file, lambda workers: None, max_observation_tokens=20)
     (end,) = PromptTokenizer(folder).stop_token_ids
     observed = 0

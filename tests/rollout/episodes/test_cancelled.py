@@ -43,7 +43,7 @@ from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.responses import admitted
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, CoreBus, renamed, sample, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, ReplayBufferBus, renamed, sample, within
 
 EPISODES = 2
 DEADLINE_S = 60.0
@@ -175,7 +175,7 @@ def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
                 return dataclasses.replace(super().step(action), done=False)
             return super().step(action)
 
-    bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
+    bus = ReplayBufferBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
     samples = SampleLog(tmp_path, worker="w", first=1, every=1, max_bytes=2**30)
     records = play(engine, tiny_folder, bus, env_of(Odd), max_aborts=0, max_new_tokens=64, samples=samples)
     samples.close(timeout_s=DEADLINE_S)
@@ -239,14 +239,16 @@ def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
     async def scene() -> None:
         workers = EnvWorkers(find_env(str(file)), config, log_file=log)
         try:
-            bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
+            bus = ReplayBufferBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
             given: dict[str, Any] = {"env_config": config, "context": CONTEXT, "max_new_tokens": 64, "max_aborts": 0}
             env = workers.spec(episodes_per_group=GROUP_SIZE)
             await sample(engine, tiny_folder, bus, reward=find_reward("env"), env=env, **given)
             assert workers._free == 2 * GROUP_SIZE and not any(worker.open_episodes for worker in workers.workers)
             deadline = time.monotonic() + DEADLINE_S
-            while (told := log.read_text()).count("opened") != told.count("closed"):  # two threads may share a line
-                assert time.monotonic() < deadline, told
+            while (message := log.read_text()).count("opened") != message.count(
+                "closed"
+            ):  # two threads may share a line
+                assert time.monotonic() < deadline, message
                 await asyncio.sleep(0.01)
         finally:
             await asyncio.to_thread(workers.close)

@@ -22,7 +22,7 @@ from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_player import EpisodePlayer
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
-    PlayedFigures,
+    GroupMetrics,
     played_values,
     score_episodes,
 )
@@ -120,7 +120,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path) -> None:
     assert len(late) == 1 and len(late[0].turns) == 2
     assert [record.ended for record in records if record not in late] == ["env_done"] * 3
     assert all(env.closed for env in Slow.opened), "the env of the straggler is closed"
-    values = played_values([PlayedFigures.of(records, reward_s=0.0)])
+    values = played_values([GroupMetrics.of(records, reward_s=0.0)])
     assert (values["ended/straggler"], values["straggler_turns"]) == (0.25, 2.0)
 
     accounts: dict[str, int] = {}
@@ -181,10 +181,10 @@ class NewWeights(Echo):
 @pytest.mark.parametrize(
     ("ends", "evaluation", "wanted", "turns"),
     [
-        (EarlyEnds(most_lag=2), "", "stale", 2),
-        (EarlyEnds(most_lag=3), "", "env_done", 3),
+        (EarlyEnds(max_lag=2), "", "stale", 2),
+        (EarlyEnds(max_lag=3), "", "env_done", 3),
         (EarlyEnds(), "", "env_done", 3),
-        (EarlyEnds(most_lag=2), "eval", "env_done", 3),
+        (EarlyEnds(max_lag=2), "eval", "env_done", 3),
     ],
 )
 def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(

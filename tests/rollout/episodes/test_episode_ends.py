@@ -19,7 +19,7 @@ from relax_core.engines.engine_process import EngineLaunch
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import Engine
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, CoreBus
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, ReplayBufferBus
 from tests.trees import path_of, tree_of
 
 
@@ -57,7 +57,7 @@ def test_an_episode_starts_again_after_a_failure(engine: Engine, folder: Path) -
         async def close(self) -> None:  # type: ignore[override]
             closed.append(self.prompt)
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     records = play(engine, folder, bus, env_of(Odd), max_new_tokens=64)
     assert sorted(bus.rows) == ["g00000000", "g00000001", "g00000003"]
     assert sorted(attempts["rev 100"]) == [0] * GROUP_SIZE + [1] * GROUP_SIZE
@@ -87,7 +87,7 @@ def test_an_episode_that_takes_too_long_ends_and_does_not_start_again(engine: En
                     cancelled.append(True)
             return super().step(action)
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     config = InteractionConfig(name="mine", episode_timeout_s=5.0)
     records = play(engine, folder, bus, env_of(Hangs), env_config=config, max_new_tokens=64)
     assert attempts == [0] * GROUP_SIZE and len(cancelled) == GROUP_SIZE
@@ -105,7 +105,7 @@ def test_a_rewritten_history_forks_the_tree_and_each_token_is_trained_once(engin
             step = super().step(action)
             return dataclasses.replace(step, context_edit=summary) if self.played == 2 else step
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, env_of(Forgets), max_new_tokens=64)
     forked = 0
     rewritten = PromptTokenizer(folder).encode(summary)
@@ -141,7 +141,7 @@ def test_budgets_of_tokens(engine: Engine, folder: Path, on_turn_cut: str) -> No
             return super().step(action)
 
     config = InteractionConfig(name="mine", max_turn_tokens=1, on_turn_cut=on_turn_cut)
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, env_of(Listens), env_config=config, max_new_tokens=3)
     episodes = [episode for row in bus.rows.values() for episode in tree_of(row).episodes]
     assert all(turn.end - turn.start == 1 for episode in episodes for turn in episode.turns)
@@ -160,7 +160,7 @@ def test_a_long_observation_is_cut(engine: Engine, folder: Path) -> None:
             length = 500 if self.start.row["prompt"] == "rev 100" else 2**20
             return dataclasses.replace(super().step(action), observation="9" * length)
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     config = InteractionConfig(name="mine", max_observation_tokens=20)
     records = play(engine, folder, bus, env_of(Wordy), env_config=config)
     nine = PromptTokenizer(folder).encode_plain("9")
@@ -177,7 +177,7 @@ def test_numbers_of_the_env_are_metrics(engine: Engine, folder: Path) -> None:
         def step(self, action: Action) -> StepResult:
             return dataclasses.replace(super().step(action), info={"asked": 2, "word": "x"}, state_key="s")
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     (record,) = play(engine, folder, bus, env_of(Counts))
     assert record[2]["env/asked"] == 2.0 and "env/word" not in record[2]
     ends = {name: share for name, share in record[2].items() if name.startswith("ended/")}
@@ -197,4 +197,4 @@ def test_a_new_start_that_opens_differently_ends_the_run(engine: Engine, folder:
 
     kind: Callable[[EpisodeStart, Any], BaseInteractionEnv] = Drifts
     with pytest.raises(ValueError, match=r"open differently\..*start 0.*start 1"):
-        play(engine, folder, CoreBus(steps=1), env_of(kind))
+        play(engine, folder, ReplayBufferBus(steps=1), env_of(kind))

@@ -13,7 +13,7 @@ import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessConfig
 from relax_core.config.schema import EngineConfig
-from relax_core.contracts.checked import checked_env
+from relax_core.contracts.checked_plugins import checked_env
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import (
     Action,
@@ -36,7 +36,7 @@ from relax_core.rollout.rewards.reward_failures import FEWEST_ROWS, RewardsFaile
 from relax_core.rollout.rollout_loop import BadRows
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, ReplayBufferBus, renamed, sample, within
 from tests.trees import path_of, tree_of
 
 CONTEXT = 192
@@ -57,7 +57,7 @@ def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
     return checked_env(EnvSpec(name="mine", summary="s", config=InteractionConfig, open=kind))
 
 
-def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any) -> list[Any]:
+def play(engine: Engine, folder: Path, bus: ReplayBufferBus, env: EnvSpec, **given: Any) -> list[Any]:
     """Runs the loop until the bus closes; returns the metrics that it recorded."""
     records: list[Any] = []
 
@@ -111,7 +111,7 @@ class CountingClient(EngineClient):
 def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -> None:
     client = CountingClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
     client.sizes = []
-    bus = CoreBus(steps=2, on_step=renamed(engine))
+    bus = ReplayBufferBus(steps=2, on_step=renamed(engine))
     records = play(engine, folder, bus, find_env("number_guess"), client=client)
     tokenizer = PromptTokenizer(folder)
     config = NumberGuessConfig()
@@ -172,7 +172,7 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
     reward = dataclasses.replace(find_reward("reverse_digits"), score=score)
     played = []
     for _ in range(2):
-        bus = CoreBus(steps=1)
+        bus = ReplayBufferBus(steps=1)
         play(engine, folder, bus, env_of(make), reward=reward)
         played.append({uid: tree_of(row) for uid, row in bus.rows.items()})
     assert played[0].keys() == played[1].keys() and len(played[0]) == STEP_GROUPS
@@ -209,7 +209,7 @@ def test_an_episode_that_is_cut_is_scored_as_it_stands(
         def step(self, action: Action) -> StepResult:
             return dataclasses.replace(super().step(action), observation="9" * CONTEXT)
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, env_of(Wordy), **given)
     episodes = [episode for row in bus.rows.values() for episode in tree_of(row).episodes]
     assert ended in {episode.ended for episode in episodes}
@@ -226,7 +226,7 @@ def test_the_most_turns_are_played(engine: Engine, folder: Path) -> None:
         def step(self, action: Action) -> StepResult:
             return dataclasses.replace(super().step(action), observation="go on")
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, env_of(Endless), env_config=InteractionConfig(name="mine", max_turns=2))
     episodes = [episode for row in bus.rows.values() for episode in tree_of(row).episodes]
     assert {(episode.ended, len(episode.turns)) for episode in episodes if episode.ended != "token_budget"} == {
@@ -253,7 +253,7 @@ def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, fo
             self.fails("step")
             return super().step(action)
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, env_of(Broken))
     assert sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
     assert bus.core.progress().ledger.dropped == {"reward_failed": GROUP_SIZE}
@@ -274,7 +274,7 @@ def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_t
     second = [sampling_seed(0, index=0, purpose="env/1")]
     told: list[Any] = []
     bad_rows = BadRows(rows=1000, most=0.5, report=told.append)
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     records = play(engine, folder, bus, env_of(Shows), bad_rows=bad_rows)
     dropped = bus.core.progress().ledger.dropped
     assert dropped == {"bad_media:truncated": 2 * GROUP_SIZE}, "one sample of two gives no advantage"
@@ -292,7 +292,7 @@ def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_t
     with pytest.raises(
         ValueError, match=r"9 data rows in a row .* The first: rows.jsonl, line \d: env mine: reset: rev 10"
     ):
-        play(engine, folder, CoreBus(steps=1), env_of(OnlyBad), bad_rows=in_a_row)
+        play(engine, folder, ReplayBufferBus(steps=1), env_of(OnlyBad), bad_rows=in_a_row)
 
 
 def test_an_env_that_fails_for_all_ends_the_run_with_the_first_cause(engine: Engine, folder: Path) -> None:
@@ -303,9 +303,9 @@ def test_an_env_that_fails_for_all_ends_the_run_with_the_first_cause(engine: Eng
     with pytest.raises(
         RewardsFailed, match=rf"newest {FEWEST_ROWS} data rows .*env mine: reset: .*game server is gone"
     ):
-        play(engine, folder, CoreBus(steps=1), env_of(Broken))
+        play(engine, folder, ReplayBufferBus(steps=1), env_of(Broken))
     with pytest.raises(RewardsFailed, match=r"no answer of 3 groups in a row .*The first: .*game server is gone"):
-        play(engine, folder, CoreBus(steps=1), env_of(Broken), max_failed_groups=3)
+        play(engine, folder, ReplayBufferBus(steps=1), env_of(Broken), max_failed_groups=3)
 
 
 def test_a_step_that_hangs_ends_its_episode_and_no_other(engine: Engine, folder: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_step_that_hangs_ends_its_episode_and_no_other(engine: Engine, folder:
                 assert go_on.is_set(), "no call overlaps with another"
                 closed.set()
 
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     try:
         play(engine, folder, bus, env_of(Hangs), env_config=InteractionConfig(name="mine", step_timeout_s=0.5))
         assert hung.is_set() and sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
@@ -343,7 +343,7 @@ def test_openings_that_differ_within_a_group_end_the_run_with_both(engine: Engin
         match=r"env mine: rows\.jsonl, line 1: .* open differently\. g00000000\.0: .*seed \d+.*"
         r"g00000000\.1: .*seed \d+.* start\.group_seed",
     ):
-        play(engine, folder, CoreBus(steps=1), env_of(Clock))
+        play(engine, folder, ReplayBufferBus(steps=1), env_of(Clock))
 
 
 def test_a_wrong_result_ends_the_run_with_env_uid_row_and_turn(engine: Engine, folder: Path) -> None:
@@ -362,11 +362,11 @@ def test_a_wrong_result_ends_the_run_with_env_uid_row_and_turn(engine: Engine, f
     ):
         where = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*"
         with pytest.raises(WrongResult, match=where + told):
-            play(engine, folder, CoreBus(steps=1), gives(step))
+            play(engine, folder, ReplayBufferBus(steps=1), gives(step))
 
 
 def test_an_opening_that_leaves_no_room_is_left_out(engine: Engine, folder: Path) -> None:
-    bus = CoreBus(steps=1)
+    bus = ReplayBufferBus(steps=1)
     play(engine, folder, bus, env_of(Echo), prompts={1: "9" * CONTEXT})
     assert sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
 
@@ -402,7 +402,7 @@ def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder
             if self.start.row["prompt"] == "rev 101":
                 ends.append("close")
 
-    bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
+    bus = ReplayBufferBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
     config = InteractionConfig(name="mine", step_timeout_s=600)
     records = play(engine, folder, bus, env_of(Waits), max_aborts=0, env_config=config)
     assert "step" not in ends or records[-1][2]["tokens/dropped"] > 0, "its sampled tokens are counted"

@@ -11,7 +11,7 @@ import pytest
 
 from algorithms.grpo import SPEC as GRPO
 from algorithms.grpo import GrpoConfig
-from relax_core.bus.replay_buffer import BusCore
+from relax_core.bus.replay_buffer import ReplayBuffer
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, LeaseRequest
 from relax_core.contracts.engine import Generated
@@ -22,8 +22,8 @@ from relax_core.rollout.dynamic_sampling import GroupFilter
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
 from relax_core.rollout.group_advantages import advantage_extras
+from relax_core.train.megatron_rank import micro_batch_totals
 from relax_core.train.micro_batches import decode_train_tree
-from relax_core.train.rank import micro_batch_totals
 from tests.bus.make_rows import make_core
 from tests.responses import response as make_response
 from tests.responses import scored
@@ -67,9 +67,9 @@ def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
     assert tree_of(row).lengths.tolist() == [2, 3, 4]
     assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == [1] * 9
     info = tree_of(row).episodes
-    assert [figures.ended for figures in info] == ["stop", "length", "stop"]
-    assert [figures.why for figures in info] == ["1.0", "0.1", "0.2"]
-    assert [figures.parts for figures in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
+    assert [metrics.ended for metrics in info] == ["stop", "length", "stop"]
+    assert [metrics.why for metrics in info] == ["1.0", "0.1", "0.2"]
+    assert [metrics.parts for metrics in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
 
 
 def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
@@ -104,15 +104,15 @@ def test_kept_sets_reach_the_trainer_in_the_order_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "words"),
+    ("sets", "message"),
     [
         ([[0, 5], [0, 5]], "its token 1, id 1, is not in the set that it was sampled from"),
         ([[0, 5]], "1 kept sets came for 2 tokens"),
     ],
 )
-def test_a_kept_set_without_its_token_names_engine_and_sample(sets: list[list[int]], words: str) -> None:
+def test_a_kept_set_without_its_token_names_engine_and_sample(sets: list[list[int]], message: str) -> None:
     wrong = KeptTokens.of_lists(sets, vocab_size=100)
-    with pytest.raises(ValueError, match=rf"engine-1, sample g00000012\.0: {words}"):
+    with pytest.raises(ValueError, match=rf"engine-1, sample g00000012\.0: {message}"):
         completed((response(0, kept=wrong), 1.0), (response(1, kept=sets_of(1)), 0.0))
 
 
@@ -213,7 +213,7 @@ def test_a_group_of_truncated_responses_is_dropped_before_it_is_asked_about() ->
 )
 def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation: str, denominator: float) -> None:
     """Its reward is in the baseline, its tokens are in no denominator, and the ledger has the reason."""
-    core: BusCore = make_core(groups_per_step=1, group_size=3, max_staleness=1)
+    core: ReplayBuffer = make_core(groups_per_step=1, group_size=3, max_staleness=1)
     core.admit(1)
     row = truncated(
         (response(0, "length", version=0, newest=0), -2.0),

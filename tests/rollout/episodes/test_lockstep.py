@@ -19,7 +19,7 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, ReplayBufferBus, renamed, within
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ class TracedClient(EngineClient):
             yield response
 
 
-def rows_of(bus: CoreBus) -> dict[str, dict[str, bytes]]:
+def rows_of(bus: ReplayBufferBus) -> dict[str, dict[str, bytes]]:
     """Returns the columns of each group (token ids, log-probs, versions) without the times of its turns."""
     return {
         uid: {name: bytes(data) for name, data in row.columns.items() if name != "episodes"}
@@ -98,7 +98,7 @@ def test_requests_and_bits_do_not_depend_on_the_pace_of_the_environments(
                     raise OSError("gone")
                 return super().step(action)
 
-        bus = CoreBus(steps=2, on_step=renamed(engine))
+        bus = ReplayBufferBus(steps=2, on_step=renamed(engine))
         client = TracedClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
         client.asked = []
         config = InteractionConfig(name="mine", max_retries=0)

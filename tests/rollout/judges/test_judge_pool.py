@@ -115,12 +115,12 @@ def test_an_unreadable_verdict_is_asked_once_more_and_then_is_none() -> None:
             (none,) = await scored(config, "5", pool=pool)
             assert none.reward is None and none.reason == "judge main: no verdict can be read in 'maybe'"
             assert len(server.asked) == 4
-            figures = pool.figures()
-            assert figures["judge/main/unreadable"] == 3 / 4 and figures["judge/main/none"] == 1 / 2
-            assert figures["judge/main/verdicts"] == 2 and figures["judge/main/tokens"] == 28
-            assert figures["judge/main/queue"] == 0
-            assert 0 < figures["judge/main/ms_p50"] <= figures["judge/main/ms_p99"]
-            assert pool.figures() == {"judge/main/queue": 0.0, "judge/main/verdicts": 0.0}
+            metrics = pool.metrics()
+            assert metrics["judge/main/unreadable"] == 3 / 4 and metrics["judge/main/none"] == 1 / 2
+            assert metrics["judge/main/verdicts"] == 2 and metrics["judge/main/tokens"] == 28
+            assert metrics["judge/main/queue"] == 0
+            assert 0 < metrics["judge/main/ms_p50"] <= metrics["judge/main/ms_p99"]
+            assert pool.metrics() == {"judge/main/queue": 0.0, "judge/main/verdicts": 0.0}
             await pool.close()
 
     run(work())
@@ -265,7 +265,7 @@ def test_a_row_names_its_judge_and_an_unknown_one_has_the_known_ones_told() -> N
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
         ({"votes": 3}, "reward.judges.main.votes=3 with reward.judges.main.temperature=0"),
         ({"timeout_s": 0.0}, "reward.judges.main.timeout_s=0.0"),
@@ -281,14 +281,14 @@ def test_a_row_names_its_judge_and_an_unknown_one_has_the_known_ones_told() -> N
         ({"judges": dict.fromkeys("ab", JudgeConfig(model="m"))}, "reward.route must name the data column"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], words: str) -> None:
+def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
     spec = find_reward("genrm")
     own = {field.name for field in fields(JudgeConfig)}
     judge = JudgeConfig(**({"model": "m"} | {key: value for key, value in values.items() if key in own}))
     rest = {"judges": {"main": judge}} | {key: value for key, value in values.items() if key not in own}
     with pytest.raises(ValueError) as caught:
         spec.check(spec.config(name="genrm", **rest))  # type: ignore[arg-type]
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_known_verdicts_measure_a_judge(tmp_path: Path) -> None:
@@ -304,13 +304,13 @@ def test_known_verdicts_measure_a_judge(tmp_path: Path) -> None:
             found = await judge_accuracy(known, pool, find_reward("genrm"), config)
             await pool.close()
         assert found.share == 2 / 3
-        assert found.words() == f"2 of 3 verdicts are right. {file}:3: 0 instead of 1."
+        assert found.describe() == f"2 of 3 verdicts are right. {file}:3: 0 instead of 1."
 
     run(work())
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "has no rows"),
         ("{", ":1: no JSON"),
@@ -319,9 +319,9 @@ def test_known_verdicts_measure_a_judge(tmp_path: Path) -> None:
         ('{"question": "q", "answer": "a", "verdict": "perhaps"}', ":1: verdict='perhaps'"),
     ],
 )
-def test_a_file_of_known_verdicts_is_read_with_its_lines(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_of_known_verdicts_is_read_with_its_lines(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "known.jsonl"
     file.write_text(text)
     with pytest.raises(ValueError) as caught:
         known_verdicts(str(file))
-    assert words in str(caught.value)
+    assert message in str(caught.value)

@@ -27,7 +27,7 @@ def test_values_are_data_and_no_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "line", "words"),
+    ("template", "line", "message"),
     [
         ("a\n{{ response", 2, "does not parse"),
         ("a\nb\n{{ answer }} {{ response }}", 3, "no variable 'answer'"),
@@ -37,11 +37,11 @@ def test_values_are_data_and_no_template(tmp_path: Path) -> None:
         ("{{ response }}\n{{ question.__class__.__mro__ }}", 2, "SecurityError"),
     ],
 )
-def test_a_wrong_template_is_told_with_its_line(tmp_path: Path, template: str, line: int, words: str) -> None:
+def test_a_wrong_template_is_told_with_its_line(tmp_path: Path, template: str, line: int, message: str) -> None:
     file = tmp_path / "p.jinja"
     with pytest.raises(ValueError) as caught:
         JudgePrompt(setup_of(file, template))
-    assert f"{file}, line {line}: " in str(caught.value) and words in str(caught.value)
+    assert f"{file}, line {line}: " in str(caught.value) and message in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def notes(name: str, labels: list[str], **settings: Any) -> list[str]:
     config = plugin_config("reward", name, {"name": name, **settings}, section="reward")
     check = LabelCheck(RewardChoice(find_reward(name), config))
     for line, label in enumerate(labels, start=1):
-        check.see({"prompt": "p", "answer": label}, f"a.jsonl, line {line}")
-    return check.words()
+        check.add({"prompt": "p", "answer": label}, f"a.jsonl, line {line}")
+    return check.describe()
 
 
 def test_math_is_asked_about_one_label_of_each_form() -> None:
@@ -39,7 +39,7 @@ def test_math_is_asked_about_one_label_of_each_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "label", "told"),
+    ("name", "settings", "label", "message"),
     [
         ("dapo", {}, "\\$18.90", "'Answer: "),
         ("exact_match", {}, "6 * 7 = 42\n#### 42", "'42' gets 0"),
@@ -47,9 +47,11 @@ def test_math_is_asked_about_one_label_of_each_form() -> None:
         ("mix", {"parts": [{"reward": "exact_match", "name": "text"}]}, "\\boxed{3}", "'3' gets 0"),
     ],
 )
-def test_a_label_that_is_no_plain_answer_is_named(name: str, settings: dict[str, Any], label: str, told: str) -> None:
+def test_a_label_that_is_no_plain_answer_is_named(
+    name: str, settings: dict[str, Any], label: str, message: str
+) -> None:
     head, named = notes(name, ["5", label, "7"], **settings)
-    assert "their form: 1." in head and "a.jsonl, line 2" in named and told in named
+    assert "their form: 1." in head and "a.jsonl, line 2" in named and message in named
 
 
 def test_rewards_that_award_every_label_are_not_asked() -> None:
@@ -58,14 +60,16 @@ def test_rewards_that_award_every_label_are_not_asked() -> None:
     assert notes("exact_match", [*ODD, "A", "50%", "Monday"]) == []
 
 
-@pytest.mark.parametrize(("answers", "told"), [("1 / 0", "ZeroDivisionError"), ("5", "returned 5"), ("[None]", "None")])
-def test_right_answers_that_give_no_texts_are_refused(tmp_path: Path, answers: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("answers", "message"), [("1 / 0", "ZeroDivisionError"), ("5", "returned 5"), ("[None]", "None")]
+)
+def test_right_answers_that_give_no_texts_are_refused(tmp_path: Path, answers: str, message: str) -> None:
     (tmp_path / "own.py").write_text(
         "from relax_core.contracts.reward import RewardConfig, RewardSpec\n"
         "SPEC = RewardSpec(name='own', summary='s', config=RewardConfig, score=lambda given, config: 1.0,\n"
         f"    right_answers=lambda label, config: {answers})\n"
     )
-    with pytest.raises(ValueError, match=f"right_answers.*{told}"):
+    with pytest.raises(ValueError, match=f"right_answers.*{message}"):
         notes(str(tmp_path / "own.py"), ["7"])
 
 

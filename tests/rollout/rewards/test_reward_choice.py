@@ -16,7 +16,7 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from relax_core.plan.data_check import look_at_data
+from relax_core.plan.data_check import summarize_data
 from relax_core.preflight import CHECKS, plugin_problems
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -135,7 +135,7 @@ def test_an_isolated_reward_has_a_limit_of_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "values", "words"),
+    ("reward", "values", "message"),
     [
         ("mix", {}, r"reward.parts=\[\]: reward=mix is made of other rewards"),
         ("mix", {"parts": [{"weight": 1}]}, r"reward.parts\[0\]={'weight': 1}: it names no reward"),
@@ -158,8 +158,8 @@ def test_an_isolated_reward_has_a_limit_of_memory(tmp_path: Path) -> None:
         ("f1", {"parts": [{"reward": "dapo", "weight": 2}], "by": "scorer"}, "dapo has weight, when or optional"),
     ],
 )
-def test_what_is_refused(reward: str, values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_is_refused(reward: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         choice(reward, **values)
 
 
@@ -169,7 +169,7 @@ def test_a_setting_that_a_part_does_not_have_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ({"scorer": "no_such"}, "f.jsonl, line 3: scorer: reward.name=no_such is not known"),
         ({"scorer": 7}, "line 3: scorer=7 is no name of a reward"),
@@ -180,8 +180,8 @@ def test_a_setting_that_a_part_does_not_have_is_named() -> None:
         ({"scorer": "gpqa", "choices": ["a", "b"]}, "line 3: reward gpqa: answer='red' is none of the letters A, B"),
     ],
 )
-def test_a_row_that_cannot_be_scored_is_named(row: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRow, match=words) as found:
+def test_a_row_that_cannot_be_scored_is_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=message) as found:
         choice("exact_match", by="scorer").check_row({"answer": "red", **row}, "f.jsonl, line 3")
     assert found.value.reason in ("bad_row:reward", "bad_row:label")
 
@@ -193,11 +193,11 @@ def test_rows_are_checked_before_the_start(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=file", f"data.path={data}", "reward=exact_match", "reward.by=scorer", "eval.every=0"]
     words += ["data.eval_size=0", "model.task=arithmetic"]
-    look = look_at_data(load_config([*words, "data.max_bad_rows=0.6"]))
+    look = summarize_data(load_config([*words, "data.max_bad_rows=0.6"]))
     assert dict(look.bad) == {"bad_row:label": 1, "bad_row:reward": 1}
     assert f"{data}, line 2: reward dapo: answer='four' is no number" in look.named[0]
     assert f"{data}, line 3: scorer: reward.name=exact is not known" in look.named[1] and "exact_match" in look.named[1]
-    refused = look_at_data(load_config(words)).refused
+    refused = summarize_data(load_config(words)).refused
     assert refused is not None and "line 2: reward dapo: answer='four'" in refused
     assert plugin_problems(load_config([*words, "data.max_bad_rows=0.6"])) == []
 

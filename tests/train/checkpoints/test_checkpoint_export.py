@@ -137,8 +137,8 @@ def test_shapes_are_those_of_transformers(
     folder = write_two_words(shutil.copytree(models / name, tmp_path / "model"))
     assert check_model.main([str(folder)]) == 0
     parameters = sum(tensor.numel() for tensor in load_file(models / name / "model.safetensors").values())
-    told = f"{len(wanted)} weights, {parameters:,} parameters; model={architecture.family} trains it."
-    assert told in capsys.readouterr().out
+    message = f"{len(wanted)} weights, {parameters:,} parameters; model={architecture.family} trains it."
+    assert message in capsys.readouterr().out
 
 
 def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,11 +152,11 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     save_file({second: weights[second]}, tmp_path / "b.safetensors")
     (write_two_words(tmp_path) / "config.json").write_text((models / "moe" / "config.json").read_text())
     assert check_model.main([str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert f"{first} has shape (7, 64); config.json requires (51, 64)" in told
-    assert "model.nonsense is not a weight of family qwen3_moe" in told
-    assert f"{second} is also in {tmp_path / 'a.safetensors'}" in told
-    assert f"1 of {len(weights)} weights are missing: {third}" in told
+    output = capsys.readouterr().err
+    assert f"{first} has shape (7, 64); config.json requires (51, 64)" in output
+    assert "model.nonsense is not a weight of family qwen3_moe" in output
+    assert f"{second} is also in {tmp_path / 'a.safetensors'}" in output
+    assert f"1 of {len(weights)} weights are missing: {third}" in output
     (tmp_path / "b.safetensors").write_bytes(b"no header")
     assert check_model.main([str(tmp_path)]) == 2 and "b.safetensors cannot be read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({**read_hf_config(models / "moe"), "model_type": "phi3"}))
@@ -164,7 +164,7 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("tokenizer_config.json", "has no chat template"),
         ("adapter_config.json", "it has adapter_config.json"),
@@ -173,7 +173,7 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     ],
 )
 def test_what_a_run_refuses_is_refused_by_check_model_in_the_same_words(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
     folder = write_two_words(shutil.copytree(models / "untied", tmp_path / "model"))
     content: dict[str, Any] = {"eos_token": "</s>"} if name == "tokenizer_config.json" else {}
@@ -190,7 +190,7 @@ def test_what_a_run_refuses_is_refused_by_check_model_in_the_same_words(
     (folder / name).write_text(json.dumps(content))
     assert check_model.main([str(folder)]) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert re.search(words, told)
+    assert re.search(message, told)
     line = ["model=qwen3", f"model.path={folder}", "data=file", f"data.path={tmp_path / 'rows.jsonl'}"]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
     with pytest.raises(ConfigError) as error:

@@ -35,7 +35,7 @@ def writes(name: str, data: bytes) -> Callable[[Path], None]:
 
 def newest(store: CheckpointStore) -> Path:
     """Returns the newest whole checkpoint, and asserts that none was skipped."""
-    found = store.newest_whole()
+    found = store.newest_valid()
     assert found is not None and found.left == ()
     return found.folder
 
@@ -46,7 +46,7 @@ def names(root: Path) -> list[str]:
 
 def test_write_then_read(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2)
-    assert store.newest_whole() is None
+    assert store.newest_valid() is None
     folder = store.write(100, writers=writes("weights", b"abc"), meta={"config_digest": "d1"})
     assert folder == tmp_path / "run" / "checkpoints" / "step_00000100" == newest(store)
     meta = store.verify(folder)
@@ -67,7 +67,7 @@ def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
     store.name_best(30)  # step 30 was already removed
     assert os.readlink(tmp_path / "best") == "step_00000020"
     assert store.verify(tmp_path / "best").step == 20
-    newest = store.newest_whole()
+    newest = store.newest_valid()
     assert newest is not None and newest.folder == tmp_path / "step_00000040"
     kept.clear()
     kept.add(40)
@@ -98,7 +98,7 @@ def test_newest_ignores_what_is_not_whole(tmp_path: Path) -> None:
         if text is not None:
             (tmp_path / broken / META).write_text(text)
     (tmp_path / ".step_00000050.partial").mkdir()
-    whole = store.newest_whole()
+    whole = store.newest_valid()
     assert whole is not None and whole.folder == good
     assert [left.split(" is left: ")[0] for left in whole.left] == ["step_00000020", "step_00000030", "step_00000040"]
     store.write(60, writers=writes("w", b"x"), meta={})

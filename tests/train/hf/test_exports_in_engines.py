@@ -27,7 +27,7 @@ from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
 from tests.engines.embedded.model.test_omni_prompts import prompt
 from tests.trees import answers_tree
-from tests.vision_models import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_tiny_vision_model, text
 
 TOLERANCE = 2e-5
 MOVED = 1e-3  # a step moves log-probs by at least this much
@@ -67,7 +67,7 @@ def test_an_export_of_omni(tmp_path: Path) -> None:
     export_folder(backend, source, folder)
     prompts = [
         prompt(7, items.image(4, 6), 3, items.clip(730), 2, items.video(3, 4, 4), 5),
-        prompt(2, items.heard_video(3, 2, 4, frames=250), 6),
+        prompt(2, items.video_with_sound(3, 2, 4, frames=250), 6),
         prompt(9),
     ]
     model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).thinker.eval()
@@ -85,7 +85,7 @@ def test_an_export_of_omni(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny_qwen3_5", "tiny_qwen3_5_moe"])
 def test_an_export_of_layers_with_states(tmp_path: Path, name: str) -> None:
     source, media = tmp_path / "model", tmp_path / "media"
-    make_seeing_model(source, name=name)
+    make_tiny_vision_model(source, name=name)
     seen, reader = Seen(source, media), FolderReader(media)
     ids, shown = seen.prompt(text(5), seen.image(2, 3), text(4))
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(0)).numpy()

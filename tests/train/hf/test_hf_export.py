@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.parity_media import make_model as make_seeing_model
+from benchmarks.parity_media import make_model as make_tiny_vision_model
 from relax_core.train.hf.hf_export import export_hf_folder
 
 
@@ -116,7 +116,7 @@ def test_one_tensor_is_in_memory_at_a_time(source: Path, tmp_path: Path, shard_b
 def test_each_tensor_keeps_the_dtype_of_the_source_folder(tmp_path: Path) -> None:
     """The model has a vision tower and fused experts; its matrices are bfloat16 and its vectors float32."""
     source = tmp_path / "source"
-    make_seeing_model(source, "qwen3_vl_moe")
+    make_tiny_vision_model(source, "qwen3_vl_moe")
     weights = {
         name: tensor.bfloat16() if tensor.ndim > 1 else tensor
         for path in source.glob("*.safetensors")

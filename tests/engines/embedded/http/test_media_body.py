@@ -19,13 +19,13 @@ from relax_core.contracts.media_file import FolderReader, write_item
 from relax_core.engines.asgi_server import HttpError
 from relax_core.engines.embedded.generate_body import RequestMedia, parse_body
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
-from tests.vision_models import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_tiny_vision_model, text
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("seen")
-    make_seeing_model(folder / "model")
+    make_tiny_vision_model(folder / "model")
     return Seen(folder / "model", folder / "media")
 
 
@@ -97,7 +97,7 @@ def test_the_seconds_of_a_video_move_positions_beyond_its_rows(tmp_path: Path) -
     reader = RequestMedia(FolderReader(tmp_path / "media"), config)
     video, clip = items.video(3, 4, 4, seconds=10.0), items.clip(100)
     assert video.advance == 261.0 > video.rows
-    taken = [video, items.heard_video(3, 2, 4, frames=250), clip, items.image(4, 6)]
+    taken = [video, items.video_with_sound(3, 2, 4, frames=250), clip, items.image(4, 6)]
     for item in taken:
         [[found]] = reader.of_prompts([[(item.digest, 1)]], [[5, *item.ids.tolist(), 6]])
         assert found == Media(item, 1, 1 + item.rows)

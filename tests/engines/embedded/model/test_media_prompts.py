@@ -29,7 +29,7 @@ from relax_core.families.towers import Towers
 from relax_core.tools.tiny_text import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import make_model
-from tests.vision_models import DENSE, EXPERTS, Seen, make_seeing_model, text
+from tests.vision_models import DENSE, EXPERTS, Seen, make_tiny_vision_model, text
 
 TOLERANCE = 2e-5
 CONTEXT = 600
@@ -40,7 +40,7 @@ class Seer:
     """Holds a multimodal model in this process, and transformers' model of the same weights."""
 
     def __init__(self, folder: Path, name: str, *, layers: int | None = None) -> None:
-        self.reference = make_seeing_model(folder / "model", name=name, layers=layers)
+        self.reference = make_tiny_vision_model(folder / "model", name=name, layers=layers)
         self.seen = Seen(folder / "model", folder / "media")
         self.config = read_model_config(folder / "model")
         self.weights = FusedWeights(self.config, torch.float32)
@@ -121,7 +121,7 @@ def prefix(decoder: Decoder, prompt: tuple[list[int], list[Media]], *, new: int,
         max_new_tokens=new, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=BANNED
     )
     ids, media = prompt
-    [seen] = decoder.see([(len(ids), media)])
+    [seen] = decoder.media_inputs([(len(ids), media)])
     assert not isinstance(seen, MediaGone)
     return Prefix(token_ids=ids, settings=settings, keys=sample_keys([seed], n)[0], media=seen)
 

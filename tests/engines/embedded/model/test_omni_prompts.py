@@ -88,7 +88,7 @@ class Thinker:
         image, video, clips = items.image(4, 6), items.video(3, 4, 4), [items.clip(730), items.clip(10)]
         return [
             prompt(7, image, 3, clips[0], 2, video, 5, clips[1], 4),
-            prompt(2, items.heard_video(3, 2, 4, frames=250), 6),
+            prompt(2, items.video_with_sound(3, 2, 4, frames=250), 6),
             prompt(1, items.clip(100), 2),
             prompt(9),
         ]
@@ -130,7 +130,7 @@ def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) 
     )
     prefixes = []
     for number, (ids, media) in enumerate(prompts):
-        [seen] = decoder.see([(len(ids), media)])
+        [seen] = decoder.media_inputs([(len(ids), media)])
         assert not isinstance(seen, MediaGone)
         prefixes.append(Prefix(token_ids=ids, settings=settings, keys=sample_keys([number], 1)[0], media=seen))
     decoder.admit(prefixes)
@@ -149,7 +149,7 @@ def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) 
 def test_a_thinker_alone_of_a_family_in_a_file_is_that_of_transformers(tmp_path: Path) -> None:
     """The family's file is shown in docs/plugins/audio_family.md."""
     alone = Thinker(tmp_path, alone=True)
-    assert not alone.model.config.passed
+    assert not alone.model.config.copied_prefixes
     prompts = alone.scene()
     torch.testing.assert_close(alone.scores(*prompts), alone.expected(*prompts), atol=TOLERANCE, rtol=0)
 
@@ -180,7 +180,7 @@ def test_a_clip_keeps_the_bits_of_its_features_in_any_company(thinker: Thinker) 
     assert torch.equal(alone, features([other_items[0], clip, other_items[1]])) and len(alone) == 2 * 13 + 7
     placed = [prompt(3, clip, 5), prompt(40, other_items[1], 2, other_items[0], 1, clip, 5)]
     decoder = thinker.decoder()
-    for [seen] in (decoder.see([(len(ids), media)]) for ids, media in placed):
+    for [seen] in (decoder.media_inputs([(len(ids), media)]) for ids, media in placed):
         assert seen is not None and not isinstance(seen, MediaGone)
         assert torch.equal(seen.features[-len(alone) :], alone), "at another place of a prompt"
 

@@ -21,7 +21,7 @@ from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.families.towers import Towers
 from relax_core.tools.tiny_text import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
-from tests.vision_models import Seen, make_seeing_model, text
+from tests.vision_models import Seen, make_tiny_vision_model, text
 
 TOLERANCE = 2e-5
 CONTEXT = 600
@@ -33,7 +33,7 @@ class Hybrid:
     """Holds a model in this process, and transformers' model of the same weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.reference = make_seeing_model(folder / "model", name=name)
+        self.reference = make_tiny_vision_model(folder / "model", name=name)
         self.seen = Seen(folder / "model", folder / "media")
         self.config = read_model_config(folder / "model")
         self.weights = FusedWeights(self.config, torch.float32)
@@ -135,7 +135,7 @@ def test_all_samples_of_a_prompt_begin_from_its_state(hybrid: Hybrid) -> None:
     ids, media = hybrid.seen.prompt(text(9), hybrid.seen.image(3, 4, seed=3), text(5))
     decoder = hybrid.decoder()
     with torch.inference_mode():
-        (seen,) = decoder.see([(len(ids), media)])
+        (seen,) = decoder.media_inputs([(len(ids), media)])
     found = decoded(decoder, [prefix(ids, samples=8, seed=3, new=20, media=seen)])
     assert len({tuple(tokens) for tokens, _ in found.values()}) > 1
     for tokens, logprobs in found.values():

@@ -21,7 +21,7 @@ from relax_core.engines.embedded.scheduler import Call, Progress, Prompt, Schedu
 from relax_core.engines.embedded.token_sampler import SamplingSettings
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import make_model, make_moe_model, random_prompt
-from tests.vision_models import make_seeing_model
+from tests.vision_models import make_tiny_vision_model
 
 GAP = 2e-5  # natural logs, float32
 CONTEXT = 512
@@ -165,7 +165,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     elif request.param == "experts":
         make_moe_model(path, seed=2)
     else:
-        make_seeing_model(path, name="tiny_qwen3_5")
+        make_tiny_vision_model(path, name="tiny_qwen3_5")
     return path
 
 

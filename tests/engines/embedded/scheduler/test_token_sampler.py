@@ -101,7 +101,7 @@ def test_truncation_and_logprobs_are_those_of_transformers(
         logits, expected = logits[clear], MinPLogitsWarper(min_p)(None, expected[clear])
     expected = expected.log_softmax(-1)
     rows = len(logits)
-    settings_ = sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, tells_kept=True)
+    settings_ = sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, reports_kept=True)
     plan = sampling_plan([settings_] * rows, vocab_size=VOCAB)
     kept: list[KeptTokens] = []
     random = torch.rand(rows, dtype=torch.float64, generator=generator)
@@ -134,7 +134,7 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
 def test_large_batches_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [
         sampling(
-            temperature=0.5 + 0.1 * row, banned_token_ids=(row,), top_k=3 + row, min_p=0.01, tells_kept=row % 2 == 0
+            temperature=0.5 + 0.1 * row, banned_token_ids=(row,), top_k=3 + row, min_p=0.01, reports_kept=row % 2 == 0
         )
         for row in range(10)
     ]
@@ -176,7 +176,7 @@ def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str, trunc
     """Overflowed weights may give any of these values in a whole row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
-    plan = sampling_plan([sampling(**truncation, tells_kept=True)] * 3, vocab_size=6)
+    plan = sampling_plan([sampling(**truncation, reports_kept=True)] * 3, vocab_size=6)
     expected: list[KeptTokens] = []
     sample(logits.clone(), plan, random, kept=expected)
     logits[1] = float(odd)

@@ -254,7 +254,7 @@ def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tm
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "message"),
     [
         ("{missing}:3", "there is no such item"),
         ("../secret:3", "32 hexadecimal digits"),
@@ -264,7 +264,7 @@ def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tm
         (None, "stands for an image, video or sound"),
     ],
 )
-def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | None, words: str) -> None:
+def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | None, message: str) -> None:
     item = served.item(frames_of(1, 32, 48, seed=40))
     request = prompt(*served.shown(item), [7])
     names = [entry.format(missing="0" * 32, there=item.digest)] if entry is not None else []
@@ -279,7 +279,7 @@ def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | No
         body["input_ids"] = [[*request.input_ids, *more.input_ids], more.input_ids]
         body["image_data"][0] = [f"{other_item.digest}:{len(request.input_ids) + more.media[0].start}"]  # type: ignore[index]
     status, answer = post(served, body)
-    assert (status, words in answer) == (400, True), answer
+    assert (status, message in answer) == (400, True), answer
 
 
 def post(served: Served, body: dict[str, Any]) -> tuple[int, str]:
