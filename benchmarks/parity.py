@@ -1,12 +1,12 @@
 """Compares train steps in every parallel layout with the single process, and the single process with Hugging Face.
 
-    python -m benchmarks.parity [--media] [--json FILE] [--docs] [--only NAME …] [--cases CASE …]
+    python -m benchmarks.parity [--media] [--json FILE] [--only NAME …] [--cases CASE …]
 
 Two steps of tiny models in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt) and plain
 packing (each sample is a group). Prompts and responses are ragged, in several micro-batches; the last one leaves a
 second replica without groups. The table has the largest absolute differences of the loss, of the log-probs before and
-after the steps, and of the weights after them, and the largest relative difference of the gradient norm. ``--docs``
-writes the table into docs/parity.md.
+after the steps, and of the weights after them, and the largest relative difference of the gradient norm.
+Recorded results are in benchmarks/results/parity.json and parity_media.json.
 """
 
 from __future__ import annotations
@@ -264,26 +264,10 @@ def table(found: Sequence[Mapping[str, Any]], *, media: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Returns the table ``old`` with its lines replaced by lines of ``new`` with the same layout and packing.
-
-    New lines of Hugging Face come first, other new lines last.
-    """
-    lines = {tuple(line.split(" | ")[:2]): line for line in old[2:]}
-    lines |= {tuple(line.split(" | ")[:2]): line for line in new[2:]}
-    return [*new[:2], *sorted(lines.values(), key=lambda line: not line.startswith("| Hugging Face"))]
-
-
-DOCS = Path(__file__).parent.parent / "docs" / "parity.md"
-MEDIA_DOCS = DOCS.with_name("parity_media.md")
-TABLE_BEGIN = "| Layout |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for the results, as JSON")
-    parser.add_argument("--docs", action="store_true", help="write docs/parity.md")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these rows; --docs replaces their lines")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--media", action="store_true", help="vision models, with images and videos")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="cases with media against Hugging Face; with mixed")
     arguments = parser.parse_args()
@@ -291,13 +275,6 @@ def main() -> None:
     rows = [row for row in (MEDIA_ROWS if media else ROWS) if not arguments.only or row.name in arguments.only]
     found = measure(rows, media=media, cases=arguments.cases or ())
     print(table(found, media=media))
-    if arguments.docs:
-        docs = MEDIA_DOCS if media else DOCS
-        text, _, old = docs.read_text(encoding="utf-8").partition(TABLE_BEGIN)
-        lines = table(found, media=media).splitlines()
-        if arguments.only:
-            lines = _merged((TABLE_BEGIN + old).splitlines(), lines)
-        docs.write_text("\n".join([text.rstrip("\n"), "", *lines, ""]), encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
     worst = max(float(result[name]) for result in found for name in MEDIA_FIGURES if name in result)
