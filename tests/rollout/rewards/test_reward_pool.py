@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts import child
+from relax_core.contracts import child_process
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.registry import find_reward
@@ -161,7 +161,7 @@ def test_a_score_that_hangs_is_no_reward_and_later_ones_work(make_pool: Any, res
 
 
 def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_CLOSED_S", 0.2)
+    monkeypatch.setattr(child_process, "_CLOSED_S", 0.2)
     pool = make_pool()
     (output,) = score(pool, _given("close"))
     assert output.reward is None and "closed its pipe and keeps running" in (output.reason or "")
