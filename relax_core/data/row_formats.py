@@ -97,7 +97,7 @@ def label_text(label: Any, *, may_be_empty: bool = False) -> str:
             raise ValueError("is empty. Write the answer; where the reward reads none, write any word.")
         return label
     if isinstance(label, bool) or not isinstance(label, int | float | Decimal | WrittenNumber):
-        raise ValueError("is neither text nor a number.")
+        raise ValueError(f"is neither text nor a number.{_inner_key(label)}")
     if isinstance(label, int):
         try:
             return str(label)
@@ -111,6 +111,16 @@ def label_text(label: Any, *, may_be_empty: bool = False) -> str:
     if rest.strip("0"):
         return text
     return "0" if whole == "-0" else whole
+
+
+def _inner_key(label: Any) -> str:
+    """Returns how to name the text inside a label that is a list of messages or a mapping; "" for other labels."""
+    if isinstance(label, list) and label and isinstance(label[-1], Mapping):
+        inner = next((f"-1.{name}" for name in ("content", "value") if isinstance(label[-1].get(name), str)), None)
+    else:
+        values = label if isinstance(label, Mapping) else {}
+        inner = next((str(name) for name, value in values.items() if isinstance(value, str | int | float)), None)
+    return "" if inner is None else f" Add .{inner} to data.answer_key, to read the value inside it."
 
 
 def _literal(label: float | WrittenNumber) -> str:

@@ -92,6 +92,16 @@ GOOD = b'{"question": "a", "answer": "b"}\n'
         (b'{"question": "", "answer": "b"}', "bad_row:prompt", "question='' is neither text"),
         (b'{"question": [{"role": "user"}], "answer": "b"}', "bad_row:prompt", "question=.* is neither text"),
         (b'{"question": "a", "answer": null}', "bad_row:answer", "answer=None is neither text nor a number"),
+        (
+            b'{"question": "a", "answer": [{"role": "assistant", "content": "b"}]}',
+            "bad_row:answer",
+            r".* \.-1\.content",
+        ),
+        (
+            b'{"question": "a", "answer": {"ground_truth": "b"}}',
+            "bad_row:answer",
+            r".* \.ground_truth to data.answer_key",
+        ),
     ],
 )
 def test_a_bad_line_is_named_and_the_others_can_be_used(tmp_path: Path, line: bytes, reason: str, wanted: str) -> None:
