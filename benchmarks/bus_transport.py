@@ -1,6 +1,7 @@
 """Measures round trips and throughput of the data bus for every backend: see `benchmarks.bus`.
 
-Backends and the memcpy bound take turns within one Ray, so that machine load affects all alike.
+The measurements of the backends and of memcpy, the upper bound, alternate in one Ray session, so that machine load
+affects all of them equally.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GROUP_SIZE = 16
 T = 60.0
 STEPS_WITHOUT_END = 10**9
 OBJECT_STORE_BYTES = 512 << 20
-WARM_UP_BYTES = 1 << 30  # of warm-up for each bus before large rows: Ray's store is slow until all of it was used
+WARM_UP_BYTES = 1 << 30  # sent over each bus before large rows: Ray's store is slow until all of it was used
 PARTS = ("put", "lease", "ack")
 
 
@@ -83,7 +84,7 @@ def local_ray(folder: Path) -> Iterator[None]:
 
 
 class Line:
-    """Holds one backend under measurement: cycles of put, lease and ack through a bus with the settings of conf/bus."""
+    """Measures one backend: cycles of put, lease and ack on a bus with the settings of conf/bus."""
 
     def __init__(self, bus: Bus, *, groups: int, columns: dict[str, bytes]) -> None:
         self._bus = bus
@@ -166,7 +167,7 @@ def measure_small_rows(folder: Path, *, rounds: int) -> None:
 
 
 def measure_large_rows(folder: Path, *, nbytes: int, rounds: int) -> None:
-    """Measures against two bounds: a copy into memory new to the process, as often in a put, and into warm memory."""
+    """Measures large rows and two bounds: memcpy into newly allocated memory, as in many puts, and into warm memory."""
     groups = 32
     sources = [np.frombuffer(os.urandom(nbytes), dtype=np.uint8) for _ in range(groups)]
     warm = [np.zeros(nbytes, dtype=np.uint8) for _ in range(groups)]

@@ -25,7 +25,7 @@ class CountdownConfig(RewardConfig):
 
 
 def check_row(row: Mapping[str, Any], config: CountdownConfig) -> None:
-    """Raises ValueError for a prompt of another task, or one that requests a longer answer than the run allows."""
+    """Raises ValueError for a prompt of another task, or a prompt that requests a longer answer than the run allows."""
     prompts = prompts_of(row)
     key = "env.max_turn_tokens" if len(prompts) > 1 else "rollout.max_new_tokens"
     for prompt in prompts:

@@ -1,10 +1,10 @@
 """Measures data.mix when rewards of videos take ten times as long as those of text: ``python -m benchmarks.data_mix``.
 
-Two whole runs of tiny_qwen3_vl on data=see (pictures, videos, words), async at staleness 1 with over-sampling 1.5: one
-without data.mix, which draws a third of each, and one with it. This file is also the reward of both: like a slow judge,
-it waits ``--text-s`` seconds for an answer, and ten times as long for an answer about a video. Prints for each modality
-its share of the issued samples that have ended, its share of the trained samples, and the difference in percentage
-points.
+It trains tiny_qwen3_vl twice on data=see (pictures, videos, text), async with staleness 1 and over-sampling 1.5:
+without data.mix, where each modality is a third of the rows, and with it. This file is also the reward of both runs:
+like a slow judge, it takes ``--text-s`` seconds per answer, and ten times as long per answer about a video. The output
+has, for each modality, its share of the issued samples that have ended, its share of the trained samples, and the
+difference in percentage points.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SPEC = RewardSpec(name="slow_videos", summary="exact match, slow for videos", co
 
 
 def modalities(folder: Path, arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """Returns the metrics by modality of a run in ``folder``."""
+    """Runs a training in ``folder`` and returns its metrics by modality."""
     command = [
         *(sys.executable, "-m", "relax_core", f"run.dir={folder}", "model=tiny_qwen3_vl", "data=see"),
         *(f"reward.name={Path(__file__).resolve()}", f"reward.text_s={arguments.text_s}"),

@@ -1,10 +1,10 @@
-"""A reward from a trained judge's verdict, for ``benchmarks.learning --suite agents``; ``exact`` is the true answer.
+"""The reward of ``benchmarks.learning --suite agents``: the verdict of a trained judge.
 
     python -m relax_core reward=plugin reward.name=benchmarks/judged_digits.py reward.judges.main.model=FOLDER
 
-The reward is that of reward=genrm, so the model learns from the judge alone. ``exact`` measures the true answers, and
-the part ``judge_right`` how often the judge agrees with them. With ``shuffled``, the control, the judge sees another
-question of the data; for known verdicts (reward.check) it sees the true question.
+The reward is that of reward=genrm, so the model learns from the judge alone. ``exact`` says whether the answer equals
+the reference answer, and the part ``judge_right`` says whether the verdict agrees with ``exact``. ``shuffled`` is the
+control: the judge gets another question than the model, except for known verdicts (reward.check).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def other_question(question: str) -> str:
 
 
 async def score(given: RewardInput, config: JudgedDigitsConfig) -> RewardOutput:
-    """Returns the judge's reward; exact if the response is the true answer."""
-    assert isinstance(given, JudgedInput), "rewards with judges get such inputs"
+    """Returns the judge's reward; exact if the response equals the reference answer."""
+    assert isinstance(given, JudgedInput), "a reward with judges gets a JudgedInput"
     question = str(given.row["prompt"])
     row = (
         {**given.row, "prompt": other_question(question)}
@@ -51,7 +51,7 @@ async def score(given: RewardInput, config: JudgedDigitsConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="judged_digits",
-    summary="the verdict of a trained judge, exact by the true answer",
+    summary="the verdict of a trained judge; exact compares with the reference answer",
     config=JudgedDigitsConfig,
     score=score,
     check=check,

@@ -2,12 +2,12 @@
 
     python -m benchmarks.memory_plan [--media] [--only NAME …] [--json FILE]
 
-The prediction comes from the plan (docs/plan.md). Measured is the peak resident memory of each process (VmHWM of
-Linux), read until the process ends. Three runs: the demo; a model of 29M parameters; long responses, where activations,
-the attention mask and the KV cache dominate. With --media the runs are on images and videos: tiny_qwen3_vl;
-tiny_qwen3_vl_moe with recomputation and a frozen tower; a model of 11M parameters with images of 480 x 480 pixels;
-tiny_qwen3_5, whose layers keep states; and with sounds: tiny_qwen3_omni. These also measure the peak of the encoded
-items in /dev/shm. Takes a few minutes; results hardly depend on the load of the machine.
+The prediction comes from the plan (docs/plan.md). The measurement is the peak resident memory of each process (VmHWM of
+Linux), read until the process ends. There are three runs: the demo; a model of 29M parameters; and long responses,
+where activations, the attention mask and the KV cache dominate. With --media the runs use images and videos:
+tiny_qwen3_vl; tiny_qwen3_vl_moe with recomputation and a frozen tower; a model of 11M parameters with images of 480 x
+480 pixels; tiny_qwen3_5, with linear-attention states; and tiny_qwen3_omni, also with sounds. The peak of the encoded
+items in /dev/shm is measured, too. The runs take a few minutes, and the results hardly depend on machine load.
 """
 
 from __future__ import annotations

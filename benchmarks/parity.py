@@ -2,11 +2,11 @@
 
     python -m benchmarks.parity [--media] [--json FILE] [--only NAME …] [--cases CASE …]
 
-Two steps of tiny models in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt) and plain
-packing (each sample is a group). Prompts and responses are ragged, in several micro-batches; the last one leaves a
-second replica without groups. The table has the largest absolute differences of the loss, of the log-probs before and
-after the steps, and of the weights after them, and the largest relative difference of the gradient norm.
-Recorded results are in benchmarks/results/parity.json and parity_media.json.
+It trains tiny models for two steps in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt)
+and plain packing (each sample is a group). Prompts and responses have different lengths and fill several micro-batches;
+the last micro-batch has no group for a second replica. The table has the largest absolute differences of the loss, of
+the log-probs before and after the steps, and of the weights after them, and the largest relative difference of the
+gradient norm. Recorded results are in benchmarks/results/parity.json and parity_media.json.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ DEALT = {"shard_media": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Defines a layout by its changes to that of one rank. ``trainable`` False: computes log-probs only, like a
-    reference. ``kept``: also computes with kept sets and a banned token.
+    """Defines a layout by its differences from the layout of one rank.
+
+    Without ``trainable`` only log-probs are computed, as for a reference. With ``kept`` the layout is also computed
+    with kept sets (the tokens left by top-p, top-k and min-p) and a banned token.
     """
 
     name: str
@@ -185,7 +187,7 @@ MEDIA_ROWS = (
 
 
 def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns dicts of ``name``, ``packing`` and `FIGURES` for each row and packing, Hugging Face's first.
+    """Returns a dict with ``name``, ``packing`` and `FIGURES` for each comparison with Hugging Face, row and packing.
 
     ``cases`` are the media cases to compare with Hugging Face, by default all.
     """
@@ -269,7 +271,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results, as JSON")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--media", action="store_true", help="vision models, with images and videos")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="cases with media against Hugging Face; with mixed")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="cases with media to compare; mixed is required")
     arguments = parser.parse_args()
     media = arguments.media
     rows = [row for row in (MEDIA_ROWS if media else ROWS) if not arguments.only or row.name in arguments.only]
@@ -278,7 +280,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
     worst = max(float(result[name]) for result in found for name in MEDIA_FIGURES if name in result)
-    print(f"\nlargest: {worst:.1e}; to reach: {MEDIA_REACH if media else REACH:.0e}")
+    print(f"\nlargest difference: {worst:.1e}; allowed: {MEDIA_REACH if media else REACH:.0e}")
 
 
 if __name__ == "__main__":

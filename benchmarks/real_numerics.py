@@ -3,9 +3,9 @@
     python -m benchmarks.real_numerics [--prompts 200 --gradients 20 --greedy 64 --bfloat16 20] [--model FOLDER]
 
 The prompts are chats, sums and word problems (tests/real/prompts.py), the answers are sampled by the embedded engine at
-temperature 1. All computations except those of bfloat16 are in float32. `transformers bfloat16`: the difference of
-transformers between the two dtypes on the same tokens, for comparison with Relax. A gradient's difference is relative
-to the largest entry of its tensor; the reference is transformers in float64, and transformers in float32 is also shown.
+temperature 1. All computations except those of bfloat16 are in float32. The row `transformers bfloat16` has the
+difference of transformers itself between the two dtypes, on the same tokens. A gradient's difference is relative to the
+largest entry of its tensor; the reference is transformers in float64, and transformers in float32 is also shown.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def main() -> None:
                 whole = reference.generate(torch.tensor([answer.prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
                 equal += list(answer.ids) == whole[0, len(answer.prompt) :].tolist()
         print(
-            f"greedy answers of {NEW_TOKENS} tokens at most that equal those of generate: {equal} of {len(few_prompts)}"
+            f"greedy answers (up to {NEW_TOKENS} tokens) equal to transformers' generate: {equal} of {len(few_prompts)}"
         )
 
 

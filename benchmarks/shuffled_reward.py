@@ -2,7 +2,7 @@
 
     python -m relax_core reward=plugin reward.name=benchmarks/shuffled_reward.py
 
-``exact`` still counts true answers: if a run with this reward reaches them, the answer leaks somewhere.
+``exact`` still counts true answers: if it rises in a run with this reward, the run leaks the true answers somewhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measures the time of starts and recoveries: ``python -m benchmarks.start_up [--runs 3] [--kills 2] [key=value …]``.
 
-The runs are text demos. Measured are the seconds from the command to the engine's first token and to the first train
-step, and from a SIGKILL of the trainer to the first train step of the next trainer, which resumes from the newest
-checkpoint. Then follow the medians for each process: its start time, and its CPU time until that step or since the
-kill. CPU time depends less on the machine's load, which is printed, than elapsed seconds.
+The runs are text demos. The benchmark measures the seconds from the command to the engine's first token and to the
+first train step, and from a SIGKILL of the trainer to the first train step of the next trainer, which resumes from the
+newest checkpoint. It prints medians for each process: its start time, and its CPU time until that step or since the
+kill. It also prints the machine's load, because elapsed time depends more on the load than CPU time.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def table(title: str, phases: Sequence[Phase]) -> str:
     seconds = sorted(start_phase.seconds for start_phase in phases)
     total = median(sum(start_phase.cpu_s.values()) for start_phase in phases)
     lines = [f"{title}: {median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f}), {total:.1f} CPU seconds"]
-    lines += ["| process | born after, s | CPU seconds |", "|---|---|---|"]
+    lines += ["| process | started after, s | CPU seconds |", "|---|---|---|"]
     names = {name: None for start_phase in phases for name in start_phase.cpu_s}
     cpu_s = {name: median(start_phase.cpu_s.get(name, 0.0) for start_phase in phases) for name in names}
     for name in sorted(names, key=lambda name: -cpu_s[name]):

@@ -18,8 +18,9 @@ Parts of a step. ``train``: forward, backward, optimizer. ``sync``: publishing t
 calls that let engines release and resume their memory. Without overlap (staleness 0) ``engine`` (prefill and decode),
 ``reward`` and the whole push of the weights are on the step's critical path, and ``bus+control`` is the rest of the
 step: hops between processes, decoding of rows, the trainer's record. At staleness 1 generation and push overlap with
-training: ``sync`` is the trainer's wait, ``of which bus`` the time of its calls to the bus, ``of which wait`` their
-wait for rows that were not ready; ``bus+control`` includes these and the rest, so it is an upper bound.
+training: ``sync`` is the time that the trainer waits for the push. ``of which bus`` is the time of the trainer's calls
+to the bus, and ``of which wait`` the part in which they wait for rows that are not ready. ``bus+control`` includes both
+and the rest of the step, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TAIL_OVERRIDES = {
     ASYNC_2: ("mode=async", "mode.max_staleness=2"),
 }
 TAIL_TOKENS = 256  # maximum tokens of an answer
-TAIL_MODEL = ("256", "768", "4", "8", "4", "32", "56")  # arguments of benchmarks.random_model; the last: tokens
+TAIL_MODEL = ("256", "768", "4", "8", "4", "32", "56")  # arguments of benchmarks.random_model
 TAIL_RUN = (
     "model=qwen3",
     "model.dtype=float32",
@@ -65,7 +66,11 @@ TAIL_RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Defines a measurement: ``flags`` of the single-process loops, and ``overrides`` of the runs of all ``ways``."""
+    """Defines a measurement.
+
+    ``flags`` are arguments of the single-process loops. ``ways`` maps names to the overrides of a run, and
+    ``overrides`` are added to each run.
+    """
 
     ways: Mapping[str, Sequence[str]]
     skipped: int = SKIPPED_STEPS
@@ -159,9 +164,9 @@ def run_metrics(
 ) -> Metrics:
     """Returns a run's metrics in milliseconds from the trainer's and the rollout's records by step.
 
-    Without overlap the prompt batch of step t and the push in its record belong to weight version t.
+    Without overlap, the prompt batch of step t and the push in the record of step t belong to weight version t.
     """
-    # The last step requests no rows for a next one, so its time differs.
+    # The last step requests no rows for a next step, so its time differs.
     steps = sorted(actor)[skipped:-1]
     prompt_batches = [rollout[step] for step in steps if step in rollout]
     sync, rest_ms = [], []
@@ -184,7 +189,7 @@ def run_metrics(
 
 
 def _speed(measured: Sequence[Mapping[str, float]]) -> Metrics:
-    """Returns rates: ``samples/s`` of the median step, the others over the whole time with slow steps."""
+    """Returns rates: ``samples/s`` is the rate of the median step, the others are means over all steps."""
     samples, tokens, milliseconds = (
         sum(record[name] for record in measured) for name in ("samples", "tokens", "step_ms")
     )

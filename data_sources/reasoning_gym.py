@@ -12,16 +12,16 @@ from typing import Any
 from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
 
 _HELD_OUT_SLOTS = 4  # a question whose checksum falls into one of them is held out, so training never asks it
-_TRIES = 64  # questions that are drawn for a row until its checksum fits; a task with few questions may have none
-_MAX_ROWS = 1 << 24  # question i of seed s is that of seed s + i, so seeds of other questions lie this far apart
+_TRIES = 64  # maximum draws for a row until a question's checksum fits; with few questions possibly none fits
+_MAX_ROWS = 1 << 24  # the package draws question i with seed + i, so seeds of different streams are this far apart
 
 
 @dataclass(frozen=True)
 class ReasoningTasksConfig(DataSourceConfig):
     """Holds the settings of the source.
 
-    ``task`` is the package's name of a task, which may also be given as data.task, and ``arguments`` are the task's
-    own. ``rows`` and ``held_out`` are the numbers of questions, and ``seed`` draws them.
+    ``task`` is the package's name of a task (data.task sets it, too), and ``arguments`` are the task's arguments.
+    ``rows`` and ``held_out`` are the numbers of questions, and ``seed`` is the seed of their generation.
     """
 
     name: str = "reasoning_gym"
@@ -72,7 +72,7 @@ class ReasoningTasks(BaseDataSource):
 
 
 def size_of(config: ReasoningTasksConfig) -> int:
-    """Returns the number of questions of one seed; some tasks refuse more questions than they have words for."""
+    """Returns the number of questions of one seed; some tasks refuse a larger number than their word list."""
     return max(config.rows, config.held_out)
 
 
@@ -100,7 +100,7 @@ def check(config: ReasoningTasksConfig) -> None:
         drawn(config, config.seed)
     except (TypeError, ValueError, AssertionError) as error:
         told = f"data.config.arguments={config.arguments} with data.task={config.task}: {error}"
-        raise ValueError(f"{told}. Its arguments are those of its settings in reasoning-gym.") from error
+        raise ValueError(f"{told}. See the fields of the task's config class in reasoning-gym.") from error
 
 
 SPEC = DataSourceSpec(

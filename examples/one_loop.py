@@ -60,7 +60,7 @@ STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
 @dataclass(frozen=True, kw_only=True)
 class LoopMetrics:
     """Holds the metrics of one step. ``versions`` are the weight versions of its trained tokens, ``logprob_gap`` is the
-    largest log-prob difference between engine and trainer, ``ratio`` the mean of the exponential of this difference.
+    largest log-prob difference between engine and trainer, and ``ratio`` is the mean importance ratio.
     """
 
     step: int
@@ -82,7 +82,7 @@ class Loop:
     def __init__(self, config: RelaxConfig, *, engine: EngineClient, model_folder: Path, scratch: Path) -> None:
         self.config, self.engine, self.scratch = config, engine, scratch
         self.algorithm = find_algorithm(config.algo.name)
-        # Data rows in an endless order that depends on the seed, and their prompts by env and chat template.
+        # The source has an endless, seeded order of data rows. Env and chat template turn a row into a prompt.
         self.source = make_source(config.data, seed=config.seed, eval_rows=0)
         self.prompts = PromptMaker(
             env=find_env(config.env.name),
@@ -164,7 +164,7 @@ class Loop:
         lease = self.bus.lease(
             LeaseRequest(task="actor", columns=COLUMNS, min_groups=groups, max_groups=groups, step=step)
         )
-        assert lease is not None, "sample put as many groups as a step takes"
+        assert lease is not None, "`sample` has put all groups of the step"
         oldest = step - self.config.mode.max_staleness
         return lease, [decode_train_tree(row, step=step, oldest_version=oldest)[0] for row in lease.rows]
 

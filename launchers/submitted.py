@@ -1,7 +1,7 @@
 """Writes and reads the files of a submitted run, which another process starts: its configuration and how it ended.
 
 `submitted.yaml` is the whole configuration at the time of submission, so later edits do not reach a job that waits in a
-queue. `end.json` holds the run's exit code, so that reading it needs no accounting database of the cluster.
+queue. `end.json` holds the run's exit code, which can be read without the cluster's accounting database.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunEnd:
     """Holds the result of a submitted run.
 
     ``code`` is the run's own exit code. ``cause`` is the reason as text, if the run could not report it itself.
-    ``attempt`` names the job, and the start of that job, which ended.
+    ``attempt`` names the job and its start, because a job may be started several times.
     """
 
     code: int

@@ -142,8 +142,9 @@ def test_hydra_stays_in_config_and_its_plugins() -> None:
 
 
 def test_every_key_is_read_by_something() -> None:
-    """Keys that no code outside of config/ reads are dead; Hydra's plug-ins read only keys of Hydra. ``name``
-    distinguishes options, and ``run.confirm`` is for the checks.
+    """Code outside of config/ must read each key; Hydra's plug-ins do not count, because they read only Hydra's keys.
+
+    Exceptions: ``name`` distinguishes options, and the checks in config/ read ``run.confirm``.
     """
     read = {
         node.attr
@@ -163,7 +164,7 @@ def test_every_key_is_read_by_something() -> None:
 
 # (core file, name of a plug-in) → why it is allowed.
 _PACKAGE = "a package has the name of the env that needs it"
-_PLAYED = "a scripted player of this env makes the warm start of a builtin model"
+_PLAYED = "a scripted player of this env generates the warm-start data of a builtin model"
 NAMED = {
     ("relax_core/data/generated.py", "reverse_digits"): "a generated task has the name of the reward that scores it",
     ("relax_core/config/choices.py", "number_guess"): _PLAYED,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 DEVIATIONS = ("group", "batch", "none")
 LEAVE_ONE_OUT_DEVIATIONS = ("none", "group", "others", "batch")
 LARGEST_OF_OTHERS = 10.0  # the bound of an advantage that is divided by the std of the other rewards
-ROUNDING = 1e-6  # a smaller std, as a share of the largest reward, is rounding in float32
+ROUNDING = 1e-6  # share of the largest reward; a smaller std is only float32 rounding
 
 
 def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsilon: float) -> Tensor:
@@ -64,8 +64,8 @@ def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_ep
     Every subset of ``k`` of the group's samples has the reward of its best sample. A sample's advantage is the mean
     reward of the subsets that contain it, less the mean reward of all subsets. ``normalize_std`` divides it by the
     subsets' population std + ``std_epsilon``. For rewards of 0 and 1 the result equals the paper's closed forms; the
-    sums over sorted rewards below extend them to any rewards. With ``k`` = 1 they are r - mean, over the population
-    std. The result is 0 for a group of at most ``k`` samples and for equal rewards.
+    sums over sorted rewards below extend them to any rewards. With ``k`` = 1 the advantages are r - mean,
+    divided by the population std. The result is 0 for a group of at most ``k`` samples and for equal rewards.
     """
     count = rewards.numel()
     if count <= k or _all_equal(rewards):
@@ -75,7 +75,8 @@ def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_ep
     # The sample of rank j, from 0, is the best of the subsets whose other samples are among the j samples below it.
     best = values.new_tensor([comb(j, k - 1) / subsets for j in range(count)])
     own = values.new_tensor([comb(j, k - 1) / subsets_of_one for j in range(count)])
-    # That sample is also the best of a lower sample's subset if the other k - 2 are among the j - 1 that remain below.
+    # It is also the best of a subset that contains a given lower sample if the other k - 2 samples are among the
+    # remaining j - 1 samples below it.
     above = values.new_tensor([comb(j - 1, k - 2) / subsets_of_one if j and k > 1 else 0.0 for j in range(count)])
     better = values * above
     of_sample = values * own + (better.sum() - better.cumsum(0))

@@ -25,7 +25,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def group_problems(config: GroupConfig) -> list[str]:
-    """Returns the problems of `baseline_problems` and those of ``normalize_std`` and ``pass_k``."""
+    """Returns the problems of `baseline_problems`, and the problems of ``normalize_std``, ``credit`` and ``pass_k``."""
     problems = baseline_problems(config) + deviation_problems(config, F.DEVIATIONS) + credit_problems(config)
     if config.pass_k > 1 and config.credit == "gigpo":
         problems.append(
@@ -46,7 +46,7 @@ def group_problems(config: GroupConfig) -> list[str]:
 
 
 def baseline_problems(config: PolicyGradientConfig) -> list[str]:
-    """Returns the problems of `common_problems` and that of a group too small for a baseline."""
+    """Returns the problems of `common_problems`, and a problem if the group is too small for a baseline."""
     problems = common_problems(config)
     if config.group_size < 2:
         problems.append(f"algo.group_size={config.group_size}: a group of one has no baseline. Use 2 or more.")
@@ -126,7 +126,7 @@ def clip_problems(config: ClipConfig, *, usual: str) -> list[str]:
 
 
 def token_clip_problems(config: TokenClipConfig, *, usual: str) -> list[str]:
-    """Returns the problems of `clip_problems` and those of the trust region."""
+    """Returns the problems of `clip_problems` and the problems of ``trust_region``."""
     problems = clip_problems(config, usual=usual) + choice_problems(
         "algo.trust_region", config.trust_region, F.TRUST_REGIONS
     )

@@ -1,4 +1,7 @@
-"""Turns a policy loss per token into a `LossOutputs`: correction, rejection, OPSM, KL, entropy bonus, sum, metrics."""
+"""Computes `LossOutputs` from the policy loss per token.
+
+The steps are: correction, rejection, off-policy sequence masking (OPSM), KL, entropy bonus, sum and metrics.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def _corrected(
         )
         per_token = per_token * extra["tis_weight"]
     if config.rejection:
-        # The trainer's log-probs are the recomputed ones if they exist, else those of the step's forward pass.
+        # The trainer's log-probs: recomputed by actor_fwd if the run has this role, else from the step's forward pass.
         trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
         kept = F.rejection_mask(
             logprobs=trainer,
@@ -126,7 +129,7 @@ def metric_sums(
     """Returns each metric as (sum, count) over the trained tokens; docs/algorithms.md explains the metrics.
 
     All algorithms have the same metrics. ``ratio_low`` and ``ratio_high`` are the 1 % and 99 % quantiles of the ratio
-    in each micro-batch; they count once per token, so that their mean over micro-batches is weighted by tokens.
+    in each micro-batch. Their count is the number of tokens, so their mean over micro-batches is weighted by tokens.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 

@@ -54,11 +54,11 @@ def problems(config: Any) -> Iterator[str]:
         if value != off:
             yield f"rollout.{key}={value}: this engine samples from the whole vocabulary. Use rollout.{key}={off:g}."
     if rollout.stop:
-        yield f"rollout.stop={rollout.stop}: this engine looks for no strings. Drop it."
+        yield f"rollout.stop={rollout.stop}: this engine has no stop strings. Drop it."
     if config.algo.routing_replay:
-        yield "algo.routing_replay=true: this engine tells no routed experts. Use algo.routing_replay=false."
+        yield "algo.routing_replay=true: this engine returns no routed experts. Use algo.routing_replay=false."
     if getattr(config.algo, "served_by", "") == "engine":
-        yield "algo.served_by=engine: this engine scores no given tokens. Use algo.served_by=forward."
+        yield "algo.served_by=engine: this engine cannot score given tokens. Use algo.served_by=forward."
 
 
 SPEC = EngineSpec(
@@ -216,7 +216,7 @@ class Decoder(threading.Thread):
 
         began = time.perf_counter()
         if (manifest.version, manifest.digest) != (self.version, self.digest):
-            own = dict(self._model.named_parameters())  # A tied head is no parameter of its own.
+            own = dict(self._model.named_parameters())  # A tied head is not a separate parameter.
             new = dict(read_weights(manifest))
             if {name: value.shape for name, value in own.items()} != {
                 name: tensor.shape for name, tensor in new.items()
@@ -243,7 +243,7 @@ def jobs_of(body: GenerateBody, *, context: int, vocabulary: int) -> list[Job]:
         asked = (body.samples[place] if body.samples else None) or range(params.n)
         running = [Response(sample, np.random.default_rng([seed, sample])) for sample in asked]
         for response in running:
-            response.random.random(body.generated[place] if body.generated else 0)  # skips those of its existing tokens
+            response.random.random(body.generated[place] if body.generated else 0)  # skips used numbers
         least = max(0, body.min_version[place])
         jobs.append(Job(place, rid, ids, params, least, body.banned_token_ids, running, finished))
     return jobs

@@ -149,8 +149,8 @@ class MixedCursor(DataCursor):
     def choose(self, core: ReplayBuffer, request: LeaseRequest) -> list[OpenGroup]:
         """Returns the groups that a lease gets now. The actor gets one group for each slot of each modality.
 
-        Over-sampling drops the slowest groups of each modality: a slot waits for the groups that were admitted for its
-        step, if there are any. Each modality then loses groups in proportion to its share. At staleness 0 without
+        Slots are reserved for groups that leave the window after this step, even if they are not ready. Over-sampling
+        therefore drops the slowest groups of each modality, in proportion to its share. At staleness 0 without
         over-sampling exactly the step's groups were admitted, and they keep their order.
         """
         settings = self._settings

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("ray", "transfer_queue")
 
-# Each waiting call occupies one of the actor's concurrent calls. The call that wakes it always needs a free slot.
+# Each waiting call counts as one of the actor's concurrent calls, and the call that ends the wait needs a free place.
 _MAX_CALLS = 10_000
 START_TIMEOUT_S = 60.0
 

@@ -4,7 +4,7 @@ Train step t consumes weights t and makes t + 1. It may train an episode iff t m
 token is at most ``max_staleness``. This module applies the rule in three places:
 
 - admission admits a group only if some step inside the window can consume it;
-- selection gives the actor the groups first that leave the window next;
+- selection: the actor first gets the groups that leave the window next;
 - a group that left the window ends as ``stale``, and a group that is not needed after over-sampling ends as
   ``over_sampled``. The rollout ends an episode of several turns early if it would become stale (`StalenessCheck`).
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class StalenessWindow(Protocol):
-    """Declares the size of the staleness window; `BusSettings` and the section ``mode`` of a configuration have it."""
+    """Declares the size of the staleness window; `BusSettings` and the section ``mode`` implement it."""
 
     @property
     def max_staleness(self) -> int:
@@ -57,8 +57,8 @@ def plan_admissions(
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``.
 
     ``supply_versions`` has, for every group that is not leased for step ``version``, the first weight version at which
-    the group can be trained. A new group is meant for the first step c with too few groups: fewer groups can be trained
-    by step c than there are slots up to step c. The group enters if c is at most one step past the window and inside
+    the group can be trained. A new group is meant for the first step c that lacks groups: the steps up to c have more
+    slots than groups that can be trained by then. The group enters if c is at most one step past the window and inside
     the run.
 
     If no group is lost, group k is meant for step k // groups_per_step. After a loss, a new group fills the free slot
@@ -98,7 +98,7 @@ def fill(
 
 
 def keeps_order(settings: BusSettings) -> bool:
-    """Returns whether train steps take the groups in order of issue, because only the step's groups are admitted."""
+    """Returns whether train steps take groups in order of issue: no group beyond the step's groups is admitted."""
     return settings.max_staleness == 0 and not settings.spare_groups
 
 
@@ -183,8 +183,8 @@ def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool
     """Returns whether a group that no lease holds is no longer needed at the start of step ``version``.
 
     With surplus=drop, a group in flight is not needed after the step that it was admitted for; with surplus=keep it
-    continues. A complete group is not needed once none of its tokens is inside the window; on_stale=drop ends it
-    earlier, with its oldest trained token.
+    continues. A complete group is not needed once all its tokens have left the window, or with on_stale=drop once its
+    oldest trained token has left.
     """
     if not settings.spare_groups:
         return False

@@ -12,7 +12,7 @@ _FILES = threading.local()  # the open file of each thread, because opening it t
 
 
 def core_wait_s() -> float:
-    """Returns the seconds that the calling thread has waited for a core since its start; 0 if the kernel has no count.
+    """Returns the seconds that the calling thread has waited for a core since its start; 0 if not counted.
 
     Time in which a thread is stopped by a signal, sleeps, or waits for data does not count.
     """

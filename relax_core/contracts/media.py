@@ -102,10 +102,10 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """Describes an encoded image, video or sound, or a video together with its sound track.
 
-    ``digest`` is the xxh3_128 in hex over settings and tensors; equal items have equal digests. ``token_ids`` are the
-    ids of the item's rows, int32 ``[rows]`` as little-endian bytes; a video's rows include its time stamps. ``offsets``
-    are the three rotary positions of its rows relative to the item's first position, int32 ``[3, rows]`` (float32 if
-    ``fractional``); ``advance`` is the distance from the item's first position to that of the next token.
+    ``digest`` is the xxh3_128 hash of settings and tensors in hex; equal items have equal digests. ``token_ids`` are
+    the ids of the item's rows, int32 ``[rows]`` as little-endian bytes; a video's rows include its time stamps.
+    ``offsets`` are the three rotary positions of its rows relative to the item's first position, int32 ``[3, rows]``
+    (float32 if ``fractional``); ``advance`` is the distance from the item's first position to that of the next token.
     ``placeholder`` are the ids that replace the item's rows for an engine that expands items itself.
 
     ``grid`` is (time, height, width) in patches of the vision tower, zeros for a sound. ``seconds`` is the time between

@@ -1,7 +1,8 @@
 """Computes rotary positions with three axes (time, height, width) from a tree and its media items.
 
-A text token advances all three positions by 1. An item adds its offsets to its first position, and then moves the
-positions by its advance. A branch continues from its parent. So positions need not be stored or sent.
+A text token advances all three positions by 1. The rows of an item that starts at position p have the positions
+p + offsets, and the token after the item has p + advance. A branch continues from its parent. Therefore positions need
+not be stored or sent.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def rotary_of_sequence(length: int, media: Sequence[Media]) -> tuple[np.ndarray,
 
 
 def _path_sums(runs: Chains, values: np.ndarray) -> np.ndarray:
-    """Returns for each row the sum of ``values`` over the rows of its path, including itself."""
+    """Returns for each row the sum of ``values`` over the rows of its path, including the row itself."""
     sums = np.cumsum(values)
     before = sums - values
     shift = -before[runs.start]  # so that each chain starts its own sum

@@ -3,7 +3,7 @@
 "see" asks for the colour of a picture (PNG) or the direction of motion in a video (MP4), or gives a word to copy.
 "four_modalities" asks for the pitch of a tone (WAV), too. The parts alternate, and so do the four answers of each.
 "tone_of_picture" shows a picture and a tone and asks whether they match: the first colour matches the first tone, and
-so on. In a control task, the files of the exchanged kinds are chosen at random, so that they carry no information.
+so on. In a control task ("…_exchanged"), the files of some kinds are random, so they carry no information.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _make_vision_files(folder: Path) -> None:
         import PIL.Image  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"data.task=see: {error.name} is not installed, which makes its pictures and videos. Run pip install "
+            f"data.task=see: {error.name} is not installed; it makes the pictures and videos. Run pip install "
             "'relax-core[omni]'."
         ) from error
     for split, variants in VARIANTS.items():
@@ -170,7 +170,7 @@ TONES = {"low": 300.0, "mid": 700.0, "high": 1500.0, "top": 3000.0}  # hertz
 TONE_VARIANTS = {"train": 24, "eval": 12}  # files of each tone
 SECONDS = (0.3, 0.8)  # the least and the largest length
 _RATES = (8_000, 16_000, 44_100)
-_PITCH = 0.06  # share by which a tone's pitch differs at most
+_PITCH = 0.06  # largest relative deviation of a tone's pitch
 _NOISE = 0.02  # amplitude as a share of full scale
 _TONE_VERSION = 1  # to be raised when the files below change
 

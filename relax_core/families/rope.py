@@ -86,8 +86,8 @@ def read_rope(config: Mapping[str, Any], *, family: str, part: float | None = No
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(
-            f"config.json rope_parameters differ by kind of layer ({', '.join(nested)}): {family} computes the same "
-            "rotary embedding in all layers only."
+            f"config.json rope_parameters differ by kind of layer ({', '.join(nested)}): {family} supports only one "
+            "rotary embedding for all layers."
         )
     rotated = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or part or 1.0
     if rotated != 1.0 and part is None:

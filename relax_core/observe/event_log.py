@@ -36,19 +36,19 @@ CONTROLLER = "controller"  # the writer of resume events
 ACTOR = "actor"  # source of one record per train step
 ROLLOUT = "rollout"  # source of one record per generated prompt batch
 EVAL = "eval"  # source of one record per evaluation; its step is the weight version
-SKELETONS = "skeletons"  # kind of texts with the most frequent forms of an evaluation's right answers
+SKELETONS = "skeletons"  # kind of text record: the most frequent forms of correct answers in an evaluation
 RANK = "rank"  # source of the timings of the trainer's ranks, one record per train step
 PROCESS = "process"  # source of the resource usage of the run's processes, one record every few seconds
 LEDGER = "ledger"  # source of the ledger's drop counts, one record per train step from the first dropped sample on
 RUN = "run"  # source of events of the run itself
 RESUMED = "resumed"
-BAD_ROWS = "bad_rows"  # kind of texts about skipped data rows
+BAD_ROWS = "bad_rows"  # kind of text record: skipped data rows
 
 KEPT_RECORDS = 10_000  # records that wait for the disk, about 20 MB
 RETRY_S = 1.0  # between two tries to write, such as on a full disk
 FLUSH_S = 10.0
 READ_BYTES = 4 * 2**20  # bytes of one read from a file; longer lines are not allowed
-CALL_BYTES, MIN_BYTES = 32 * 2**20, 16 * 2**10  # bytes per call from all files, and at least from each file
+CALL_BYTES, MIN_BYTES = 32 * 2**20, 16 * 2**10  # bytes that one call reads: from all files, and at least from each
 MAX_STEP, MAX_TIME_S = 2**53, 1e11
 MAX_FILES = 20_000
 MAX_TAILS, TAIL_BYTES = 16, 2**18  # files whose ends are read for the newest numbers, and bytes of each end
@@ -147,7 +147,7 @@ class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", ta
 
 
 Event = Record | GapRecord | Alarm | OrderChange | MadeRecord | TrainedRecord
-ALARMS, ORDERS = "alarms", "orders"  # writers with separate files, which begin no attempt
+ALARMS, ORDERS = "alarms", "orders"  # writers with separate files; these files start no attempt
 SAMPLES = "samples-"  # prefix of the writers of sample records; only readers that request these open their files
 
 
@@ -176,7 +176,7 @@ def text_record(kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) ->
 
 
 def bad_rows_kind(worker: int) -> str:
-    """Returns the kind of a rollout worker's texts about the data rows that it skipped."""
+    """Returns the ``kind`` of the text records in which a rollout worker lists its skipped data rows."""
     return f"{BAD_ROWS}-{worker}" if worker else BAD_ROWS
 
 
@@ -379,7 +379,7 @@ class EventFile:
     def append(self, *events: Event) -> int:
         """Appends events and returns how many were left out because their lines are too long for the reader.
 
-        Raises OSError if the others cannot all be written; then none is written.
+        Raises OSError if the remaining events cannot all be written; in this case none is written.
         """
         if self._path is None:
             attempt = self._attempt
@@ -565,7 +565,10 @@ def _decoded(line: bytes) -> Event:
 
 
 def read_event(run_dir: Path, place: EventLocation) -> Event:
-    """Returns the event at a place from `EventReader.read_placed`. Raises OSError, and ValueError for anything else."""
+    """Returns the event at a place from `EventReader.read_placed`.
+
+    Raises OSError if the file cannot be read, and ValueError if the place has no event.
+    """
     with open_plain(run_dir / EVENTS_FOLDER / place.name) as file:
         file.seek(place.offset)
         return _decoded(file.read(place.size))

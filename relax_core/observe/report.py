@@ -162,7 +162,10 @@ def _saved(run_dir: Path) -> dict[str, Any]:
 def _train_on(
     saved: Mapping[str, Any], overrides: Sequence[str], here: Sequence[str], *, steps: int
 ) -> tuple[str, str]:
-    """Returns the command that doubles the steps of a finished run, and its purpose with the learning rate's jump."""
+    """Returns the command that doubles the steps of a finished run, and its purpose.
+
+    The purpose mentions a jump of the learning rate.
+    """
     from relax_core.config.learning_rate_schedule import (
         learning_rate_jump_message,  # imports OmegaConf, which a tracker's process does not need
     )
@@ -217,7 +220,7 @@ def _metrics(summary: Mapping[str, Any]) -> Table:
             f"{last['rows']} prompts",
         )
         if (shadow := last["figures"].get("shadow")) is not None:
-            table.add_row("by the shadow", f"{shadow:.3f} at step {last['step']} (reward.shadow)")
+            table.add_row("held-out, by shadow", f"{shadow:.3f} at step {last['step']} (reward.shadow)")
     if best := summary.get("best"):
         table.add_row("best", f"{best['metric']} {best['value']:.3f} at step {best['step']}")
     table.add_row(
@@ -370,7 +373,7 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
         axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
     shadow = _points(evaluation, "shadow")
     if shadow[0]:
-        axes[1].plot(*shadow, color=GREY, marker="x", linestyle=":", label="the same, by reward.shadow")
+        axes[1].plot(*shadow, color=GREY, marker="x", linestyle=":", label="held-out, by reward.shadow")
         axes[1].legend(frameon=False, fontsize=10, loc="best")
     axes[1].set_ylim(-0.04, 1.04)
     figure.savefig(path)

@@ -58,7 +58,7 @@ class StallRequests:
         try:
             recent = [ask for ask in asks if self._age_s(ask) < FORGOTTEN_S]
             text = report() if recent else ""
-            recent = [ask for ask in recent if (self._folder / f"{ask}{ASK}").exists()]  # the others have left
+            recent = [ask for ask in recent if (self._folder / f"{ask}{ASK}").exists()]  # other requesters have left
             for ask in asks:
                 (self._folder / f"{ask}{ASK}").unlink(missing_ok=True)
             for ask in recent:

@@ -1,7 +1,7 @@
 """Builds and writes summary.json, the metrics of a run. docs/summary.md describes each field.
 
-Findings explain problems of the metrics in sentences, at the end and while a run learns nothing. The panel also shows
-the metrics of episodes, rewards and judges.
+A finding is a sentence about a problem that the metrics show. Findings appear at the end of a run, and during a run
+that learns nothing. The panel also shows the metrics of episodes, rewards and judges.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
 
 
 def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, Any] | None:
-    """Returns the evaluation with the highest value of run.keep_best; the first of equal values."""
+    """Returns the first evaluation with the highest value of the metric run.keep_best."""
     name = (metric or "").removeprefix(f"{EVAL}/")
     known = {step: values[name] for step, values in evaluations.items() if name in values}
     if not known:
@@ -231,12 +231,12 @@ def _finite(value: Any) -> Any:
 # -- Findings ----------------------------------------------------------------------------------------------------------
 
 WINDOW = 10  # number of steps in a mean
-NOISE = 5.0  # a drop of the reward counts above this number of standard errors of the difference of two windows
-LOST_SHARE = 1 / 3  # a drop of the reward counts above this share of the previous gain
-EVAL_NOISE = 3.0  # a drop of the accuracy counts above this number of standard errors
+NOISE = 5.0  # a reward drop counts if it exceeds this many standard errors of a difference between two windows
+LOST_SHARE = 1 / 3  # a reward drop counts if it exceeds this share of the gain before it
+EVAL_NOISE = 3.0  # an accuracy drop counts if it exceeds this many standard errors
 EVAL_FALL = 0.03
 MAX_GROUPS_WITHOUT_SIGNAL = 0.5
-MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean that the prompts are learnt
+MOSTLY_RIGHT = 0.5  # with this share of exact answers or more, equal rewards mean that the prompts are learnt
 
 
 def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:
@@ -257,29 +257,29 @@ MAX_USUAL_DENIED = 0.5  # share of the right answers that a shadow may deny from
 
 
 def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
-    """Checks whether the model learned answers that the reward's shadow denies, or whether the shadow fits at all."""
+    """Checks for learned answers that the reward's shadow denies, and for too many denied answers from the start."""
     noticed = [(step, values) for step, values in actor.items() if "hack_onset" in values]
     if noticed:
         step, values = noticed[-1]
         yield (
-            f"Since train step {values['hack_onset']:.0f} the model learned answers that the reward finds right and "
-            f"its shadow does not: at step {step} the shadow denied {values['shadow_denied']:.0%} of them, and "
+            f"Since train step {values['hack_onset']:.0f} the model learned answers that the reward accepts and "
+            f"its shadow denies: at step {step} the shadow denied {values['shadow_denied']:.0%} of them, and "
             f"{values['shadow_denied/usual']:.0%} in the first steps. Do not trust the accuracy."
         )
     usual = next((values["shadow_denied/usual"] for values in actor.values() if "shadow_denied/usual" in values), 0.0)
     if usual > MAX_USUAL_DENIED:
         yield (
-            f"From the first steps on, the shadow denied {usual:.0%} of the answers that the reward finds right. "
-            "Either the model exploits the reward since its start, or the shadow cannot read these answers: look at "
-            "some, and use a stricter reward or another reward.shadow."
+            f"From the first steps on, the shadow denied {usual:.0%} of the answers that the reward accepts. "
+            "Either the model has exploited the reward from the start, or the shadow cannot read these answers: look "
+            "at some, and use a stricter reward or another reward.shadow."
         )
 
 
 def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
     """Checks whether the reward dropped.
 
-    The last window's mean must be below the best window's mean by more than a third of the gain until then, and by more
-    than the noise between steps explains.
+    It dropped if the mean of the last window is below the mean of the best window by more than `LOST_SHARE` of the gain
+    up to the best window, and by more than `NOISE` standard errors.
     """
     known = [
         (step, values["reward"]) for step, values in actor.items() if math.isfinite(values.get("reward", math.nan))
@@ -324,7 +324,7 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
         )
 
 
-# In the syntax of `notify.rules`; the run logs a line when a rule becomes true.
+# These rules have the syntax of `notify.rules`. The run logs a line when a rule becomes true.
 HACK = "actor/hack_onset"
 SIGNAL_RULES = (
     "actor/truncated >= 1 for 20 steps",
@@ -335,7 +335,7 @@ SIGNAL_RULES = (
 
 
 def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str:
-    """Returns advice for one of `SIGNAL_RULES` that became true with a record of the trainer.
+    """Returns advice for a rule of `SIGNAL_RULES` that became true with ``record``, a record of the trainer.
 
     ``max_new_tokens`` is the limit of an answer, in tokens.
     """
@@ -344,9 +344,9 @@ def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str
     when = f"for {rule.steps} train steps, to step {record.step}"
     if rule.number == "actor/truncated":
         return (
-            f"All answers were cut at rollout.max_new_tokens={max_new_tokens} {when}: no reward saw a whole answer. "
-            "Raise rollout.max_new_tokens, or check whether the model's end tokens are those with which its chat "
-            "template ends an answer."
+            f"All answers were cut at rollout.max_new_tokens={max_new_tokens} {when}, so no reward got a whole answer. "
+            "Raise rollout.max_new_tokens, or check that the model's end tokens match the end of an answer in its chat "
+            "template."
         )
     exact = record.values.get("exact", 0.0)
     if exact >= MOSTLY_RIGHT:
@@ -398,8 +398,8 @@ def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
     """Returns the metrics of all episodes; empty for a run with single-turn episodes.
 
     Means and shares are over all episodes, but the cached share is over all prompt tokens. ``given_up`` is the share of
-    episodes whose end has no reward. A quantile is the mean of the prompt batches' quantiles, weighted by their
-    episodes. ``agent`` has the mean metrics of agents' requests, if agents play.
+    episodes that ended for a reason without a reward. A quantile is the mean of the prompt batches' quantiles, weighted
+    by their episodes. ``agent`` has the mean metrics of agents' requests, for a run with agents.
     """
     played = [values for values in prompt_batches if "turns" in values]
     episodes = sum(values["samples"] for values in played)
@@ -432,8 +432,8 @@ def modality_results(
 ) -> dict[str, Any]:
     """Returns the metrics of each modality; empty for a run that issued only text.
 
-    ``issued_share`` is the share of all samples that have ended, and ``trained_share`` the share of all trained
-    samples.
+    ``issued_share`` is the modality's share of all samples that have ended, and ``trained_share`` its share of all
+    trained samples.
     """
     if set(counts) <= {TEXT}:
         return {}
@@ -476,15 +476,15 @@ def _tagged_mean(records: Sequence[Values], name: str, weight: str) -> float | N
 
 
 REWARD, JUDGE = "reward/", "judge/"
-JUDGE_CHECK = "judge_check"  # source of the record of the verdicts on known answers
+JUDGE_CHECK = "judge_check"  # source of the record about verdicts on known answers
 _NONE = "none/"
 
 
 def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
     """Returns the metrics of each reward over all answers of training, by the reward's name.
 
-    ``answers`` is their number; ``mean`` is the mean reward of the answers that have one, None if there are none;
-    ``none`` is the share of answers without a reward, and ``none_by`` that share by cause. A quantile is the mean of
+    ``answers`` is the number of answers, and ``mean`` the mean of their rewards, None if no answer has a reward.
+    ``none`` is the share of answers without a reward, and ``none_by`` is that share by cause. A quantile is the mean of
     the prompt batches' quantiles, weighted by their answers.
     """
     return {
@@ -524,7 +524,7 @@ def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, objec
 
 
 def named_metrics(prompt_batches: Sequence[Values], prefix: str) -> dict[str, list[dict[str, float]]]:
-    """Returns NAME → the metrics KEY of each prompt batch that has values PREFIX + NAME/KEY."""
+    """Returns NAME → the metrics, by KEY, of each prompt batch that has metrics PREFIX + NAME/KEY."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for values in prompt_batches:
         of_batch: dict[str, dict[str, float]] = defaultdict(dict)

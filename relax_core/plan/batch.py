@@ -76,7 +76,7 @@ def _micro_batch_notes(config: RelaxConfig, work: Workload) -> Iterator[str]:
 
 
 def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> list[str]:
-    """Returns sentences about the media of a prompt, of a group on the bus and in a train step's work."""
+    """Returns sentences about media: per prompt, per group on the bus, and their share of a train step's compute."""
     if work.media is None or model.patches is None:
         return []
     media, budget = work.media, config.parallel.micro_batch_patches
@@ -84,7 +84,7 @@ def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
         looked = f"The headers of the first {plural(media.prompts, 'row')} say"
         items = f"{media.items:.2g} media items a prompt"
     else:
-        looked, items = "There are no rows yet, so a prompt counts as images alone", "as large as the context allows"
+        looked, items = "Without rows yet, a prompt is assumed to be images only", "as large as the context allows"
     most = "" if media.most_patches == media.patches else f" (at most {media.most_patches:,} patches)"
     heard = f", {media.audio_frames:,.0f} frames of sound" if media.sounds else ""
     patches = patches_of_micro_batch(config.parallel, work)
@@ -95,9 +95,9 @@ def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
         f"tensors on average{most}.",
         f"The bus keeps the tensors of a group once: {media.nbytes / MIB:.2f} MiB, "
         f"{work.groups * media.nbytes / MIB:.1f} MiB a train step.",
-        f"The towers' work for a prompt is that of {towers:,.0f} rows on average, "
-        f"{100 * tower_share(config, work, model):.0f}% of a train step's products; at most {patches:,} patches pass a "
-        f"rank's tower together (parallel.micro_batch_patches={budget}).",
+        f"On average, the towers compute for a prompt as much as the language model for {towers:,.0f} rows, "
+        f"{100 * tower_share(config, work, model):.0f}% of a train step's matrix products; at most {patches:,} patches "
+        f"pass a rank's tower together (parallel.micro_batch_patches={budget}).",
     ]
     if patches > budget:
         words.append(f"One prompt alone has more patches than parallel.micro_batch_patches={budget} and is never cut.")
@@ -167,7 +167,7 @@ def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
             f"{count} process{'es' if count > 1 else ''} for the environment ({config.rollout.workers} x env.workers="
             f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; a process "
             f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
-            "(their limit), which the sum below has in full."
+            "(their limit), all of it counted in the sum below."
         )
     if spec.agent is not None:
         words += _agents(config, spec)
@@ -195,21 +195,21 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     agent, at_once = config.agent, max_concurrent_agents(config) * config.rollout.workers
     endpoint = f"{config.endpoint.host}, port {config.endpoint.port or 'any free one'}"
     if not (command := agent_command_of(config, spec)):
-        return [f"Agents that Relax does not start ask for up to {at_once} tasks at one time at {endpoint}."]
+        return [f"External agents ask for up to {at_once} tasks at one time at {endpoint}."]
     how = f"{at_once} processes take task after task" if agent.workers else "each in a process of its own"
     return [
         f"Agents play up to {plural(at_once, 'episode')} at one time, {how}: {shlex.join(command)}. The endpoint is at "
         f"{endpoint}.",
         f"Each agent may use {MEMORY_GIB:g} GiB, {at_once * MEMORY_GIB:g} GiB together, and have "
-        f"{PROCESSES} processes; the sum below counts small agents.",
+        f"{PROCESSES} processes; the sum below assumes small agents.",
     ]
 
 
 def order_notes(config: RelaxConfig) -> Iterator[str]:
-    """Warns that several rollout workers make a run without staleness unrepeatable."""
+    """Warns that a seed does not repeat a run with several rollout workers, even at staleness 0."""
     if config.mode.max_staleness == 0 and not config.in_order:
         yield (
-            f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: which worker rolls a group out "
+            f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: the assignment of groups to workers "
             "depends on timing, so the same seed gives another run. With rollout.workers=1 it gives the same bits."
         )
 
@@ -222,8 +222,8 @@ def credit_notes(config: RelaxConfig, work: Workload) -> list[str]:
     credits = (staleness + 1) * groups + spares * (1 if kept else staleness + 1)
     turns = " Rollout and trainer take turns." if config.mode.name is ModeName.colocate else ""
     return [
-        f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_groups_text(spares, kept)} = {credits} "
-        f"groups, {credits * work.group_size} samples, generated and not yet trained at most.",
+        f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_groups_text(spares, kept)} = at most "
+        f"{credits} groups, {credits * work.group_size} samples, that are generated but not yet trained.",
         f"A token is trained at most {plural(staleness, 'weight version')} after the version that sampled it.{turns}",
         f"One engine runs up to {work.samples_in_flight} samples at one time.",
     ]
@@ -233,4 +233,4 @@ def _spare_groups_text(spares: int, kept: bool) -> str:
     """Returns the number of groups that over-sampling admits beyond the groups that the steps need."""
     if not spares:
         return ""
-    return f" + {spares} spare, kept over the steps" if kept else f", each step's with {spares} spare"
+    return f" + {spares} spare, kept for later steps" if kept else f", each step with {spares} spare groups"

@@ -62,12 +62,12 @@ class Plan:
     """Holds everything that is known about a run before it starts.
 
     ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run would use
-    it, else None. ``cache_tokens_fit`` is the room for KV-cache tokens on one engine's GPUs, else None. ``engines``
-    describes the engines that may be added during training; ``engine_room`` is None if none may be started. ``data`` is
-    the result of the data check, and ``left_out`` its unused and shortened rows; both are empty if no data is
-    available. ``warnings`` are printed first at a start. ``refused`` has the reasons why the run cannot work, each with
-    its fix, and ``not_yet`` the reasons why it cannot start yet although it could work. Memory and placement are empty
-    if the layout itself is refused.
+    it, else None. ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs, None for engines
+    on CPU cores. ``engines`` describes the engines that may be added during training; ``engine_room`` is None if none
+    may be started. ``data`` is the result of the data check, and ``left_out`` its unused and shortened rows; both are
+    empty if no data is available. ``warnings`` are printed first at a start. ``refused`` has the reasons why the run
+    cannot work, each with its fix, and ``not_yet`` the reasons why it cannot start yet although it could work. Memory
+    and placement are empty if the layout itself is refused.
     """
 
     name: str
@@ -101,10 +101,10 @@ class Plan:
 
 
 def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
-    """Returns the plan for a configuration; ``not_yet`` are the only problems that its checks found.
+    """Returns the plan for a configuration. Its checks found only ``not_yet``, the problems that prevent a start now.
 
-    Raises ValueError for a model that cannot be planned; everything else that cannot work is in ``refused``. A context
-    that is not derived yet is derived here.
+    Raises ValueError for a model that cannot be planned; all other reasons why the run cannot work are in ``refused``.
+    If engine.context_length is null, it is derived here.
     """
     model = find_dimensions(config)
     if config.engine.context_length is None:
@@ -204,7 +204,7 @@ def _runs_here(config: RelaxConfig) -> bool:
 
 
 def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str]:
-    """Checks the context of a published shape; a folder's and the built-in model's were checked before."""
+    """Checks the context of a published shape; the context of a folder or a built-in model was checked before."""
     context = config.engine.context_tokens
     if config.model.path is None and config.model.builtin is None and context > model.positions:
         yield (
@@ -214,7 +214,7 @@ def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str
 
 
 def _state_faults(config: RelaxConfig, state_tokens: int) -> Iterator[str]:
-    """Returns a sentence if the engine has no room for one group with its states, whatever the prompt."""
+    """Yields a sentence if the engine has no room for one group with its states, even with an empty prompt."""
     group, new, room = config.algo.group_size, config.rollout.max_new_tokens, config.engine.max_total_tokens
     needed = group * (new + state_tokens)
     if state_tokens and needed > room:
@@ -431,4 +431,4 @@ def _transfers(plan: Plan) -> Iterator[str]:
         f"{size_text(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"
     )
     if transfers.passed_bytes:
-        yield f"an export copies {size_text(transfers.passed_bytes)} of tensors that are not computed from model.path"
+        yield f"an export copies {size_text(transfers.passed_bytes)} of unused tensors from model.path"

@@ -115,14 +115,14 @@ def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int)
     if rows == 0:
         return f"Even{tried} its weights, gradients and Adam states leave no room for a row: {_MORE_GPUS}"
     return (
-        f"One episode, {work.prompt_tokens} prompt and "
-        f"{work.episode_rows - work.prompt_tokens} response rows, is never cut, and of its "
+        f"One episode has {work.prompt_tokens} prompt and "
+        f"{work.episode_rows - work.prompt_tokens} response rows and is never cut, but of its "
         f"{work.episode_rows} rows only {rows} fit even{tried}: {_MORE_GPUS}, or lower rollout.max_new_tokens"
     )
 
 
 def _rows_that_fit(config: RelaxConfig, work: Workload, peak: Peak, limit: int) -> int:
-    """Returns how many rows of a micro-batch fit on one rank, fewer than now, or 0 if no row fits."""
+    """Returns the number of micro-batch rows that fit on one rank if the planned number does not; 0 if no row fits."""
     fitting, too_many = 0, work.micro_batch_rows
     while too_many - fitting > 1:
         rows = (fitting + too_many) // 2
@@ -138,7 +138,7 @@ def _typed(value: Recompute | bool) -> str:
 
 
 TRAINER = 435
-TRAINER_VISION, ENGINE_VISION = 63, 111  # MiB more with transformers' modules of a vision tower
+TRAINER_VISION, ENGINE_VISION = 63, 111  # additional MiB for transformers' vision modules
 BASES = {  # MiB
     "supervisor": 68,
     "controller": 216,
@@ -162,7 +162,7 @@ SHARED_ITEMS = "items in /dev/shm"  # the holder of media items, which is not a 
 KEPT_BY_ALLOCATOR = 0.5  # share of a micro-batch's allocations: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
-PASS_COLUMNS = 8192  # columns of one prefill after kept prefixes, which has two copies of their keys and values
+PASS_COLUMNS = 8192  # columns of one prefill after kept prefixes; it copies the prefixes' keys and values twice
 FIRST_COLUMNS = 64  # initial columns of the engine's KV cache, which then doubles
 
 
@@ -175,7 +175,10 @@ def cpu_holders(
     work: Workload,
     data_rows: int | None = None,
 ) -> list[MemoryHolder]:
-    """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
+    """Returns the memory of every process of the run, and of the media items in shared memory.
+
+    ``data_rows`` is the number of data rows, if it is known.
+    """
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     holders.append(_plain("stand-in of a Ray agent", AGENT_STAND_IN, count=2))
     holders.append(_plain("supervisor", _supervisor(config, work)))
@@ -231,7 +234,7 @@ def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -
 
 
 def _imports(mib: int, model: ModelDimensions, *, vision: int) -> int:
-    """Returns the bytes of a process's imports, with transformers' modules if it has a vision tower."""
+    """Returns the bytes of a process's imports, with transformers' vision modules if the model has a vision tower."""
     return (mib + (vision if model.patches is not None else 0)) * MIB
 
 
@@ -296,7 +299,7 @@ def _trainer_phases(
 
 
 def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
-    """Returns the checkpoint bytes that a rank writes during the next step; data-parallel ranks share equal parts."""
+    """Returns the checkpoint bytes that a rank writes during the next step; data-parallel ranks write equal shares."""
     alike = parallel.dp * parallel.cp
     adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
     return state["weights"] // alike + adam
@@ -367,7 +370,7 @@ def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]
 
 
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:
-    """Returns the tokens of the engine's grown KV cache: a rectangle with doubling columns, within its budget."""
+    """Returns the size of the grown KV cache in tokens: samples times columns, which double, within the budget."""
     engine, columns = config.engine, FIRST_COLUMNS
     if find_engine(engine.name).whole_cache:
         return engine.max_total_tokens
@@ -433,7 +436,7 @@ def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
 
 
 def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
-    """Returns the cache bytes of a token on one GPU of an engine; more GPUs than key-value heads copy the heads."""
+    """Returns the cache bytes of a token on one GPU; with more GPUs than key-value heads, GPUs hold copies of heads."""
     return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
@@ -510,7 +513,7 @@ def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> 
 def _gpu_forward(
     role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
 ) -> MemoryHolder:
-    """Returns the memory of a forward role; a teacher is whole on its GPU."""
+    """Returns the memory of a forward role; a teacher is not split over GPUs."""
     layout = worker_group_layouts(config).get(role)
     parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
     passing = forward_terms(config, parallel, model, work)

@@ -42,7 +42,7 @@ from relax_core.server.order_types import EngineRoom
 from relax_core.train.parallel_layout import first_stage_sizes, rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
-ROLLOUT = "rollout"  # it uses the GPUs of the engines
+ROLLOUT = "rollout"  # the role's GPUs run the engines
 _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are printed
 
 
@@ -69,7 +69,7 @@ def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
 
 
 def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
-    """Returns the roles that need GPUs, in the order in which they take them. The engines count as rollout."""
+    """Returns the roles that need GPUs, in order of placement. The engines count as rollout."""
     on_cores = set() if engines_take_gpus(config) else {ROLLOUT, TEACHER_ENGINE}
     if not judges_take_gpus(config):
         on_cores.add(JUDGE_ENGINE)
@@ -79,7 +79,7 @@ def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
     """Yields one sentence for each fault of the placement, such as a role without GPUs.
 
-    The sizes that layouts must divide have been checked before.
+    Whether the layouts divide the model's sizes has been checked before.
     """
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
@@ -198,8 +198,8 @@ TORCH_S = 60.0  # seconds for an interpreter to import torch and to query the dr
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows
 SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
 UNSEEN = (
-    "placement=gpu: Relax has run on one GPU alone, with a trainer of a tiny model and the embedded engine. Several "
-    "GPUs, SGLang on a GPU, the weights on their way to it and recovery on GPUs have been tested on CPU cores alone, "
+    "placement=gpu: Relax has run on one GPU alone, with the trainer of a tiny model and the embedded engine. Several "
+    "GPUs, SGLang on a GPU, the transfer of weights to it, and recovery on GPUs have been tested only on CPU cores, "
     "and the plan's memory numbers for a GPU are assumptions. "
     "Begin with a few steps of a small model, and watch its memory and the log-prob gap of engine and trainer."
 )
@@ -216,7 +216,7 @@ class FoundGpus:
     """Describes the GPUs of this machine.
 
     ``device_files`` are the drivers' files in /dev. ``sizes`` are the bytes of memory of each GPU that torch can use.
-    ``torch`` is its version, or the reason why it gave no answer; it is empty if no driver was found.
+    ``torch`` is torch's version, or the reason why torch gave no answer; it is empty if no driver was found.
     """
 
     device_files: Sequence[str] = ()
@@ -236,7 +236,7 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
     except subprocess.TimeoutExpired:
         return FoundGpus(device_files=files, torch=f"which gave no answer in {TORCH_S:.0f} s")
     if asked.returncode != 0:
-        last = (asked.stderr.strip().splitlines() or ["without a word"])[-1]
+        last = (asked.stderr.strip().splitlines() or ["no error output"])[-1]
         return FoundGpus(device_files=files, torch=f"which failed: {last}")
     output = json.loads(asked.stdout)
     return FoundGpus(device_files=files, sizes=output["sizes"], torch=output["torch"])
@@ -248,10 +248,9 @@ def device_files(devices: Path = Path("/dev")) -> list[str]:
 
 
 def gpu_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of a start on GPUs that this machine can detect.
+    """Yields the problems of a start on GPUs that can be detected on this machine.
 
-    The GPUs of a joined Ray cluster are counted once it is joined, by
-    `relax_core.roles.process_placement.cluster_fault`.
+    `relax_core.roles.process_placement.cluster_fault` counts the GPUs of a joined Ray cluster after the run has joined.
     """
     placement, launcher = config.placement, config.launcher
     if not placement.gpus_per_node:
@@ -278,9 +277,9 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
         yield NotYet(f"{wanted}, and this machine has no GPU: none of {looked} exists. {fix}")
     elif not have:
         yield NotYet(
-            f"{wanted}, and this machine has {found.device_files[0]}, but no GPU is there for the torch of "
-            f"{sys.executable} ({found.torch}): torch.cuda.is_available() is false. Install the build of torch that is "
-            "for the driver's CUDA, and see that CUDA_VISIBLE_DEVICES leaves a GPU."
+            f"{wanted}, and this machine has {found.device_files[0]}, but the torch of "
+            f"{sys.executable} finds no GPU ({found.torch}): torch.cuda.is_available() is false. Install the build of "
+            "torch for the driver's CUDA version, and check that CUDA_VISIBLE_DEVICES names a GPU."
         )
     elif have < placement.gpus_per_node:
         yield NotYet(f"{wanted}, and torch finds {have} on this machine. Set placement.gpus_per_node={have}.")
@@ -434,17 +433,17 @@ def engine_room_notes(config: RelaxConfig, room: EngineRoom | None, *, free: int
         yield (
             f"the autoscaler orders {least} to {most} engines"
             if most > least
-            else f"the autoscaler orders no engine, since {plural(least, 'engine')} are all that samples can fill"
+            else f"the autoscaler orders no engine, because the samples can fill only {plural(least, 'engine')}"
         )
 
 
-UNBALANCED = 1.1  # a way is proposed if the configured slowest stage takes more than this times as long
-AS_GOOD = 1.02  # ways with times within this factor are equally good, and the first of them is proposed
+UNBALANCED = 1.1  # a layout is proposed if the configured layout takes more than this times as long
+AS_GOOD = 1.02  # layouts with times within this factor count as equally good; the first is proposed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerLayout:
-    """Holds a way to distribute the towers' work over ranks: its settings of `parallel` and its costs.
+    """Holds a distribution of the towers' work over ranks: its settings of `parallel` and its costs.
 
     ``time`` is the time of the slowest stage, divided by the time of a rank if all had equal work. ``size`` is the peak
     of the trainer's fullest rank, in bytes.
@@ -456,7 +455,7 @@ class TowerLayout:
 
     @property
     def settings(self) -> str:
-        """Returns the way as settings, such as "parallel.shard_media=true parallel.first_stage_layers=null"."""
+        """Returns the layout as settings, such as "parallel.shard_media=true parallel.first_stage_layers=null"."""
         layers = "null" if self.parallel.first_stage_layers is None else self.parallel.first_stage_layers
         words = [f"parallel.shard_media={str(self.parallel.shard_media).lower()}"]
         return " ".join([*words, *([f"parallel.first_stage_layers={layers}"] if self.parallel.pp > 1 else [])])
@@ -465,17 +464,17 @@ class TowerLayout:
 def tower_layout_notes(
     config: RelaxConfig, work: Workload, model: ModelDimensions, *, peak: Callable[[RelaxConfig], int]
 ) -> Iterator[str]:
-    """Yields sentences about the ways of a model with towers on several tensor-, context- or pipeline-parallel ranks.
+    """Yields sentences that compare layouts of the towers' work over tensor-, context- and pipeline-parallel ranks.
 
-    ``peak`` returns the bytes of the trainer's fullest rank for a configuration. A way that is clearly faster than the
-    configured way is proposed.
+    ``peak`` returns the bytes of the trainer's fullest rank for a configuration. A layout that is clearly faster than
+    the configured layout is proposed.
     """
     parallel = config.parallel
     if work.media is None or model.patches is None or parallel.tp * parallel.cp * parallel.pp == 1:
         return
     towers = tower_share(config, work, model)
     ways = [_way(config, change, work, model, towers=towers, peak=peak) for change in _changes(config, work, model)]
-    yield "Ways to pass the towers: peak of a rank; time of the slowest stage over an equal share of the work."
+    yield "Layouts of the towers' work: peak of a rank; time of the slowest stage relative to an equal share of work."
     for way in ways:
         configured = " (configured)" if way.parallel == parallel else ""
         yield f"  {way.settings}: {way.size / GIB:.2f} GiB; {way.time:.2f}{configured}"
@@ -490,9 +489,9 @@ def tower_layout_notes(
 
 
 def _changes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> Iterator[dict[str, Any]]:
-    """Yields the settings of each way: towers on all ranks or sharded, and the first stage with equal or fewer layers.
+    """Yields the settings of each layout: towers on all ranks or sharded, and equal or fewer layers in the first stage.
 
-    Of the smaller numbers of layers, it is the configured number or else the fastest.
+    The smaller number of layers is the configured number, or else the fastest.
     """
     parallel = config.parallel
     sizes = [
@@ -527,9 +526,10 @@ def _way(
 
 
 def slowest_stage(parallel: ParallelConfig, work: Workload, model: ModelDimensions, *, towers: float) -> float:
-    """Returns the slowest stage's time, divided by the time of a rank with an equal share of a micro-batch's products.
+    """Returns the slowest stage's time, divided by the time of a rank with an equal share of a micro-batch's work.
 
-    ``towers`` is the towers' share of the products. The embedding and the output layer do not count.
+    Work is the number of matrix products; ``towers`` is the towers' share of it. The embedding and the output layer do
+    not count.
     """
     ranks = parallel.tp * parallel.cp
     passed = patches_of_rank(parallel, work) / max(1, patches_of_micro_batch(parallel, work))

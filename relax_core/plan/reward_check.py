@@ -43,8 +43,8 @@ class RewardCheck:
 def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
     """Returns the result of the check, from the cache if this reward was checked on these rows before.
 
-    A reward that cannot be checked gets a note with the reason. A reward that scores the turns of an environment has
-    nothing to check.
+    A reward that cannot be checked gets a note with the reason. A reward that scores the turns of an environment is not
+    checked.
     """
     reward = config.reward
     if reward.audit == OFF or find_reward(reward.name).scores_turns or not len(source):

@@ -40,12 +40,13 @@ class Workload:
     Rows are token rows that the trainer computes: the prompt once, and each response without its last token.
     ``group_rows`` counts the rows of a whole group, ``episode_rows`` the rows of a single episode. ``busy_ranks`` is
     the number of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens``
-    (response tokens) are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch
-    over all ranks, 0 if a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one
-    pass over the step. ``repeated_share`` is the largest share of all computed rows that are repeated prompts.
-    ``media`` describes the media of a prompt, None for a text-only run; a micro-batch counts the work of the towers for
-    them, too. ``mean_prompt_tokens`` are the tokens of a prompt with the mean instead of the maximum number of media
-    rows, and ``media_prompts`` is the number of such prompts in a micro-batch on one rank.
+    (response tokens) are the largest of one such rank. ``groups_together`` is the number of groups in a micro-batch
+    over all ranks, 0 if a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` is the
+    number of micro-batches in one pass over the step. ``repeated_share`` is the largest share of all computed rows that
+    are repeated prompts. ``media`` describes the media of a prompt, None for a text-only run; the towers' work for
+    media counts toward the budget of a micro-batch. ``mean_prompt_tokens`` are the tokens of a prompt with the mean
+    instead of the maximum number of media rows, and ``media_prompts`` is the number of such prompts in a micro-batch on
+    one rank.
     """
 
     prompt_tokens: int
@@ -71,7 +72,7 @@ class Workload:
 
 
 def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: int = 0) -> Workload:
-    """Returns the sizes of a step for a validated configuration. Without rows, all of a prompt counts as images.
+    """Returns the sizes of a step for a validated configuration. Without data rows, the whole prompt counts as images.
 
     ``state_tokens`` is a sample's share of engine.max_total_tokens in addition to its own tokens.
     """
@@ -184,7 +185,7 @@ def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budge
 
 
 def _filled_bins(groups: int, group_size: int, *, prompt: int, branch: int, budget: int) -> Iterator[int]:
-    """Returns, after each group, how many bins of ``budget`` rows the episodes so far fill one after the other."""
+    """Yields, after each group, the number of bins of ``budget`` rows that the episodes so far fill in order."""
     bins, room = 0, 0
     for _ in range(groups):
         has_prompt = False
@@ -207,7 +208,7 @@ def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ra
 
 
 def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
-    """Returns the tokens of a long prompt, at most the context without the response, and their source."""
+    """Returns the tokens of the longest known prompt, at most the context without the response, and their source."""
     room = config.engine.context_tokens - config.rollout.max_new_tokens
     data = config.data
     if data.task is not None:
@@ -216,14 +217,14 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
             len(generated.example(data.task, split="train", seed=config.seed, index=row).prompt) for row in rows
         )
     elif config.launcher.name is LauncherKind.ray_job:
-        return room, "all that the context leaves: the data lies on another cluster"
+        return room, "the rest of the context, because the data is on another cluster"
     elif are_rows_named(data):
         look = summarize_data(config)
         if look.bound:
             return min(look.bound, room), f"the longest of {look.looked} rows"
         longest = max(map(_characters, _prompts(config)), default=0)
     else:
-        return room, "all that the context leaves: there is no data yet"
+        return room, "the rest of the context, because there is no data yet"
     characters = 1 if vocabulary < _SMALL_VOCABULARY else _CHARACTERS_A_TOKEN
     found = -(-longest // characters) + _TEMPLATE_TOKENS
     source = f"the longest of the first {_LOOKED_AT} rows has {longest} characters"

@@ -115,10 +115,10 @@ class EngineDirectory:
         return range(len(self._folders or ()))
 
     def reachable(self) -> list[EngineClient]:
-        """Returns clients of the running engines that get the trainer's pushes, without engines that still join.
+        """Returns clients of the running engines that get the trainer's pushes, without engines that are still joining.
 
-        Missing addresses are requested from the engines' owners. The call waits for a silent owner once, for `OWNER_S`
-        seconds, and its answer is used when it arrives.
+        Missing addresses are requested from the engines' owners. The call that requests an address waits for it at most
+        `OWNER_S` seconds; a later call uses a late answer.
         """
         with self._lock:
             asked: dict[int, Any] = {}
@@ -223,9 +223,9 @@ class EngineMedia:
 
 
 def engine_media(context: RunContext, *, role: str = "engine") -> EngineMedia | None:
-    """Returns the transfer of items to the engines, or None if every engine reads the folder of the items.
+    """Returns the transfer of items to the engines, or None if every engine can read the folder of the items.
 
-    It finds the bus when the first item is brought, because the bus may start later.
+    The transfer finds the bus when it transfers the first item, because the bus may start later.
     """
     if context.media_folder is None or context.config.launcher.ray_address is None:
         return None

@@ -1,4 +1,4 @@
-"""Owners of the judges' engines, and the rollout's client of the judges."""
+"""Workers that run judge engines, and the client pool with which the rollout queries the judges."""
 
 from __future__ import annotations
 

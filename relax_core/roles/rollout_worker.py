@@ -1,10 +1,10 @@
 """The worker of the rollout role, which builds the rollout loop and the evaluator and runs them.
 
-Order of the start: bus, engines and their list; env; groups of a lost worker; processes that encode media and score;
-evaluator, in the first worker only; endpoint of agents; loops. Three loops run concurrently: `EngineFollower.follow`
-follows the list of engines, `_sample` runs the rollout loop, and `_evaluate` the evaluations. Shutdown: sampling and
-evaluations end with the bus or with the first failure, then the follower, the endpoint, rewards, judges, env workers,
-encoders and the log of samples.
+The start connects, in this order: the bus and the engines; the env; the groups of this worker's earlier process; the
+processes that encode media and compute rewards; the evaluator (first worker only); the endpoint of agents. Then three
+loops run concurrently: `EngineFollower.follow` follows the list of engines, `_sample` runs the rollout loop, and
+`_evaluate` the evaluations. They end when the bus closes or at the first failure. Then the endpoint, rewards, judges,
+env workers, encoders and the log of samples are closed, in this order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FOLLOW_S = 0.25  # interval between reads of the list of engines
 async def engine_follower(context: RunContext, pool: EnginePool, directory: EngineDirectory) -> EngineFollower:
     """Returns the follower that updates ``pool``; the pool's clients come from ``directory``.
 
-    It has read the list once, so the pool may get prompts.
+    The list has been read once, so prompts can be sent to the pool.
     """
     follower = EngineFollower(pool, member_list(context), close_client=directory.close_client)
     await follower.read()
@@ -103,8 +103,8 @@ class EngineFollower:
     async def read(self) -> None:
         """Reads the list and applies its changes to the pool.
 
-        The prompts of an engine in the state "moving" are moved at each call: a request that was in flight at the
-        change of state begins after the first abort.
+        Each call moves the prompts of engines in the state "moving", because a request that was in flight at the change
+        of state may arrive after the first abort.
         """
         async with self._reading:
             members = await asyncio.to_thread(self._members.read)
@@ -135,7 +135,7 @@ CLOSED_S = 0.2
 class VersionsReached:
     """Holds the newest version that the bus has reported; one bus call at a time waits for a newer version.
 
-    Must be used by one event loop. ``stopping`` returns whether the worker ends.
+    Must be used by one event loop. ``stopping`` returns whether the worker is stopping.
     """
 
     def __init__(self, bus: RayBus, *, version: int, call_timeout_s: float, stopping: Callable[[], bool]) -> None:
@@ -146,7 +146,7 @@ class VersionsReached:
         self._asking = asyncio.Lock()
 
     async def wait(self, version: int) -> None:
-        """Returns when the run has reached ``version``; raises `BusClosed` if the run ends before."""
+        """Returns when the run has reached ``version``; raises `BusClosed` if the run ends first."""
         while self.version < version:
             async with self._asking:
                 if self.version < version:
@@ -309,7 +309,7 @@ class RolloutWorker(Worker):
         assert self._follower is not None
         async with asyncio.TaskGroup() as group:
             following = group.create_task(self._follower.follow())
-            if parts.advantages is not None:  # torch is imported before the engine has its first weights
+            if parts.advantages is not None:  # imports torch while the engines wait for their first weights
                 group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
             work = [] if evaluator is None else [group.create_task(self._evaluate(evaluator, parts.metrics))]
             work.append(group.create_task(self._sample(loop, parts.reclaimed)))
@@ -411,7 +411,7 @@ class RolloutWorker(Worker):
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         """Returns the admissions of an earlier process of this worker, or `BusClosed` if the bus is closed.
 
-        The bus then also ends that process's holds of media items, so this call comes before any encoding.
+        The bus also releases the media items that the earlier process held, so this call precedes any encoding.
         """
         try:
             timeout_s = CALL_TIMEOUT_S
@@ -428,10 +428,10 @@ class RolloutWorker(Worker):
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator, metrics: EventWriter) -> None:
-        """Runs the evaluations; the last evaluation counts after its record is in the run's files.
+        """Runs the evaluations; they are complete once the record of the last evaluation is in the run's files.
 
-        A stop ends the evaluations and the sampling that waits for them, because the engine may never get their
-        weights.
+        A stop cancels pending evaluations and the sampling that waits for them, because their weight versions may never
+        be published.
         """
         running = asyncio.create_task(evaluator.run())
         try:
@@ -452,7 +452,7 @@ class RolloutWorker(Worker):
             log.warning("the last evaluation may be missing in the metrics: %s", error)
 
     def wait_evaluated(self, timeout_s: float) -> bool:
-        """Waits for the end of the last evaluation; returns False past the deadline or if the loop ends without it."""
+        """Waits for the end of the last evaluation; returns False if the deadline passes or the loop ends first."""
         deadline = time.monotonic() + timeout_s
         while not self._evaluated.wait(0.2):
             if time.monotonic() > deadline or not self._thread.is_alive():
@@ -515,7 +515,8 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
     config = context.config
     planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
     recorded = parts.reached.version
-    # With in_order the version waits for the evaluation. An evaluation for run.keep_best needs its own checkpoint.
+    # An evaluation cannot be missing with in_order, because its version waits for it. With run.keep_best, a later
+    # version cannot replace the missing one, because the metric belongs to the checkpoint of its own version.
     if planned and not config.in_order and config.run.keep_best is None:
         recorded = await asyncio.to_thread(_newest_recorded, context)
     versions = versions_left(planned, reached=parts.reached.version, recorded=recorded)
@@ -559,7 +560,7 @@ def _newest_recorded(context: RunContext) -> int:
 async def _report(context: RunContext, version: int, values: Mapping[str, float]) -> bool:
     """Reports an evaluation to the trainer, which keeps the best checkpoint; returns whether the run ends with it.
 
-    The controller detects a trainer that has exited.
+    If the trainer has exited, this only logs a warning; the controller handles the exit.
     """
     trainer = await asyncio.to_thread(discover_worker, context, worker_name("actor", 0))
     try:

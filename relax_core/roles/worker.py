@@ -1,4 +1,4 @@
-"""The base of a role's worker: one loop in one thread, a status for other processes, and the first failure.
+"""Base class of the role workers: runs one loop in a thread, and reports status and first failure.
 
 The loop starts with the process. Therefore a process that Ray restarts after a kill continues by itself, from the state
 of the bus and the published weights.
@@ -42,7 +42,7 @@ STACK_FRAMES = 12  # the innermost frames of each thread that are reported
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Holds a wait for ``what``; ``on`` is the worker that it needs, or "bus", and ``since`` a Unix time in seconds."""
+    """Describes a wait for ``what``; ``on`` names the worker that must act, or "bus"; ``since`` is a Unix time."""
 
     what: str
     on: str
@@ -55,8 +55,8 @@ class EngineReport:
 
     ``running`` and ``waiting`` count samples, ``tokens_per_s`` counts sampled tokens, and ``cache_share`` is the used
     share of the cache's tokens. They are None before the first load request, and if the engine does not report them.
-    ``decode_times`` has for each number of samples: the number of decode steps since the engine's start, their seconds,
-    and the seconds in which the engine was ready to run and got no core. It is empty if the engine does not count them.
+    ``decode_times`` has an entry per batch size: (samples, decode steps since the engine's start, their seconds, and
+    the seconds in which the engine was ready to run and got no core). It is empty if the engine does not count them.
     """
 
     url: str
@@ -73,9 +73,9 @@ class WorkerStatus:
     """Holds the status of a worker.
 
     ``since`` is the Unix time of the last change of state. ``detail`` is the cause in one line if the worker has
-    failed, and ``error`` its traceback. ``lost`` is the kind of loss if another process caused the failure. ``host``
+    failed, and ``error`` its traceback. ``lost`` says what was lost if another process caused the failure. ``host``
     names the set of processes in which ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts
-    their restarts, and ``last_restart`` describes the end before the last restart. ``waits`` are the worker's waits,
+    their restarts, and ``last_restart`` says how the last restarted process ended. ``waits`` are the worker's waits,
     the oldest first. ``progress`` grows while the worker does long work of its own that the run waits for. ``engine``
     is an owner's report if its engine is up. ``usage`` is the resource usage of its process and children, None before
     it is measured.
@@ -115,7 +115,7 @@ def python_stacks() -> dict[str, str]:
 
 
 class Worker(ABC):
-    """Defines the base of a role's worker; subclasses implement `work`, which returns at the end of its part."""
+    """Base class of the role workers; subclasses implement `work`, which returns when the role is done."""
 
     def __init__(self, name: str, context: RunContext) -> None:
         set_compile_cache(os.environ)
@@ -179,7 +179,7 @@ class Worker(ABC):
 
     @contextmanager
     def waiting(self, what: str, *, on: str) -> Iterator[None]:
-        """Records a wait of this worker for ``what`` on a worker while the block runs; callable from any thread."""
+        """Records, while the block runs, that this worker waits for ``what`` from ``on``; callable from any thread."""
         key = object()
         self._waits[key] = Wait(what=what, on=on, since=time.time())
         try:

@@ -15,8 +15,8 @@ MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, wit
 class GroupFilter:
     """Applies an algorithm's `drop_group`, and counts the groups that it dropped since the last group that it kept.
 
-    ``parts`` names the parts of a reward that is a sum. The filter compares the first part that all samples have,
-    which says whether an answer is exact, because further parts would make wrong answers differ.
+    ``parts`` names the parts of a reward that is a sum. The filter compares only the first part that all samples have.
+    This part says whether an answer is exact; the other parts would give wrong answers different numbers.
     """
 
     def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:

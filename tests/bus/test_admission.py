@@ -1,4 +1,4 @@
-"""Tests the admission rule against an independent derivation for each group, and after losses."""
+"""Tests the admission rule: against an independent formula for the group at each position, and after losses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_losses_the_place_in_the_queue_decides(
 
 
 def test_a_lost_group_is_replaced_by_one_that_may_start_now() -> None:
-    """At staleness 0 the early groups wait for version 1, so step 0 needs another group of version 0."""
+    """At staleness 0 the groups of step 1 wait for version 1, so step 0 needs another group of version 0."""
     core = make_core(max_staleness=0)
     first, second, third, fourth = core.admit(100)
     assert [a.min_version for a in (first, second, third, fourth)] == [0, 0, 1, 1]

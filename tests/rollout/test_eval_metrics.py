@@ -30,7 +30,7 @@ def answer(vote: str | None, *, exact: bool = False, reward: float | None = 0.0)
 
 
 def drawn_majority(answers: list[Answer], k: int) -> float:
-    """Returns the mean over all draws; a tie counts as the share of its correct answers."""
+    """Returns the share of draws with a correct majority; a tie counts as the share of correct answers in it."""
     right = {}
     for drawn_answer in answers:
         right.setdefault(drawn_answer.vote, drawn_answer.exact)
@@ -91,8 +91,8 @@ def test_intervals_follow_the_spread_of_the_prompts() -> None:
     all_alike = [[answer("a", exact=place % 2 == 0) for place in range(8)]] * 40
     first, second = accuracy(hard_and_easy), accuracy(all_alike)
     assert first.value == second.value == 0.5
-    assert (first.low, first.high) == pytest.approx(wilson(0.5, 40))  # eight equal answers carry the information of one
-    assert (second.low, second.high) == pytest.approx(wilson(0.5, 320))  # at most the information of all answers
+    assert (first.low, first.high) == pytest.approx(wilson(0.5, 40))  # eight equal answers count as one answer
+    assert (second.low, second.high) == pytest.approx(wilson(0.5, 320))  # as narrow as for 320 independent answers
     assert pass_at_k(all_alike, 2).high <= 1.0
     assert majority_at_k(hard_and_easy, 8).value == 0.5
 

@@ -24,7 +24,7 @@ from tests.ports import free_port
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-# Connects to each port with the numbers of many pairs, keeps the connections, and prints their number.
+# Opens several connections to each port, each with the number of a pair of ranks, keeps them, and prints their count.
 INTRUDER_PROGRAM = """
 import socket, struct, sys
 kept = []

@@ -3,8 +3,8 @@
 `make test` compares each family with Hugging Face in the case that combines images of many sizes, videos, audio,
 branches and text; `make test-soak` also compares each of these alone, and long chunks of gated delta nets.
 
-Each case takes three steps, and text is the last group of the second: without a pass of the tower at weight zero,
-overlapped reduction of gradients fails in this step.
+Each case trains three steps. The last group of the second step is text: in this step the overlapped reduction of
+gradients fails, unless the tower also runs for text, with weight zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.parity_media import CASES, HYBRID, HYBRID_CASES, HYBRID_EXPERTS
 from benchmarks.parity_omni import OMNI, OMNI_CASES
 from tests.train.rank_server import run_programme
 
-# The rows against Hugging Face are computed for each family of these layouts.
+# Each family of these layouts is also compared with Hugging Face.
 QUICK = (
     "DP2, distributed optimizer, overlap",
     "PP2, VPP2",
@@ -29,7 +29,7 @@ QUICK = (
 )
 CASES_OF_QUICK = ("mixed", "video with its sound")
 SLOW = ("Omni: TP2, SP, PP2, VPP2", "qwen3_5: PP2, VPP2", "qwen3_5: TP2, SP, CP2, EP2")
-# The first layer's decay in the case "one image" is off by 2.2e-5, by the recurrent rule on both sides.
+# The gradient of the first layer's decay in the case "one image" differs by 2.2e-5; both sides use the recurrent rule.
 DECAY_REACH = 5e-5
 _OF_FAMILY = {OMNI: OMNI_CASES, HYBRID: HYBRID_CASES, HYBRID_EXPERTS: HYBRID_CASES}
 Figures = dict[tuple[str, str], dict[str, float]]
@@ -37,7 +37,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Layouts, and the cases compared with Hugging Face for each of their families; none means all."""
+    """Holds layouts, and the cases in which their families are compared with Hugging Face; empty means all cases."""
 
     names: tuple[str, ...]
     cases: tuple[str, ...] = ()

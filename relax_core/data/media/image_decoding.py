@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-_GREY = 128  # libjpeg's fill level, also for each of four inks, which may be inverted
-_END = 4  # pixels at the end of a JPEG's last row: if any pixels are missing, these are
+_GREY = 128  # libjpeg's fill value in each channel, also of CMYK images, inverted or not
+_END = 4  # number of pixels at the end of a JPEG's last row; truncation always loses them
 _BLOCK = 1 << 14  # packed bytes per step; they unpack to at most 1,032 times as many
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # PNG colour type → channels
 # The first column and row of each pass of an interlaced PNG, and its steps (W3C PNG, third edition, 8.2).
@@ -30,7 +30,7 @@ _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4),
 
 
 def check_all_rows(image: Image.Image, file: IO[bytes]) -> None:
-    """Raises MediaError if a decoded PNG or JPEG lacks rows of its header; ``file`` is its source.
+    """Raises MediaError if a decoded PNG or JPEG has fewer rows than its header states; ``file`` is its source.
 
     Call this before the image is changed.
     """
@@ -48,7 +48,7 @@ def check_all_rows(image: Image.Image, file: IO[bytes]) -> None:
     data = file.read()
     whole = _has_all_bytes(data) if image.format == "PNG" else _decodes_whole(data)
     if not whole:
-        raise MediaError("image", "truncated", f"it has fewer rows than the {image.height} of its header.")
+        raise MediaError("image", "truncated", f"it has fewer rows than its header states ({image.height}).")
 
 
 def _has_all_bytes(data: bytes) -> bool:
@@ -70,7 +70,7 @@ def _has_all_bytes(data: bytes) -> bool:
 
 
 def _pass_sizes(width: int, height: int) -> list[tuple[int, int]]:
-    """Returns columns and rows of each pass of an interlaced PNG that is not empty."""
+    """Returns columns and rows of each non-empty pass of an interlaced PNG."""
     sizes = [(-(-(width - x) // dx), -(-(height - y) // dy)) for x, y, dx, dy in _PASSES]
     return [(columns, rows) for columns, rows in sizes if columns > 0 and rows > 0]
 
@@ -174,7 +174,7 @@ def _refused_if_damaged() -> Iterator[None]:
         raise
     except Exception as error:  # for malformed bytes, the decoders may raise any exception
         if "MAX_TEXT" in str(error):
-            raise MediaError("image", "too_many_bytes", f"a text in it unpacks to too much: {error}") from error
+            raise MediaError("image", "too_many_bytes", f"a compressed text in it is too large: {error}") from error
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MediaError("image", "truncated", f"it is truncated or damaged: {words}") from error
 

@@ -69,10 +69,10 @@ def install_on_cpu() -> None:
 
 
 def _define_missing_schemas(module: ModuleType) -> None:
-    """Defines the two operators for which torchvision registers fake kernels, if its compiled library has not.
+    """Defines the two operators for which torchvision registers fake kernels, if its compiled library did not.
 
-    ``module`` is torchvision.extension, whose import loads the library. PyPI's library needs a CUDA build of torch. If
-    an operator is defined twice, the library's own definition ends the process without an exception.
+    ``module`` is torchvision.extension; its import loads the library. PyPI's library cannot be loaded without a CUDA
+    build of torch. The check is needed because a second definition ends the process without an exception.
     """
     import torch
 
@@ -117,7 +117,7 @@ def forget_features() -> None:
 
 
 def _take_frames(module: ModuleType) -> None:
-    """Makes patches of the items' frames right before the model joins the features of its items."""
+    """Converts the items' uint8 frames to patches right before the model joins the items' tensors."""
     materialize = module.Qwen3VLForConditionalGeneration._materialize_visual_items
 
     def of_frames(model: Any, items: Sequence[Any], indices: Iterable[int], *more: Any, **named: Any) -> Any:
@@ -148,7 +148,7 @@ def _pass_whole_chunks(module: ModuleType) -> None:
 
     def of_sounds(model: Any, items: Sequence[Any]) -> Any:
         tower, settings = model.audio_tower, _model().audio
-        assert settings is not None, "the model hears"
+        assert settings is not None, "the model has an audio tower"
         like, chunk = next(tower.parameters()), settings.chunk_frames
         rows = []
         for item in items:
@@ -164,7 +164,10 @@ def _pass_whole_chunks(module: ModuleType) -> None:
 
 
 def _with_patches(item: Any, device: Any) -> Any:
-    """Returns the item with patches in place of its uint8 frames; the item itself keeps its frames for a retraction."""
+    """Returns a copy of the item with patches in place of its uint8 frames.
+
+    The item keeps its frames, because a request that SGLang retracts needs them again.
+    """
     import torch
 
     from relax_core.families.tower_passes import patches_of
@@ -198,9 +201,9 @@ def install() -> None:
 def _record_old_prefixes(module: ModuleType) -> None:
     """Starts the version spans of a request with an empty span if older weights computed a part of its prompt.
 
-    A request between two chunks of its prefill has cache of the old weights but no token with their version. The client
-    finds the empty span and requests the sample again. SGLang calls this function at every change of the version, so
-    that the cached features of images and videos are dropped here too.
+    A request between two chunks of its prefill has KV cache of the old weights but no token of their version. The
+    client finds the empty span and requests the sample again. SGLang calls this function at every change of the
+    version, so it also clears the cached features of images and videos.
     """
     record = module.record_weight_version_events
 
@@ -220,7 +223,7 @@ def _record_old_prefixes(module: ModuleType) -> None:
 def _stay_paused_without_cache(module: ModuleType) -> None:
     """Keeps the server paused while the memory of its KV cache is released.
 
-    A sender of weights ends its pause and may not know that another client has released the memory.
+    A weight update resumes the server at its end, even if another client has released the memory meanwhile.
     """
     resume = module.Scheduler.continue_generation
 

@@ -1,4 +1,4 @@
-"""Loads weights inside SGLang as its --custom-weight-loader, and compares digests before they are served."""
+"""Loads weights inside SGLang as its --custom-weight-loader, and compares digests before the weights are served."""
 
 from __future__ import annotations
 

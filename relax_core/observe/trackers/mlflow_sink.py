@@ -17,7 +17,7 @@ from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig
 
 ID_FILE = "mlflow_run_id"  # in the run's folder: a resumed run continues the same run of MLflow
 DATABASE, FILES = "mlflow.db", "mlflow_files"  # in the run's folder, if no uri is given
-MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARACTERS = 1000, 100, 500  # the limits of MLflow's batches and of a value
+MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARACTERS = 1000, 100, 500  # MLflow's limits for a batch and for a value
 _INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")  # MLflow refuses these characters in a name
 
 
@@ -25,8 +25,8 @@ _INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")  # MLflow refuses these characte
 class MlflowConfig(SinkConfig):
     """Holds the keys of the sink.
 
-    ``uri`` is the tracking server's address, by default a database file in the run's folder
-    (``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``). ``run`` is the run's name, by default its folder's.
+    ``uri`` is the tracking server's address, by default a database file in the run's folder (``mlflow ui
+    --backend-store-uri sqlite:///RUN/mlflow.db``). ``run`` is the run's name, by default its folder's name.
     """
 
     name: str = "mlflow"

@@ -2,7 +2,7 @@
 
 A tracker's position is a cursor in ``RUN/trackers/NAME.json``. While a tracker is down, slow or broken, its events stay
 in the log, and no other process waits for it. It continues from its cursor when it is up again, in the same run or in a
-resumed run. The memory, the output and the crashes of its library stay in its process.
+resumed run. Memory, output and crashes of its library affect only its process.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class _Follower:
                 self._sink = _open(self.tracker, self.run_dir)
             self._sink.write(self._batch)
             self._sink.flush()
-            self._batch = []  # before the state is saved, so that a full disk does not send the batch again
+            self._batch = []  # cleared before the state is saved, so that it is not sent again if the disk is full
         self._state = TrackerState(cursor=self._reader.cursor, records=self._state.records + self._taken)
         self._taken, self._saved = 0, False
         self._save(problem="")

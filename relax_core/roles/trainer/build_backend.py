@@ -47,7 +47,7 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
-    """Builds the whole model of ``folder``, of any family, in this process, without gradient."""
+    """Builds a frozen teacher from ``folder``, unsharded in this process; its family may differ from the policy's."""
     parallel = one_rank(context.config.parallel)
     setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address="")
     architecture = folder_architecture(folder, also=context.config.model.family)
@@ -91,7 +91,10 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
 
 
 def _media_reader(context: RunContext) -> MediaReader | None:
-    """Returns the reader of this node's folder; in a joined Ray it connects to the bus at the first missing item."""
+    """Returns the reader of this node's folder.
+
+    On an external Ray cluster it fetches missing items from the bus, and connects to the bus at the first of them.
+    """
     folder, timeout_s = context.media_folder, CALL_TIMEOUT_S
     if folder is None or context.config.launcher.ray_address is None:
         return None if folder is None else FolderReader(folder)

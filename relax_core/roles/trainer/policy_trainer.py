@@ -4,14 +4,15 @@
 metrics are connected; the weight transport to the engines is chosen; a checkpoint is loaded on all ranks; the weights
 are published, so that the engines can begin.
 
-**A train step** (`_step`): lease groups as they arrive; compute micro-batches of them, forward and backward, on all
-ranks, while later groups are generated; step the optimizer, once per mini-batch and epoch; publish the weights t + 1;
+**A train step** (`_step`): lease groups as they arrive; run forward and backward of their micro-batches on all ranks
+while later groups are generated; step the optimizer, once per mini-batch and epoch; publish the weights t + 1;
 record the metrics; acknowledge the groups, which ends their samples in the ledger; save a checkpoint if one is due.
 Values, old, reference and teacher log-probs come as columns of the groups (`column_worker.py`). The controller and
 Serve take no part in a step.
 
-**Shutdown** (`_train`, `work`): the loop ends after the last step, or on a stop between steps or before a step has made
-an update. Then the last checkpoint is saved, the samples' files are closed, hf/ is written and the publisher ends.
+**Shutdown** (`_train`, `work`): the loop ends after the last step or on a stop. A stop takes effect between steps, and
+in a step until its first update. Then the last checkpoint is saved, the sample log is closed, hf/ is written and the
+publisher ends.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class PolicyTrainer(Worker):
         self._time_sharing = config.mode.name is ModeName.colocate
         needed = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
-        # With several data-parallel ranks, the lead trains only a part of the groups and reads it as other ranks do.
+        # With several data-parallel ranks, the lead trains only its share of the groups and reads it from the bus.
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if config.parallel.dp > 1 else None
         self._group_tokens = 0
         self._clock = StepClock()
@@ -214,8 +215,8 @@ class PolicyTrainer(Worker):
     def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
         """Leases groups with short timeouts, so that a stop is noticed.
 
-        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. A step
-        that has made an update does not stop, because its weights belong to no checkpoint before it is done.
+        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. After its
+        first update a step runs to its end, because no checkpoint describes weights between two steps.
         """
         deadline = time.monotonic() + self._config.run.stall_timeout_s
         while True:
@@ -246,7 +247,7 @@ class PolicyTrainer(Worker):
         """Publishes the weights; their push runs in the background, and the next version waits for its end.
 
         Waits out an outage of the disk or of shared memory. If shared memory has no space for the ``first`` version of
-        this process, it is probably too small for the model, which is an error at once.
+        this process, it is probably too small for the model, so the error is raised at once.
         """
         self._end_push()
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
@@ -306,7 +307,7 @@ class PolicyTrainer(Worker):
             self._halt(int(values[HACK_ONSET]))
 
     def _look_at_shadow(self, consumed: StepGroups, *, step: int) -> dict[str, float]:
-        """Returns the metrics of the shadow watch: its denied share of the right answers, and the onset of a rise."""
+        """Returns the metrics of the reward-hacking detection (shadow_watch.py) after this step."""
         groups = ([episode.parts for episode in group.episodes] for group in consumed.groups)
         self._checkpoints.shadow_watch = self._checkpoints.shadow_watch.after(shadow_counts(step, groups))
         return watch_values(self._checkpoints.shadow_watch)
@@ -321,8 +322,8 @@ class PolicyTrainer(Worker):
         reward, folder = self._config.reward, self._checkpoints.newest_before(onset)
         where = "no older checkpoint exists" if folder is None else f"{folder} is older: resume={folder}"
         raise RuntimeError(
-            f"reward.on_hack=halt: since train step {onset} the model learns answers that reward={reward.name} finds "
-            f"right and its shadow does not; {where}. Use a stricter reward; the dashboard shows the answers"
+            f"reward.on_hack=halt: since train step {onset} the model learns answers that reward={reward.name} "
+            f"accepts and its shadow reward rejects; {where}. Use a stricter reward; the dashboard shows the answers"
         )
 
     def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
@@ -355,7 +356,7 @@ class PolicyTrainer(Worker):
 
     # -- files ------------------------------------------------------------------------------------------------------
     def _save(self, version: int) -> None:
-        """Saves a checkpoint after the metrics of its steps, because a resumed run continues the metrics after it."""
+        """Writes all metrics to disk, then saves a checkpoint: a resumed run continues the metrics from its step."""
         self._flush_metrics()
         self._checkpoints.save(version)
         self._show_step()
@@ -568,7 +569,7 @@ def _histogram(name: str, values: np.ndarray, *, limits: np.ndarray, counts: np.
 
 
 def group_advantages(group: TokenTree) -> np.ndarray | None:
-    """Returns the mean advantage of each episode's tokens, float64 ``[episodes]``; None if the rank has none."""
+    """Returns the mean advantage of each episode's tokens, float64 ``[episodes]``; None if there are no advantages."""
     advantages = group.of_tokens(c.ADVANTAGES)
     if advantages is None:
         return None
@@ -577,7 +578,7 @@ def group_advantages(group: TokenTree) -> np.ndarray | None:
 
 
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
-    """Returns reward metrics, given one array per group; a group without signal has several equal rewards."""
+    """Returns reward metrics, given one array per group; a group of at least two equal rewards has no signal."""
     rewards = np.concatenate(groups)
     several = [group for group in groups if len(group) > 1]
     values = {
@@ -605,7 +606,7 @@ def length_values(lengths: np.ndarray) -> dict[str, float]:
 
 
 def sampled_entropy(groups: list[TokenTree]) -> dict[str, float]:
-    """Returns -mean log-prob of the trained tokens in the engine, in nats per token.
+    """Returns the negated mean of the engine's log-probs over the trained tokens, in nats per token.
 
     This estimates, from samples, the entropy of the distributions that the tokens were sampled from.
     """

@@ -146,7 +146,7 @@ class RunCheckpoints:
         self._write: Future[Path] | None = None
 
     def _kept(self) -> set[int]:
-        """Returns the versions with kept checkpoints; with reward.on_hack=halt also those that may precede an onset."""
+        """Returns the versions with kept checkpoints; with reward.on_hack=halt also those of recent steps."""
         best = set() if self._best is None else self._best.kept()
         return best | (set(range(self._taken - MAX_STEPS, self._taken + MAX_STEPS)) if self._halts else set())
 
@@ -198,9 +198,9 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.
 
-        Raises the error of the write, which is an outage after nine tenths of ``run.stall_timeout_s``, and RuntimeError
-        if nothing is written for ``run.stall_timeout_s``; a restart would not repair that, because the disk stays the
-        same.
+        Raises the error of the write; an outage of the disk is an error after nine tenths of ``run.stall_timeout_s``.
+        Raises RuntimeError if nothing is written for ``run.stall_timeout_s``: a restart would use the same disk, so it
+        would not help.
         """
         if self._write is None:
             return
@@ -235,7 +235,7 @@ class RunCheckpoints:
         return self._best.exhausted()
 
     def _name_best(self) -> None:
-        """Names the best checkpoint, which may be written before or after its evaluation."""
+        """Points the link ``best`` at the best checkpoint; it may be written before or after its evaluation."""
         with self._naming:
             best = None if self._best is None else self._best.best()
             if best is not None:
@@ -248,7 +248,7 @@ class RunCheckpoints:
 
 
 def _best_metric(context: RunContext) -> BestMetric | None:
-    """Returns the tracker of run.keep_best, or None without one; the initial weights have no checkpoint to keep."""
+    """Returns the tracker of run.keep_best, or None if the key is null; the initial weights have no checkpoint."""
     run = context.config.run
     if run.keep_best is None:
         return None

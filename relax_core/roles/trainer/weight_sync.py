@@ -1,4 +1,4 @@
-"""Pushes weights from the trainer to its engines and hands over time-shared memory; no engine delays a step long."""
+"""Pushes weights from the trainer to its engines, and hands time-shared memory over between them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
 
-    A step waits at most `SILENT_S` seconds for an engine's push, or until the engine takes its memory back. It waits
-    until each engine has released its memory or has died, because the trainer would crash in memory that an engine
-    still uses. With time sharing, the next step needs that engine's samples anyway. The owner kills an engine that is
-    silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`. ``frozen`` names the weights
-    that do not train.
+    A step waits at most `SILENT_S` seconds for the push to an engine, and as long for the engine to resume its memory.
+    It waits until each engine has released its memory or has died, because the trainer would crash in memory that an
+    engine still uses. With time sharing, the next step needs that engine's samples anyway. The owner kills an engine
+    that is silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`. ``frozen`` names the
+    weights that do not train.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WeightSync:
         with self._waiting("the end of the newest weights' push", on="engine"):
             report, self._push = self._push.result(timeout=SILENT_S), None
         for url, why in report.refused.items():
-            log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
+            log.warning("weights %d: %s does not serve this version: %s", report.version, url, why)
             self._engines.forget(url)
         for url in report.behind - self._named:
             log.warning(

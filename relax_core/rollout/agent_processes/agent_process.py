@@ -22,7 +22,7 @@ _GUARD = Path(agent_guard.__file__)
 _MAX_LINE_BYTES = 4 << 20  # of a guard's message: an answer or the kept output as JSON
 GRACE_S = 2.0  # between SIGTERM and SIGKILL to all processes of an agent
 _EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
-MAX_ANSWERS = 64  # largest number of unread answers of a warm agent
+MAX_ANSWERS = 64  # largest number of unread answers of a warm agent, which plays task after task
 SHOWN = 2000  # characters of an agent's output in an error
 SHOWN_CAUSE = 500  # characters of the line with the cause
 
@@ -35,7 +35,7 @@ class AgentEnd:
     output: str
 
     def describe(self) -> str:
-        """Returns the end as text, with the last output."""
+        """Returns a text that says how the agent ended, with its last output."""
         if self.code is None:
             how = "its guard was killed"
         elif self.code < 0:

@@ -69,7 +69,7 @@ class AgentPlayer(GroupPlayer):
                 return
 
     async def _attempt(self, group: GroupInPlay, sample: int) -> None:
-        """Plays one attempt; its key opens only its session."""
+        """Plays one attempt in a new session; the agent's key gives access to this session only."""
         start, record = group.start, group.records[sample]
         over = asyncio.Event()
         given_up: list[str] = []  # engine requests to cancel
@@ -106,7 +106,7 @@ class AgentPlayer(GroupPlayer):
             self._host.sessions.close(key)
             record.counts.update({name: session.counts[name] for name in COUNTS})
             record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
-            if given_up:  # a busy engine confirms the end late, and no group waits for that
+            if given_up:  # in the background, because a busy engine confirms the end late
                 start_in(group.tasks, self._form.requests.cancel(given_up))
         self._conclude(record, result)
 

@@ -67,8 +67,8 @@ class _MessagesBody(msgspec.Struct):
 
 
 _REFUSED = {
-    "output_format": "a forced form changes the distribution that is trained",
-    "output_config": "a forced form changes the distribution that is trained",
+    "output_format": "a forced format changes the trained distribution",
+    "output_config": "a forced format changes the trained distribution",
     "mcp_servers": "tools run in the agent",
     "container": "tools run in the agent",
 }
@@ -107,7 +107,9 @@ def read_messages(body: bytes) -> TurnRequest:
 
 def _tool(tool: _Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise refused(f"tools: {tool.name[:80]!r} has the type {tool.type[:80]!r}; only tools of the agent are served")
+        raise refused(
+            f"tools: {tool.name[:80]!r} has the type {tool.type[:80]!r}; only the agent's own tools are supported"
+        )
     return shown_tool(tool.name, tool.description, tool.input_schema)
 
 
@@ -166,7 +168,7 @@ def _text(content: str | Sequence[_Block], where: str) -> str:
 
 
 def _unread(block: _Block, where: str) -> RequestRefused:
-    return refused(f"{where}.content: a block of type {block.type[:80]!r}; only text is read here, so send text alone")
+    return refused(f"{where}.content: a block of type {block.type[:80]!r}; only text is supported here")
 
 
 # -- replies ----------------------------------------------------------------------------------------------------------

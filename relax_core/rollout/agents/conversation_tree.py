@@ -30,10 +30,11 @@ class TreeAnswer:
     """Holds one answer that was requested at a node, ``number`` in the order of the session's requests.
 
     Requests for an answer at one node with equal ``kind`` are the same request. ``parent`` is the answer whose
-    tokens the prompt continues, None for a prompt that was rendered whole, and ``near`` the deepest answer in the
-    conversation; ``opening`` numbers the conversation that was rendered whole. ``prompt_ids`` are all tokens before
-    the answer. ``sampled`` are all tokens of the answer; they and ``reply`` are set once it has ended. ``given``: a
-    client has received it. ``abandoned``: the client that requested it hung up. ``after`` is the node after it.
+    tokens the prompt continues, or None if the chat template rendered the whole prompt. ``opening`` numbers these
+    rendered prompts; an answer has the number of its parent. ``near`` is the deepest answer in the conversation.
+    ``prompt_ids`` are all tokens before the answer. ``sampled`` are all tokens of the answer; they and ``reply`` are
+    set once it has ended. ``given``: a client has received it. ``abandoned``: the client that requested it hung up.
+    ``after`` is the node after it.
     """
 
     number: int
@@ -53,11 +54,11 @@ class TreeAnswer:
 class TreePosition:
     """Holds the position of a request in the forest.
 
-    ``place`` is the node after all of its messages. ``known`` is the answer that the prompt continues, None if
-    there is none or if a foreign answer follows it. ``rest`` is the text that the client has appended to that
-    answer, in the same message, and ``tail`` are the messages after it. ``nearest`` is the deepest answer on the
-    way, even if it is not ``known``. ``foreign`` are assistant's messages at nodes with sampled answers that repeat
-    none of them.
+    ``place`` is the node after all of its messages. ``known`` is the deepest answer, which the prompt
+    continues; it is None if there is no answer or if a foreign answer follows it. ``rest`` is the text that the
+    client has appended to that answer, in the same message, and ``tail`` are the messages after it. ``nearest`` is
+    the deepest answer on the path, even if it is not ``known``. ``foreign`` are the unreported assistant messages
+    that repeat no sampled answer although their node has sampled answers.
     """
 
     place: ConversationNode
@@ -119,7 +120,7 @@ class ConversationTree:
         return next((answer for answer in reversed(lost) if answer.abandoned), None)
 
     def ask(self, walk: TreePosition, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> TreeAnswer:
-        """Adds an answer that is about to be sampled; ``whole``: its prompt was rendered whole."""
+        """Adds an answer that is about to be sampled; ``whole``: the chat template rendered its whole prompt."""
         if whole or walk.known is None:
             opening, parent = self._openings, None
             self._openings += 1

@@ -48,7 +48,7 @@ def test_they_keep_their_bytes(
     monkeypatch.setattr(safetensors_stream, "PIECE_BYTES", 24)  # a tensor has several pieces, and the last is shorter
     passed = make_source(tmp_path)
     assert passed_bytes(tmp_path, PREFIXES) == sum(tensor.nbytes for tensor in passed.values()), (
-        "the plan counts other bytes"
+        "the plan has a different number of bytes"
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in own_tensors()}
     export_hf_folder(
