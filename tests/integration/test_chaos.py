@@ -51,6 +51,7 @@ def test_a_run_survives_its_injuries(tmp_path: Path, name: str) -> None:
     if name not in possible_runs():
         pytest.skip("another user needs root and setpriv, and a false clock needs libfaketime")
     *draws, counts = injured_run(tmp_path / "run", name, SELECTION[name], seed=4)
+    print(*draws, counts, sep="\n")
     assert [draw for draw in draws if not isinstance(draw, Draw) or draw.end != SURVIVED] == []
     assert [draw.injury for draw in draws if isinstance(draw, Draw)] == list(SELECTION[name])
     assert not isinstance(counts, Draw) and counts.closed, counts
