@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import SURVIVED, Draw, injured_run, possible_runs
+from benchmarks.chaos import NOT_MET, SURVIVED, Draw, injured_run, possible_runs
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -52,6 +52,8 @@ def test_a_run_survives_its_injuries(tmp_path: Path, name: str) -> None:
         pytest.skip("another user needs root and setpriv, and a false clock needs libfaketime")
     *draws, counts = injured_run(tmp_path / "run", name, SELECTION[name], seed=4)
     print(*draws, counts, sep="\n")
-    assert [draw for draw in draws if not isinstance(draw, Draw) or draw.end != SURVIVED] == []
+    assert [draw for draw in draws if not isinstance(draw, Draw) or draw.end not in (SURVIVED, NOT_MET)] == []
     assert [draw.injury for draw in draws if isinstance(draw, Draw)] == list(SELECTION[name])
+    # On a busy machine a phase may pass before the injury.
+    assert sum(isinstance(draw, Draw) and draw.end == NOT_MET for draw in draws) <= 1
     assert not isinstance(counts, Draw) and counts.closed, counts
