@@ -92,7 +92,9 @@ def test_anything_else_is_told_with_plugin_file_what_came_and_what_is_wanted(cam
 @pytest.mark.parametrize("came", ["hello", [], None, [{"role": "user"}], [{"role": "user", "content": 3}], ["hello"]])
 def test_an_env_returns_a_conversation(came: Any) -> None:
     spec = EnvSpec(name="mine", summary="s", config=single_turn.SPEC.config, messages=lambda row, config: came)
-    with pytest.raises(WrongResult, match=r"env mine \(.*test_checked.py\): .*Wanted: a list that is not empty"):
+    with pytest.raises(WrongResult, match=r"test_checked_plugins.py\): .*Wanted: a list that is not empty"):
+        WrongResult, match=r"env mine \(.*test_checked_plugins.py\): .*Wanted: a list that is not empty"
+    ):
         checked_env(spec).messages({}, None)
     message = [{"role": "user", "content": "p"}]
     whole = EnvSpec(name="mine", summary="s", config=single_turn.SPEC.config, messages=lambda row, config: message)
@@ -215,7 +217,7 @@ def test_a_step_is_checked_in_a_plain_and_in_an_async_method(kind: type[TurnsEnv
         if inspect.isawaitable(result):
             await result
 
-    with pytest.raises(WrongResult, match=rf"env mine \(.*test_checked.py\): {message}"):
+    with pytest.raises(WrongResult, match=rf"env mine \(.*test_checked_plugins.py\): {message}"):
         asyncio.run(step())
 
 

@@ -126,7 +126,7 @@ def controller(folder: Path) -> Controller:
         ),
         events=SimpleNamespace(record=print),
         checks=(),
-        book=None,
+        order_store=None,
         serve=None,
         recoveries=None,
         supervisor=None,

@@ -259,8 +259,12 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
         finally:
             os.kill(engine.process.pid, signal.SIGCONT)
         await until("no poll has ended", lambda: sorted(heard) == [0, 1])
-        pool._poll_loads()
-        await until("it is polled no more", lambda: sorted(heard) == [0, 0, 1, 1])
+
+        def polled_again() -> bool:
+            pool._poll_loads()  # skips an engine until the loop has removed its ended poll
+            return heard.count(0) > 1 and heard.count(1) > 1
+
+        await until("it is polled no more", polled_again)
         await directory.close()
 
     asyncio.run(scene())

@@ -239,7 +239,7 @@ def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
         admissions += bus.admit(1, timeout_s=T)
     bus.hold(held(early, late), timeout_s=T)
     bus.put([make_row(admissions[0], columns=media_columns([early]))], timeout_s=T)
-    bus.let_go([early.digest], timeout_s=T)
+    bus.release_items([early.digest], timeout_s=T)
     monkeypatch.setattr(column_worker, "LEASE_S", 1.0)
     gone, begun = context.media_folder / early.digest, threading.Event()
 
