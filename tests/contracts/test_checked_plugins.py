@@ -93,8 +93,6 @@ def test_anything_else_is_told_with_plugin_file_what_came_and_what_is_wanted(cam
 def test_an_env_returns_a_conversation(came: Any) -> None:
     spec = EnvSpec(name="mine", summary="s", config=single_turn.SPEC.config, messages=lambda row, config: came)
     with pytest.raises(WrongResult, match=r"test_checked_plugins.py\): .*Wanted: a list that is not empty"):
-        WrongResult, match=r"env mine \(.*test_checked_plugins.py\): .*Wanted: a list that is not empty"
-    ):
         checked_env(spec).messages({}, None)
     message = [{"role": "user", "content": "p"}]
     whole = EnvSpec(name="mine", summary="s", config=single_turn.SPEC.config, messages=lambda row, config: message)
