@@ -1,7 +1,11 @@
-"""A fixed selection of 60 injuries of `benchmarks.chaos` on seven kinds of run: no run ends and no sample is lost."""
+"""Fixed selections of the injuries of `benchmarks.chaos`: no run ends and no sample is lost.
+
+CI has 16 injuries on three kinds of run; `make test-soak` has 60 on seven.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,18 @@ from benchmarks.chaos import NOT_MET, SURVIVED, Draw, injured_run, possible_runs
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-SELECTION = {  # run → its injuries in this order
+IN_CI = {  # run → its injuries in this order
+    "text": (
+        *("kill gcs", "engine and owner", "stop raylet", "stop engine at birth", "kill gateway at birth"),
+        "after the last train step",
+    ),
+    "number_guess": (
+        *("kill env_worker", "stop env_worker at birth", "kill engine", "stop rollout", "kill actor_rank_0"),
+        "no descriptor",
+    ),
+    "agents": ("kill agent", "stop agent", "kill rollout", "kill agent_guard"),
+}
+IN_SOAK = {
     "text": (
         *("kill gcs", "stop raylet", "engine and owner", "stop fork_server", "kill gateway at birth"),
         *("stop engine at birth", "after the last train step", "SIGINT to all", "kill forked_worker at birth"),
@@ -46,14 +61,25 @@ SELECTION = {  # run → its injuries in this order
 }
 
 
-@pytest.mark.parametrize("name", SELECTION)
-def test_a_run_survives_its_injuries(tmp_path: Path, name: str) -> None:
+def check(folder: Path, name: str, injuries: Sequence[str]) -> None:
+    """Inflicts the injuries on one run, and checks the run and its ledger."""
     if name not in possible_runs():
         pytest.skip("another user needs root and setpriv, and a false clock needs libfaketime")
-    *draws, counts = injured_run(tmp_path / "run", name, SELECTION[name], seed=4)
+    *draws, counts = injured_run(folder / "run", name, injuries, seed=4)
     print(*draws, counts, sep="\n")
     assert [draw for draw in draws if not isinstance(draw, Draw) or draw.end not in (SURVIVED, NOT_MET)] == []
-    assert [draw.injury for draw in draws if isinstance(draw, Draw)] == list(SELECTION[name])
+    assert [draw.injury for draw in draws if isinstance(draw, Draw)] == list(injuries)
     # On a busy machine a phase may pass before the injury.
     assert sum(isinstance(draw, Draw) and draw.end == NOT_MET for draw in draws) <= 1
     assert not isinstance(counts, Draw) and counts.closed, counts
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_run_survives_its_injuries(tmp_path: Path, name: str) -> None:
+    check(tmp_path, name, IN_CI[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", IN_SOAK)
+def test_all_kinds_of_run_survive_60_injuries(tmp_path: Path, name: str) -> None:
+    check(tmp_path, name, IN_SOAK[name])
