@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Without one of these, its tests are skipped.
 INSTALLS = (
     "sandbox",
-    "false-clock",
     "dashboard-browser",
     "extras",
     "slurm",
@@ -27,7 +26,6 @@ STAGES = [
     *(
         "test-env",
         "sandbox",
-        "false-clock",
         "dashboard-browser",
         "extras",
         "slurm",
@@ -97,7 +95,6 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
     [
         ("slurm", "make test-slurm is skipped"),
         ("sandbox", "the tests of the sandbox are skipped"),
-        ("false-clock", "a false clock is skipped"),
         ("dashboard-browser", "the tests of the page in a browser are skipped"),
         ("extras", "the tests of further environments and rewards are skipped"),
         ("environments", "an environment is not there yet"),
