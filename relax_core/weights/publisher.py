@@ -111,7 +111,7 @@ class WeightPublisher:
         self._in_flight: dict[str, int] = {}  # engine url → the version that it has not answered
         self._unreported: list[Future[_Outcome]] = []
         self._pushed = -1
-        self._outage, self._outage_s = Outage("records the push of weights"), outage_s
+        self._outage_s = outage_s
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Push:
         """Writes a version and starts its push in other threads; take its result before you publish the next version.
@@ -196,12 +196,14 @@ class WeightPublisher:
 
     def _record_pushed(self, version: int) -> None:
         """Records the end of this version's push, so that owners know that it did not reach engines still behind."""
-        with self._lock:
-            if version > self._pushed:  # The push of an older version may end later.
-                self._pushed = version
-                retry_through_outage(
-                    partial(self._folder.replace, PUSHED, version), self._outage, limit_s=self._outage_s
-                )
+
+        def record() -> None:
+            with self._lock:  # not held while an outage lasts, because the trainer needs it
+                if version > self._pushed:  # The push of an older version may end later.
+                    self._folder.replace(PUSHED, version)
+                    self._pushed = version
+
+        retry_through_outage(record, Outage(f"records the push of weights {version}"), limit_s=self._outage_s)
 
     def close(self) -> None:
         """Waits up to `CLOSE_S` seconds for the pushes in progress; the remaining pushes end with the process."""
