@@ -40,10 +40,10 @@ from relax_core.registry import find_algorithm
 from relax_core.train import process_group
 from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
 from relax_core.train.context_parallel import RowSharding
+from relax_core.train.device import training_device
 from relax_core.train.hf.hf_export import stored_dtypes
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
-from relax_core.train.megatron_on_cpu import has_cuda, training_device, wait_for_passes
 from relax_core.train.micro_batches import ROW, MicroBatcher, RankClock, TowerWork, pack_tree, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
@@ -331,12 +331,12 @@ class MegatronRank:
             timeout_s=setup.timeout_s,
             seed=setup.seed,
         )
-        if not has_cuda():
+        if not training_device().cuda:
             torch.set_num_threads(setup.threads)
         self.rank, self.world_size, self.trainable = setup.rank, setup.world_size, trainable
         self._setup, self._parallel = setup, setup.parallel
         self._algorithm, self._config = setup.algorithm, setup.config
-        self._dtype, self._device = DTYPES[setup.dtype], training_device()
+        self._dtype, self._device = DTYPES[setup.dtype], training_device().torch
         self._build_model(value_head=value_head)
         self._overlap = trainable and self._parallel.overlap
         experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and self.architecture.experts is not None
@@ -446,7 +446,7 @@ class MegatronRank:
         """
         self._schedule.finish()
         with self.timed("backward"):
-            wait_for_passes()
+            training_device().wait()
         with self.timed("reduce"):
             sums = self._sums_over_ranks()
             denominator = self._denominator(StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups))

@@ -40,7 +40,7 @@ from relax_core.contracts.host_network import (
     missing_interface,
     refuse_clients,
 )
-from relax_core.train.megatron_on_cpu import has_cuda
+from relax_core.train.device import training_device
 from relax_core.train.parallel_layout import check_layout
 from relax_core.weights.weight_group import keep_gloo_on_loopback, open_rank_store
 
@@ -219,11 +219,11 @@ def join(
         _store = open_rank_store(store_address, token=token, rank=rank, world_size=world_size, timeout_s=timeout_s)
     _layouts += 1
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if training_device().cuda else "gloo"
     share_gloo_device(token=token)
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
-    _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
+    _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if training_device().cuda else dist.group.WORLD
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

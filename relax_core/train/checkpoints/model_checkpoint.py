@@ -54,8 +54,8 @@ from relax_core.train.checkpoints.provenance import (
     read_provenance,
     write_provenance,
 )
+from relax_core.train.device import training_device
 from relax_core.train.hf.weight_slices import WeightSlice
-from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.optimizer import adam_states, create_optimizer_state, set_updates_done, updates_done
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def random_state() -> dict[str, Tensor]:
         "numpy.position": torch.tensor([mersenne["pos"], numpy_state["has_gauss"]]),
         "numpy.gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
     }
-    if has_cuda():
+    if training_device().cuda:
         state["cuda"] = torch.cuda.get_rng_state()
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     return state | {_TRACKER + stream: tensor.clone() for stream, tensor in tracker.items()}
@@ -92,7 +92,7 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
     position, has_gauss = state["numpy.position"].tolist()
     key = state["numpy.key"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, position, has_gauss, state["numpy.gauss"].item()))
-    if has_cuda():
+    if training_device().cuda:
         torch.cuda.set_rng_state(state["cuda"])
     tracker = {name.removeprefix(_TRACKER): tensor for name, tensor in state.items() if name.startswith(_TRACKER)}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracker)

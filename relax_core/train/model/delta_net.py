@@ -34,7 +34,7 @@ from torch import Tensor
 from relax_core.contracts.chains import chains_of
 from relax_core.contracts.family import DeltaNet
 from relax_core.families.delta_rule import CHUNK_ROWS, Segments, gated_delta_rule, gated_norm, log_decay
-from relax_core.train.megatron_on_cpu import has_cuda
+from relax_core.train.device import training_device
 
 if TYPE_CHECKING:
     from relax_core.train.model.tree_attention import TreeBatch
@@ -126,7 +126,7 @@ class DeltaRule(Protocol):
 
 def delta_rule() -> DeltaRule:
     """Returns the rule for this process's device: flash-linear-attention's on a GPU that has it, else torch's."""
-    return _flash_rule if has_cuda() and importlib.util.find_spec("fla") is not None else _torch_rule
+    return _flash_rule if training_device().cuda and importlib.util.find_spec("fla") is not None else _torch_rule
 
 
 def _torch_rule(

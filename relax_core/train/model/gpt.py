@@ -40,8 +40,8 @@ from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.family import DeltaNet
 from relax_core.families.architecture import Architecture
 from relax_core.families.towers import Towers
+from relax_core.train.device import training_device
 from relax_core.train.hf.weight_rules import megatron_arguments, weight_rules
-from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.model.delta_net import TreeDeltaNet
 from relax_core.train.model.media_features import add_towers, with_features
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer, number_routers
@@ -159,7 +159,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # Gradients are summed over ranks; the trainer divides them by the algorithm's denominator.
         calculate_per_token_loss=True,
-        use_cpu_initialization=not has_cuda(),
+        use_cpu_initialization=training_device().type == "cpu",
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
@@ -206,14 +206,14 @@ def build_chunks(
         _mark_shards(model)
         if config.num_moe_experts and parallel.etp != parallel.tp:
             _reduce_experts_apart(model)
-        device = "cuda" if has_cuda() else "cpu"
-        chunks.append(_in_dtype(model, architecture, dtype).to(device=device))
+        own = training_device().torch
+        chunks.append(_in_dtype(model, architecture, dtype).to(device=own))
         model.vision, model.audio, model.towers = None, None, Towers.of(architecture)
         axes = architecture.rope.axes(architecture.rotary_dim // 2)
-        model.rotary_axes = torch.tensor(axes, device=device)
+        model.rotary_axes = torch.tensor(axes).to(own)
         if model.towers is not None and model.pre_process:
             recompute = parallel.recompute is Recompute.full
-            add_towers(model, model.towers, dtype=dtype, device=device, recompute=recompute)
+            add_towers(model, model.towers, dtype=dtype, device=own, recompute=recompute)
     if architecture.experts is not None:
         number_routers(chunks)
     return chunks
@@ -343,7 +343,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         assert self.eps is not None, "the constructor sets it"
         if self.config.layernorm_zero_centered_gamma:
             return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
-        if x.dtype == torch.float32:
+        if x.dtype == torch.float32 and not training_device().gpu:
             return rms_norm(x, self.weight, eps=self.eps)
         return super().forward(x)
 
@@ -354,7 +354,7 @@ _GROUPED = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 def has_transformer_engine() -> bool:
     """Returns True if this process trains on a GPU with TransformerEngine."""
-    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+    return training_device().cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(

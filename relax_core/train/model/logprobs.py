@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.train.device import training_device, wide_product
 
 _MASKS = 32  # The number of bitmasks unpacked at one time, at one byte for each token of the vocabulary.
 
@@ -253,7 +254,7 @@ class _Shard(NamedTuple):
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Returns ``[size, hidden]`` in the dtype of the factors; only on a GPU torch sums bfloat16 in float32."""
-        return weight[: self.size].to(weight.dtype if weight.is_cuda else _maths_dtype(weight))
+        return weight[: self.size].to(weight.dtype if training_device().gpu else _maths_dtype(weight))
 
     def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which token ids are in this shard, and their columns in it (0 for other tokens)."""
@@ -312,7 +313,7 @@ def _logit_chunks(
             # With beta=0 the first argument is not read; `alpha` scales inside the matrix product.
             torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
         else:
-            torch.mm(chunk, matrix.t(), out_dtype=logits.dtype, out=logits).mul_(settings.inverse_temperature)
+            wide_product(chunk, matrix.t(), logits.dtype, out=logits).mul_(settings.inverse_temperature)
         if settings.truncation is not None:
             settings.truncation.apply(logits, rows, first=first)
         yield rows, chunk, logits
@@ -334,7 +335,7 @@ def _log_softmax_chunks(
 
 def _exponentials(logprobs: Tensor, settings: _Settings) -> Tensor:
     """Turns the log-softmax of a chunk into its softmax in place."""
-    if settings.truncation is None or logprobs.device.type != "cpu":
+    if settings.truncation is None or training_device().gpu:
         return logprobs.exp_()
     # Truncation leaves out many tokens, and on a CPU torch.exp takes ten times as long for values that underflow.
     return torch.nn.functional.threshold(logprobs.clamp_(min=_MIN_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
@@ -347,11 +348,6 @@ def _left_out(logprobs: Tensor) -> Tensor:
 
 def _maths_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies ``left`` ``[rows, inner]`` by ``right`` ``[inner, columns]``; sums and returns in ``dtype``."""
-    return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
 # -- Forward and backward -------------------------------------------------------------------------------------------
@@ -443,11 +439,11 @@ class _HeadOutputs(torch.autograd.Function):
                 if matrix.dtype == dtype:
                     own.addmm_(delta.t(), scaled)
                 else:
-                    own += _product(delta.t(), scaled.to(matrix.dtype), dtype)
+                    own += wide_product(delta.t(), scaled.to(matrix.dtype), dtype)
                 for column, incoming in taken:
                     grad_weight.index_put_((column,), chunk * incoming, accumulate=True)
             if grad_hidden is not None:
-                of_chunk = _product(delta, matrix, dtype).mul_(on_delta[rows])
+                of_chunk = wide_product(delta, matrix, dtype).mul_(on_delta[rows])
                 for column, incoming in taken:
                     of_chunk.addcmul_(matrix[column], incoming)
                 grad_hidden[rows] = of_chunk

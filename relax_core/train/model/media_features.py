@@ -266,7 +266,7 @@ def media_plan(
     )
 
 
-def add_towers(model: Any, towers: Towers, *, dtype: torch.dtype, device: str, recompute: bool) -> None:
+def add_towers(model: Any, towers: Towers, *, dtype: torch.dtype, device: torch.device, recompute: bool) -> None:
     """Gives the first chunk of a model its towers; its first layers add the further outputs of the vision tower.
 
     If ``recompute`` is True the activations of the towers' layers are computed again in the backward pass.

@@ -30,7 +30,7 @@ from torch import Tensor
 from relax_core.contracts.family import DeltaNet
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.context_parallel import WHOLE, RowSharding, TokenSharding
-from relax_core.train.megatron_on_cpu import attention_dtype
+from relax_core.train.device import attention_dtype, training_device
 from relax_core.train.micro_batches import TreeLayout, tree_starts
 from relax_core.train.model.branch_attention import BranchPlan
 from relax_core.train.model.delta_net import SegmentLevels
@@ -72,11 +72,38 @@ class FlexBlocks:
 def _kernel() -> Callable[..., Any]:
     """Returns FlexAttention compiled to one kernel, because uncompiled it holds all scores in memory.
 
-    With `fullgraph` torch raises an error instead of falling back to the uncompiled function.
+    With `fullgraph` torch raises an error instead of falling back to the uncompiled function. Without CUDA it returns
+    `dense_attention`, which reads the same blocks, because torch has no FlexAttention with a gradient there.
     """
+    if not training_device().cuda:
+        return dense_attention
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, fullgraph=True)
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Computes what FlexAttention computes, with a dense mask that it makes from the listed blocks and their rule.
+
+    ``query`` is ``[1, heads, rows, dim]``, key and value are ``[1, groups, rows, dim]``.
+    """
+    queries, keys = (torch.arange(length, device=query.device) for length in (query.shape[2], key.shape[2]))
+    zero = torch.zeros((), dtype=torch.int64, device=query.device)
+    rule = block_mask.mask_mod(zero, zero, queries[:, None], keys[None])
+    assert block_mask.full_kv_num_blocks is not None, "FlexBlocks lists whole blocks"
+    partial = _blocks_of(block_mask.kv_num_blocks, block_mask.kv_indices)
+    whole = _blocks_of(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    block_of = (queries // BLOCK)[:, None], (keys // BLOCK)[None]
+    mask = whole[block_of] | (partial[block_of] & rule)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def _blocks_of(counts: Tensor, order: Tensor) -> Tensor:
+    """Returns the listed blocks as bool ``[query blocks, key blocks]``; `_listed` describes the arguments."""
+    listed = torch.arange(order.shape[-1], device=order.device)[None] < counts[0, 0][:, None]
+    return torch.zeros_like(listed).scatter(1, order[0, 0].to(torch.int64), listed)
 
 
 def _block_mask(query_rows: np.ndarray, key_rows: np.ndarray, key_ends: np.ndarray, device: torch.device) -> BlockMask:
@@ -399,7 +426,7 @@ def attention_over(
     end: np.ndarray, sharding: RowSharding, *, padded: int, device: torch.device, dtype: torch.dtype
 ) -> Attention:
     """Chooses the attention for a stream of ``padded`` rows; ``end`` int64 ``[rows]`` covers all rows but the pads."""
-    if device.type == "cuda":
+    if training_device().gpu:
         return FlexBlocks.of(end, sharding, padded=padded, device=device)
     plan = BranchPlan.of(end, dtype=dtype, sharding=sharding, padded=padded)
     if plan is not None:

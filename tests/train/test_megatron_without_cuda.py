@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from relax_core.train.megatron_on_cpu import NAMESPACE, CodeCache, compile_for_cpu, cpu_namespace
+from relax_core.train.megatron_without_cuda import NAMESPACE, CodeCache, compile_without_cuda, namespace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the loader does nothing")
 
@@ -35,7 +35,7 @@ def start(cache: Path) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> None:
     output, error = process.communicate(timeout=600)
     assert process.returncode == 0, error
-    assert output.strip() == "CpuLoader False False"
+    assert output.strip() == "DeviceLoader False False"
     assert "not installed" not in error
 
 
@@ -59,7 +59,7 @@ def test_the_cache_is_keyed_by_content(tmp_path: Path) -> None:
     assert path != other_path
     assert path != cache.path(b"a = 1", "b.py")
     assert cache.read(path) is None
-    cache.write(path, compile_for_cpu(b"a = 1", "a.py"))
+    cache.write(path, compile_without_cuda(b"a = 1", "a.py", target="cpu"))
     code = cache.read(path)
     assert code is not None
     scope: dict[str, int] = {}
@@ -72,7 +72,7 @@ def test_an_unwritable_cache_only_warns(tmp_path: Path, caplog: pytest.LogCaptur
     blocked = tmp_path / "file"
     blocked.write_text("")
     cache = CodeCache(blocked / "cache")
-    cache.write(blocked / "cache" / "x.marshal", compile_for_cpu(b"a = 1", "a.py"))
+    cache.write(blocked / "cache" / "x.marshal", compile_without_cuda(b"a = 1", "a.py", target="cpu"))
     assert "compiled Megatron code is not cached" in caplog.text
 
 
@@ -84,8 +84,8 @@ x = torch.empty(2, device="cuda", pin_memory=True).cuda(non_blocking=True)
 kind = x.is_cuda
 message = "cuda stays in longer texts"
 """
-    scope = {NAMESPACE: cpu_namespace()}
-    exec(compile_for_cpu(source, "x.py"), scope)
+    scope = {NAMESPACE: namespace()}
+    exec(compile_without_cuda(source, "x.py", target="cpu"), scope)
     assert scope["device"] == torch.device("cpu")
     assert scope["x"].device.type == "cpu"
     assert scope["kind"] is True
@@ -95,8 +95,9 @@ message = "cuda stays in longer texts"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_rounded_once(dtype: torch.dtype) -> None:
     x, w = torch.randn(7, 300).to(dtype), torch.randn(5, 300).to(dtype)
-    scope: dict[str, Any] = {NAMESPACE: cpu_namespace(), "x": x, "w": w}
-    exec(compile_for_cpu(b"import torch  # not cuda\na, b = torch.matmul(x, w.t()), x.matmul(w.t())", "x.py"), scope)
+    scope: dict[str, Any] = {NAMESPACE: namespace(), "x": x, "w": w}
+    source = b"import torch  # not cuda\na, b = torch.matmul(x, w.t()), x.matmul(w.t())"
+    exec(compile_without_cuda(source, "x.py", target="cpu"), scope)
     exact = (x.double() @ w.double().t()).to(dtype)
     for product in (scope["a"], scope["b"]):
         assert product.dtype == dtype

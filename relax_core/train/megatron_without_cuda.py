@@ -1,10 +1,11 @@
-"""Lets unmodified megatron.core run on a CPU if there is no CUDA.
+"""Lets unmodified megatron.core run on a CPU, or on another device without CUDA (`relax_core.train.device`).
 
-`install` puts a finder on ``sys.meta_path``. If ``megatron.core`` is imported on a machine without CUDA, each of its
-modules is compiled from its own source after an AST pass (`compile_for_cpu`). The pass replaces CUDA calls and device
-names by CPU calls and names. The module's ``torch.cuda`` is then `cpu_namespace`: one device, and streams that do
-nothing. Its matrix products are `matmul`, which is fast in bfloat16 on every CPU. Workarounds for megatron-core 0.16.1
-without CUDA are applied when a module is imported. torch itself is unchanged. With CUDA the finder does nothing.
+`install` puts a finder on ``sys.meta_path``. If a process without a CUDA device imports ``megatron.core``, each of its
+modules is compiled from its own source after an AST pass (`compile_without_cuda`). The pass replaces CUDA calls and
+device names by calls and names of this process's device. The module's ``torch.cuda`` is then `namespace`: one device,
+and streams that do nothing. Its matrix products are `matmul`, which is fast in bfloat16 on every CPU. Workarounds for
+megatron-core 0.16.1 without CUDA are applied when a module is imported. torch itself is unchanged. On a CUDA device the
+finder does nothing.
 
 The pass also removes TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and ranks report
 to the event log. Compiled code is cached in the user's cache folder under a digest of the source, because the pass
@@ -33,6 +34,7 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.private_folder import private_folder, user_cache
+from relax_core.train.device import matmul, training_device
 
 if TYPE_CHECKING:
     import torch
@@ -82,49 +84,16 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()
 
 
-def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiplies as `torch.matmul` does, with the factors in `product_dtype`; the result is rounded once."""
-    dtype = product_dtype(left.dtype)
-    if dtype == left.dtype:
-        return left.matmul(right)
-    return left.to(dtype).matmul(right.to(dtype)).to(left.dtype)
-
-
 @functools.cache
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which this process multiplies factors of ``dtype`` fastest: ``dtype`` itself or float32.
-
-    If a CPU has no instructions for bfloat16, torch multiplies bfloat16 in loops that reach 3 to 25% of the throughput
-    of float32. The conversion to float32 is exact, and CPUs with the instructions sum in float32, too.
-    """
-    import torch
-
-    if dtype != torch.bfloat16 or has_cuda() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return dtype
-    return torch.float32
-
-
-def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which this process computes attention over numbers of ``dtype``: on a CPU at least float32.
-
-    torch's backward pass of attention in bfloat16 takes up to five times as long as in float32 for branches of 40
-    tokens, and 0.8 times for 900 (AMD EPYC with AVX-512).
-    """
-    import torch
-
-    return dtype if has_cuda() else torch.promote_types(dtype, torch.float32)
-
-
-@functools.cache
-def cpu_namespace() -> ModuleType:
+def namespace() -> ModuleType:
     """Returns this process's stand-in module; names that it lacks (types in annotations) come from ``torch.cuda``."""
     import torch
 
-    cpu = torch.device("cpu")
+    own = training_device().torch
     stream = _Stream()
-    namespace = ModuleType("relax_cpu_namespace")
+    module = ModuleType("relax_device_namespace")
     members: dict[str, Any] = {
-        "current_device": lambda: cpu,
+        "current_device": lambda: own,
         "device_count": lambda: 1,
         "is_available": lambda: False,
         "is_initialized": lambda: True,
@@ -150,13 +119,13 @@ def cpu_namespace() -> ModuleType:
         "memory_reserved": lambda *args: 0,
         "memory_stats": lambda *args: {},
         "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_context),
-        "random": namespace,
+        "random": module,
         "__getattr__": lambda name: getattr(torch.cuda, name),
     }
     members |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed_all"), _nothing)
     for name, member in members.items():
-        setattr(namespace, name, member)
-    return namespace
+        setattr(module, name, member)
+    return module
 
 
 def _disable_jit_fuser(jit: Any) -> None:
@@ -223,42 +192,47 @@ def _apply_workaround(module: ModuleType) -> None:
         workaround(module)
 
 
-NAMESPACE = "__relax_cpu_namespace__"  # the name of a module's stand-in for torch.cuda
+NAMESPACE = "__relax_device_namespace__"  # the name of a module's stand-in for torch.cuda
 
 _LEFT_OUT = "torch.utils.tensorboard"
-_STRINGS = {
-    "cuda": "cpu",
-    "torch.cuda.FloatTensor": "torch.FloatTensor",
-    "torch.cuda.HalfTensor": "torch.HalfTensor",
-    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
-}
+_TENSORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 
 
-class _CpuCalls(ast.NodeTransformer):
+class _DeviceCalls(ast.NodeTransformer):
+    """Replaces CUDA calls and names by those of the torch device type ``target``."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        prefix = "torch" if target == "cpu" else f"torch.{target}"
+        self._strings = {"cuda": target} | {f"torch.cuda.{kind}": f"{prefix}.{kind}" for kind in _TENSORS}
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Replaces ``torch.cuda`` by the stand-in, and ``x.is_cuda`` by ``x.is_cpu``."""
+        """Replaces ``torch.cuda`` by the stand-in, and ``x.is_cuda`` by the property of the device."""
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.copy_location(ast.Name(NAMESPACE, node.ctx), node)
         if node.attr == "is_cuda":
-            node.attr = "is_cpu"
+            node.attr = f"is_{self._target}"
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        """Replaces ``pin_memory=True``, which needs a GPU."""
+        """Replaces ``pin_memory=True``, which needs a GPU, and the device of autocast, which knows no stand-ins."""
+        if node.arg == "device_type" and isinstance(node.value, ast.Constant):
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+            return node
         self.generic_visit(node)
         if node.arg == "pin_memory" and isinstance(node.value, ast.Constant):
             node.value = ast.copy_location(ast.Constant(False), node.value)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replaces ``x.cuda(...)`` by ``x.cpu()``, and products that return a new tensor by `matmul`."""
+        """Replaces ``x.cuda(...)`` by ``x.to(device)``, and products that return a new tensor by `matmul`."""
         self.generic_visit(node)
         if not isinstance(node.func, ast.Attribute):
             return node
         if node.func.attr == "cuda":
-            node.func.attr = "cpu"
-            node.args, node.keywords = [], []
+            node.func.attr = "to"
+            node.args, node.keywords = [ast.Constant(self._target)], []
         elif node.func.attr == "matmul" and not node.keywords:
             of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             node.args = node.args if of_torch else [node.func.value, *node.args]
@@ -275,16 +249,16 @@ class _CpuCalls(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         """Replaces device and tensor type names."""
-        if isinstance(node.value, str) and node.value in _STRINGS:
-            return ast.copy_location(ast.Constant(_STRINGS[node.value]), node)
+        if isinstance(node.value, str) and node.value in self._strings:
+            return ast.copy_location(ast.Constant(self._strings[node.value]), node)
         return node
 
 
-def compile_for_cpu(source: bytes, filename: str) -> CodeType:
-    """Compiles one module of Megatron for a CPU; line numbers stay those of the source."""
+def compile_without_cuda(source: bytes, filename: str, *, target: str) -> CodeType:
+    """Compiles one module of Megatron for the torch device type ``target``; line numbers stay those of the source."""
     tree = ast.parse(source, filename)
     if b"cuda" in source or b"pin_memory" in source:
-        _CpuCalls().visit(tree)
+        _DeviceCalls(target).visit(tree)
         ast.fix_missing_locations(tree)
     code = compile(tree, filename, "exec", dont_inherit=True)
     assert isinstance(code, CodeType)
@@ -292,32 +266,6 @@ def compile_for_cpu(source: bytes, filename: str) -> CodeType:
 
 
 logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def has_cuda() -> bool:
-    """Returns True if this process trains on a GPU; it imports torch."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def wait_for_passes() -> None:
-    """Waits until the GPU has finished the passes that this thread started; on a CPU it returns at once.
-
-    Without this wait the time of a rank's passes would be part of the first wait for the other ranks.
-    """
-    if has_cuda():
-        import torch
-
-        torch.cuda.current_stream().synchronize()
-
-
-def training_device() -> torch.device:
-    """Returns the device of the parameters: this process's current CUDA device, or the CPU."""
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def cache_folder() -> Path:
@@ -352,9 +300,9 @@ class CodeCache:
         self.folder = folder
 
     def path(self, source: bytes, filename: str) -> Path:
-        """Returns the cache path of a source; the file name is part of the key, because tracebacks show it."""
+        """Returns the cache path of a source for this device; tracebacks show the file name, so the key has it."""
         digest = hashlib.blake2b(source, digest_size=16, key=_rules_digest())
-        digest.update(filename.encode())
+        digest.update(f"{training_device().type} {filename}".encode())
         return self.folder / f"{digest.hexdigest()}.marshal"
 
     def read(self, path: Path) -> CodeType | None:
@@ -392,8 +340,8 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-class CpuLoader(SourceFileLoader):
-    """Compiles a module through the AST pass and applies the workarounds for megatron-core 0.16.1 on a CPU."""
+class DeviceLoader(SourceFileLoader):
+    """Compiles a module through the AST pass and applies the workarounds for megatron-core 0.16.1 without CUDA."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Returns the module's patched code, from the cache if it is there."""
@@ -402,13 +350,13 @@ class CpuLoader(SourceFileLoader):
         cached = cache.path(source, self.path)
         code = cache.read(cached)
         if code is None:
-            code = compile_for_cpu(source, self.path)
+            code = compile_without_cuda(source, self.path, target=training_device().type)
             cache.write(cached, code)
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs the module with the CPU stand-in for ``torch.cuda`` and applies the workarounds for it."""
-        setattr(module, NAMESPACE, cpu_namespace())
+        """Runs the module with the stand-in for ``torch.cuda`` and applies the workarounds for it."""
+        setattr(module, NAMESPACE, namespace())
         with warnings.catch_warnings():
             # Megatron warns in each process that GPU libraries are missing, which is normal on a CPU.
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* (is|are) not installed")
@@ -416,23 +364,23 @@ class CpuLoader(SourceFileLoader):
         _apply_workaround(module)
 
 
-class CpuFinder:
-    """Finds ``megatron.core`` as usual and replaces its loader on machines without CUDA."""
+class DeviceFinder:
+    """Finds ``megatron.core`` as usual and replaces its loader in processes without a CUDA device."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Returns the module's spec with the loader for a CPU, or None if the finder does not apply."""
+        """Returns the module's spec with the loader for this device, or None if the finder does not apply."""
         if name != "megatron.core" and not name.startswith("megatron.core."):
             return None
-        if has_cuda():
+        if training_device().cuda:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = CpuLoader(spec.loader.name, spec.loader.path)
+            spec.loader = DeviceLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
 def install() -> None:
     """Puts the finder first; the import of relax_core.train calls it before anything imports ``megatron.core``."""
     assert "megatron.core" not in sys.modules, "import relax_core.train before megatron.core"
-    sys.meta_path.insert(0, CpuFinder)
+    sys.meta_path.insert(0, DeviceFinder)
