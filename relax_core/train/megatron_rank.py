@@ -51,6 +51,7 @@ from relax_core.train.model.moe import balance_metrics, clear_counts, router_row
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import build_optimizer, freeze_parts, set_main_weights, wrap_for_training
 from relax_core.train.parallel_layout import world_size
+from relax_core.train.state_offload import StateOffload
 from relax_core.weights.folder_stream import open_safetensors
 
 
@@ -152,9 +153,13 @@ def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSu
     return sums
 
 
-def check_gradients(sums: StepSums, weights: HfWeights, chunks: Iterable[Any], *, rank: int) -> None:
-    """Records in ``sums`` whether a gradient of this rank is not finite; ``chunks`` are Megatron's wrappers."""
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+def gradient_buffers(chunks: Iterable[Any]) -> list[Any]:
+    """Returns the buffers of parameters and gradients of Megatron's wrappers."""
+    return [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+
+def check_gradients(sums: StepSums, weights: HfWeights, buffers: Iterable[Any], *, rank: int) -> None:
+    """Records in ``sums`` whether a gradient of this rank, in ``buffers``, is not finite."""
     # NaN and infinity survive summation, so one sum checks a whole buffer.
     if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers):
         found = first_not_finite(weights, rank=rank)
@@ -358,6 +363,8 @@ class MegatronRank:
                 optimizer=self.optimizer,
                 head="critic" if value_head else "policy",
             )
+        buffers = gradient_buffers(self.model_chunks) if trainable else []
+        self._state_offload = StateOffload(self.models, buffers=buffers, optimizer=self.optimizer)
         self._step = self._steps_done = 0
         self._learning_rate = 0.0
         self._sums = StepSums()
@@ -518,6 +525,20 @@ class MegatronRank:
         """Loads the checkpoint in ``folder``; raises as `RankCheckpoint.load` does."""
         self._checkpoint.load(folder)
 
+    # -- Time sharing of the device ------------------------------------------------------------------------------
+    def offload(self, *, keep_weights: bool = False) -> int:
+        """Moves the state to the host until `onload`, and returns the bytes that are freed on the device.
+
+        With ``keep_weights`` the weights stay, so that they can still be exported. Nothing else may use the state
+        meanwhile. Tensors that `export` yielded before are invalid.
+        """
+        self._gather_parameters()  # a gather that still runs would write into freed memory
+        return self._state_offload.offload(keep_weights=keep_weights)
+
+    def onload(self) -> None:
+        """Returns the state to the device, bit by bit; does nothing if it is there."""
+        self._state_offload.onload()
+
     # -- Passes over one micro-batch, which the schedule calls ---------------------------------------------------
     def padded_rows(self, groups: Sequence[TokenTree]) -> int:
         """Returns the number of rows of the groups' stream, pads included."""
@@ -635,7 +656,7 @@ class MegatronRank:
             process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
         if self._overlap:
             finalize_gradients(self.model_chunks, sharded=self._parallel.shard_media)  # It waits for the reductions.
-        check_gradients(self._sums, self._weights, self.model_chunks, rank=self.rank)
+        check_gradients(self._sums, self._weights, gradient_buffers(self.model_chunks), rank=self.rank)
         sums = add_over_ranks(self._sums, process_group.world_group())
         refuse_update(sums, step=self._step)
         if not sums.tokens:

@@ -137,7 +137,7 @@ class AdamState:
 def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
     """Returns the state of the ``parameters`` that this rank updates; it exists from the first update on."""
     found = {}
-    for wrapped in _optimizers(optimizer):
+    for wrapped in chained_optimizers(optimizer):
         for parameter in parameters:
             main, start = _main_weight(wrapped, parameter)
             if main is None or main not in wrapped.optimizer.state:
@@ -157,7 +157,7 @@ def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor
 
     A parameter that is float32 or that does not train has no copy and is left as it is.
     """
-    for wrapped in _optimizers(optimizer):
+    for wrapped in chained_optimizers(optimizer):
         for parameter, weight in weights.items():
             main, start = _main_weight(wrapped, parameter)
             if main is not None and main is not parameter:
@@ -180,7 +180,7 @@ def _main_weight(wrapped: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | 
 
 def updates_done(optimizer: Any) -> int:
     """Returns Adam's step counter, which is equal for all parameters and 0 before the first update."""
-    for wrapped in _optimizers(optimizer):
+    for wrapped in chained_optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             if "step" in group:
                 return int(group["step"])
@@ -191,7 +191,7 @@ def updates_done(optimizer: Any) -> int:
 
 def set_updates_done(optimizer: Any, updates: int) -> None:
     """Sets Adam's step counter, which torch keeps in each parameter's state and fused optimizers in their groups."""
-    for wrapped in _optimizers(optimizer):
+    for wrapped in chained_optimizers(optimizer):
         if not isinstance(wrapped.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             for group in wrapped.optimizer.param_groups:
                 group["step"] = updates
@@ -201,7 +201,7 @@ def set_updates_done(optimizer: Any, updates: int) -> None:
 
 def create_optimizer_state(optimizer: Any) -> None:
     """Gives every parameter without Adam state a zeroed state, like its first step."""
-    for wrapped in _optimizers(optimizer):
+    for wrapped in chained_optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             for parameter in group["params"]:
                 if not wrapped.optimizer.state[parameter]:
@@ -212,7 +212,7 @@ def create_optimizer_state(optimizer: Any) -> None:
                     )
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
+def chained_optimizers(optimizer: Any) -> list[Any]:
     """Returns the optimizers that Megatron chains, one for each kind of parameters, without stubs."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [wrapped for wrapped in chained if not getattr(wrapped, "is_stub_optimizer", False)]

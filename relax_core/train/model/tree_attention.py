@@ -92,9 +92,10 @@ def dense_attention(
     queries, keys = (torch.arange(length, device=query.device) for length in (query.shape[2], key.shape[2]))
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
     rule = block_mask.mask_mod(zero, zero, queries[:, None], keys[None])
-    assert block_mask.full_kv_num_blocks is not None, "FlexBlocks lists whole blocks"
+    counts, order = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    assert counts is not None and order is not None, "FlexBlocks lists whole blocks"
+    whole = _blocks_of(counts, order)
     partial = _blocks_of(block_mask.kv_num_blocks, block_mask.kv_indices)
-    whole = _blocks_of(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     block_of = (queries // BLOCK)[:, None], (keys // BLOCK)[None]
     mask = whole[block_of] | (partial[block_of] & rule)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)

@@ -1,0 +1,118 @@
+"""Moves a rank's training state between its device and host memory, for GPUs that trainer and engines share.
+
+The unit is the storage, not the tensor. All tensors of the state (parameters in the wrapper's buffers, ``main_grad``,
+the shards of the distributed optimizer, tied embeddings, the slices of `HfWeights` and `RankCheckpoint`) are views of a
+few storages. A storage that is resized to 0 bytes and back keeps every view valid, so no view has to be replaced.
+Megatron's own ``optimizer.offload_to_cpu`` replaces tensors instead, which separates the shards of a float32 model from
+the buffer that they are views of.
+
+While a storage is on the host, none of its views may be read: on a CPU the read would crash the process. Gradients are
+not copied; they are 0 after their return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from relax_core.train.device import training_device
+from relax_core.train.optimizer import chained_optimizers
+
+WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "states"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offloaded:
+    """Holds a storage of size 0, its size in bytes on the device, and its bytes on the host (None: zeros)."""
+
+    storage: UntypedStorage
+    size: int
+    host: Tensor | None
+
+
+class StateOffload:
+    """Moves the parameters, gradients and optimizer state of a rank to the host and back, bit by bit.
+
+    ``buffers`` are those of Megatron's data-parallel wrappers, and ``optimizer`` is None; both only exist in training.
+    On CUDA the host memory is pinned. It is allocated at the first offload and used again.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], *, buffers: Sequence[Any], optimizer: Any) -> None:
+        self._models, self._buffers, self._optimizer = models, buffers, optimizer
+        self._offloaded: list[_Offloaded] = []
+        self._host: dict[int, Tensor] = {}  # the storage's address in C++ → its host memory
+
+    def offload(self, *, keep_weights: bool = False) -> int:
+        """Frees the state's memory on the device, and returns the number of bytes that this call frees.
+
+        With ``keep_weights`` the parameters stay, so that they can still be exported; another call then frees them.
+        """
+        device = training_device()
+        moved = []
+        for kind, storage in self._storages():
+            if not storage.nbytes() or (keep_weights and kind == WEIGHTS):
+                continue
+            host = None if kind == GRADIENTS else self._host_memory(storage)
+            if host is not None:
+                host.copy_(_bytes_of(storage), non_blocking=device.cuda)
+            moved.append(_Offloaded(storage=storage, size=storage.nbytes(), host=host))
+        device.wait()  # the copies read the storages that are freed now
+        for offloaded in moved:
+            offloaded.storage.resize_(0)
+        self._offloaded += moved
+        if device.cuda:
+            torch.cuda.empty_cache()
+        return sum(offloaded.size for offloaded in moved)
+
+    def onload(self) -> None:
+        """Returns the state to the device; does nothing if it is there."""
+        device = training_device()
+        for offloaded in self._offloaded:
+            offloaded.storage.resize_(offloaded.size)
+            if offloaded.host is None:
+                _bytes_of(offloaded.storage).zero_()
+            else:
+                _bytes_of(offloaded.storage).copy_(offloaded.host, non_blocking=device.cuda)
+        device.wait()
+        self._offloaded = []
+
+    def _host_memory(self, storage: UntypedStorage) -> Tensor:
+        host = self._host.get(storage._cdata)
+        if host is None:
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=training_device().cuda)
+            self._host[storage._cdata] = host
+        return host
+
+    def _storages(self) -> Iterator[tuple[str, UntypedStorage]]:
+        """Yields each storage of the state once, with its kind; a parameter that an optimizer updates is a weight."""
+        seen: set[int] = set()
+        for kind, tensors in ((WEIGHTS, self._parameters()), (GRADIENTS, self._gradients()), (STATES, self._states())):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.device.type == training_device().type and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    yield kind, storage
+
+    def _parameters(self) -> Iterator[Tensor]:
+        yield from (buffer.param_data for buffer in self._buffers if buffer.param_data is not None)
+        for model in self._models:
+            yield from (parameter.data for parameter in model.parameters())
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (buffer.grad_data for buffer in self._buffers)
+
+    def _states(self) -> Iterator[Tensor]:
+        """Yields the master copies and moments of all optimizers that Megatron chains; step counters stay."""
+        for wrapped in [] if self._optimizer is None else chained_optimizers(self._optimizer):
+            for group in wrapped.optimizer.param_groups:
+                yield from (parameter.data for parameter in group["params"])
+            for state in wrapped.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

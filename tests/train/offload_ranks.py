@@ -1,0 +1,128 @@
+"""Trains layouts with and without an offload of the state, on one rank and on two, for test_state_offload.py.
+
+`python offload_ranks.py <folder>` writes models, single.json, rank0.json and rank1.json there.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_trainer import dp_groups, make_backend, parallel_config, train_step
+
+from relax_core.train import process_group
+from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.policy_backend import MegatronBackend
+from tests.train.rank_server import run_alone_and_on_two_ranks
+from tests.train.tiny_models import make_model
+
+SHARDED = {"distributed_optimizer": True}
+OVERLAP = {"distributed_optimizer": True, "overlap": True}
+ON_ONE: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float32 sharded": {"parallel": SHARDED},
+    "float32 overlap": {"parallel": OVERLAP},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16 untied sharded": {"dtype": "bfloat16", "parallel": SHARDED, "model": "untied"},
+    "bfloat16 overlap": {"dtype": "bfloat16", "parallel": OVERLAP},
+    "bfloat16 moe": {"dtype": "bfloat16", "model": "moe"},
+}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "bfloat16 dp2 sharded": {"dtype": "bfloat16", "parallel": {"dp": 2} | SHARDED},
+    "float32 dp2 overlap": {"parallel": {"dp": 2} | OVERLAP},
+    "float32 tp2": {"parallel": {"tp": 2}},
+    "float32 pp2 tied": {"parallel": {"pp": 2}},  # the last stage has a copy of the embedding
+    "bfloat16 moe ep2 sharded": {"dtype": "bfloat16", "parallel": {"dp": 2, "ep": 2} | SHARDED, "model": "moe"},
+}
+STEPS = 4
+
+
+def make_models(folder: Path) -> None:
+    make_model(folder / "tied", tied=True)
+    make_model(folder / "untied", tied=False)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    make_model(folder / "moe", tied=False, **experts)
+
+
+def storages(backend: MegatronBackend) -> dict[int, Any]:
+    """Returns the storages that the state consists of, found through the attributes of the models and optimizers."""
+    tensors = [parameter.data for model in backend.models for parameter in model.parameters()]
+    tensors += [parameter.main_grad for model in backend.models for parameter in model.parameters()]
+    for wrapped in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer]):
+        if not getattr(wrapped, "is_stub_optimizer", False):
+            tensors += [value for state in wrapped.optimizer.state.values() for value in state.values()]
+            tensors += [parameter.data for group in wrapped.optimizer.param_groups for parameter in group["params"]]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.dim()}
+
+
+def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str, Any]:
+    """Trains `STEPS` steps of a layout; with ``offloads`` the state is on the host after two of them and at the end."""
+    case = {**ON_ONE, **ON_TWO}[name]
+    model = case.get("model", "tied")
+    parallel = parallel_config(**{"distributed_optimizer": False, **case.get("parallel", {})})
+    backend = make_backend(
+        folder / model,
+        family="qwen3_moe" if model == "moe" else "qwen3",
+        dtype=case.get("dtype", "float32"),
+        parallel=parallel,
+        **ranks,
+    )
+    found: dict[str, Any] = {"metrics": []}
+
+    def turn() -> None:
+        state = storages(backend)
+        before = {key: storage.nbytes() for key, storage in state.items()}
+        kept = backend.offload(keep_weights=True)
+        exported = [(name, tensor.clone()) for name, tensor in backend.export()]
+        freed = kept + backend.offload()
+        found["offloaded"] = {
+            "bytes": sum(before.values()), "freed": freed, "without weights": kept,
+            "left": sum(storage.nbytes() for storage in state.values()),
+        }  # fmt: skip
+        backend.onload()
+        backend.onload()
+        assert {key: storage.nbytes() for key, storage in state.items()} == before
+        for (_, was), (_, now) in zip(exported, backend.export(), strict=True):
+            assert torch.equal(was, now)
+
+    replicas = parallel.dp
+    replica = ranks.get("rank", 0) if replicas > 1 else 0
+    for step in range(STEPS):
+        if offloads and step == 2:
+            turn()
+        batches = [split_over_ranks(groups, replicas)[replica] for groups in dp_groups()]
+        metrics = train_step(backend, batches, step=step)
+        found["metrics"].append([metrics.loss, metrics.grad_norm])
+    if offloads:
+        turn()
+    digest = hashlib.sha256()
+    for weight, tensor in backend.export():
+        digest.update(weight.encode() + tensor.contiguous().view(torch.uint8).clone().numpy().tobytes())
+    found["export"] = digest.hexdigest()
+    saved = folder / f"{name}-{offloads}"
+    backend.save(saved)
+    rank = ranks.get("rank", 0)
+    files = sorted(saved.glob(f"__{rank}_*.distcp"))
+    found["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    process_group.leave()
+    return found
+
+
+def both(folder: Path, name: str, **ranks: Any) -> list[dict[str, Any]]:
+    return [train(folder, name, offloads=offloads, **ranks) for offloads in (False, True)]
+
+
+def single(folder: Path) -> None:
+    make_models(folder)
+    (folder / "single.json").write_text(json.dumps({name: both(folder, name) for name in ON_ONE}))
+
+
+def rank_main(folder: Path, rank: int, port: int) -> None:
+    settings = {"rank": rank, "world_size": 2, "store_address": f"127.0.0.1:{port}"}
+    (folder / f"rank{rank}.json").write_text(json.dumps({name: both(folder, name, **settings) for name in ON_TWO}))
+
+
+if __name__ == "__main__":
+    sys.exit(run_alone_and_on_two_ranks(Path(sys.argv[1]), single, rank_main))
