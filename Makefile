@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox false-clock dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
+.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -108,15 +108,6 @@ sandbox:
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap >/dev/null; \
 	  else \
 	    echo "relax: bubblewrap is missing. Install it as root (Debian, Ubuntu: apt-get install bubblewrap)" >&2; exit 1; \
-	  fi; }
-
-# libfaketime, with which tests move the clock of a run; they are skipped without it.
-false-clock:
-	@ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1 || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libfaketime >/dev/null; \
-	  else \
-	    echo "relax: libfaketime is missing. Install it as root (Debian, Ubuntu: apt-get install libfaketime)" >&2; exit 1; \
 	  fi; }
 
 test-slurm: test-env slurm

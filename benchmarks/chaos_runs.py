@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ AGENT, AGENT_GUARD = "agent", "agent_guard"
 FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # the latter: a fork without Ray's title
 OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, REWARD_WORKER, AGENT, AGENT_GUARD)
 CALCULATOR = Path(__file__).parents[1] / "examples" / "agents" / "calculator.py"
-FAKE_CLOCK = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")  # Debian's package libfaketime
+FALSE_CLOCK = Path(__file__).with_name("false_clock.c")
 OFFSET = "clock_offset"  # file of a run with a false clock, with text such as +3600
 TITLES = {  # kind → part of its process's command line
     "engine": "relax_core.engines.embedded",
@@ -62,7 +63,8 @@ class HarmedRun:
     """Defines a kind of run.
 
     ``overrides`` are its settings; ``own`` are its processes that a run on text lacks. ``user`` is the id of another
-    user, which needs root. With ``false_clock`` the run reads its wall clock through libfaketime.
+    user, which needs root. With ``false_clock`` the run reads its wall clock through false_clock.c, which needs a C
+    compiler.
     """
 
     overrides: tuple[str, ...]
@@ -88,12 +90,10 @@ class HarmedRun:
             offset = folder.with_name(OFFSET)
             if not offset.exists():
                 offset.write_text("+0")
-            environment = {
-                "LD_PRELOAD": str(FAKE_CLOCK),
-                "FAKETIME_TIMESTAMP_FILE": str(offset),
-                "FAKETIME_CACHE_DURATION": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }
+            library = folder.with_name("false_clock.so")
+            if not library.exists():
+                subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, FALSE_CLOCK, "-ldl"], check=True)
+            environment = {"LD_PRELOAD": str(library), "RELAX_CLOCK_OFFSET": str(offset)}
         return LiveRun(folder, *self.overrides, *overrides, environment=environment, user=self.user)
 
 

@@ -18,6 +18,7 @@ PauseMode = Literal["in_place", "retract", "abort"]
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 REQUEST_TIMEOUT_S = 600.0  # longest pause within a generate call
 SYNC_TIMEOUT_S = 120.0  # longest weight update or other control call
+KV_CACHE, WEIGHTS = "kv_cache", "weights"  # tags of the memory that an engine can release
 SILENT_S = 2.0  # longest wait of a train step for one engine's weight update; then the engine's owner updates it later
 MAX_BANNED = 16384  # most banned tokens of one request; each step of a batch masks all of them
 MAX_TOP_K = 1 << 30

@@ -66,7 +66,8 @@ class EngineStart:
     update. With ``beyond_loopback``, ``host`` may be any address of this machine. ``return_routed_experts`` and
     ``stop_strings`` mean that requests may use these features. ``media_folder`` holds the items that requests refer to
     by digest; None starts a text-only engine. With ``shard_media`` the ranks of an engine that supports it share the
-    images of a batch, as the trainer's ranks do.
+    images of a batch, as the trainer's ranks do. ``shared_gpus`` are the ids of GPUs that the engine shares with the
+    trainer: it must release their memory on request (`EngineSpec.releases_weights`).
     """
 
     model_folder: Path
@@ -83,6 +84,7 @@ class EngineStart:
     stop_strings: bool = False
     media_folder: Path | None = None
     shard_media: bool = False
+    shared_gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,8 @@ class EngineSpec:
     process without a model, for the memory plan. ``whole_cache`` means that it allocates memory for all
     engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts for a multimodal model may
     contain, and ``feature_mib`` is the most memory for its cache of vision-tower outputs. ``shards_items`` means that
-    the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`).
+    the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`). ``releases_weights`` means that
+    it can release the GPU memory of its weights, too, which ``mode=colocate`` on GPUs needs.
     ``takes_listener`` means that the process serves from `EngineStart.listener`, which its owner keeps open during
     restarts, so that no other process can take the port. A process that connects to itself before it is ready prints an
     empty line first, as soon as it accepts connections.
@@ -172,4 +175,5 @@ class EngineSpec:
     attached_media: frozenset[MediaKind] = frozenset()
     feature_mib: int = 0
     shards_items: bool = False
+    releases_weights: bool = False
     takes_listener: bool = False

@@ -35,6 +35,7 @@ from relax_core.observe.event_log import CONTROLLER, EventWriter
 from relax_core.observe.panel import Panel
 from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.registry import short_name
+from relax_core.roles.gpu_turns import visible_gpus
 from relax_core.roles.process_placement import roles_of
 from relax_core.roles.role_context import RunContext, worker_name
 
@@ -136,6 +137,7 @@ def _in_session(
                 data_digest=data_digest(config.data),
                 teacher_folders=folders.teachers,
                 judge_folders=folders.judges,
+                gpus=visible_gpus(config.placement),
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, alarms, ray_lost=ray_lost)
 

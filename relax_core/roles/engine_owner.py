@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,9 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess, Engin
 from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine_directory import engine_client
+from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn, shared_gpus, shares_gpus
 from relax_core.roles.process_placement import node_address, node_id
-from relax_core.roles.role_context import RunContext
+from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
@@ -224,6 +225,7 @@ class EngineOwner(Worker):
             stop_strings=bool(config.rollout.stop),
             media_folder=self.context.media_folder,
             shard_media=config.parallel.shard_media,
+            shared_gpus=shared_gpus(self.context, self._rank),
         )
 
     def _first_port(self) -> int:
@@ -235,10 +237,11 @@ class EngineOwner(Worker):
 
     def work(self) -> None:
         """Runs the engine process, restarts it when it ends, and keeps its weights up to date."""
-        process = self._launch_up(self._first_port())
-        self._url = process.url
+        with self._gpu_turn():
+            process = self._launch_up(self._first_port())
+            self._url = process.url
+            self._address.set()
         health = self._watch_over(process)
-        self._address.set()
         client = engine_client(self.context, self._url)
         try:
             while not self.stopping:
@@ -275,7 +278,16 @@ class EngineOwner(Worker):
         """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
         process.stop(timeout_s=0.0, keeps_port=True)  # the process has ended; this call removes its files
         self._count_restart(how)
-        return self._launch_up(process.port, process.held_port)
+        with self._gpu_turn():
+            return self._launch_up(process.port, process.held_port)
+
+    def _gpu_turn(self) -> AbstractContextManager[None]:
+        """Keeps the trainer's state off the GPUs while the block runs, if the engine shares them with the trainer."""
+        if not shares_gpus(self.context.config):
+            return nullcontext()
+        limit_s = self.context.config.run.stall_timeout_s
+        turn = GpuTurn(self.context.token_file.with_name(LOCK_FILE), timeout_s=limit_s, waiting=self.waiting)
+        return turn.held(alone=False, what="the end of the trainer's turn on the GPUs", on=worker_name("actor", 0))
 
     def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
         """Starts the engine process, again if it is lost before it answers, which counts as a restart.

@@ -24,7 +24,8 @@ class RunContext:
     ``token_file`` holds the run's bearer token. ``teacher_folders`` are the model folders of a distillation's teachers,
     by name, and ``judge_folders`` those of the judges that have engines of the run. ``media_folder`` holds the files of
     the media items (shared memory), None in a run on text. In a joined Ray each node has its own folder next to it,
-    which `relax_core.roles.process_placement.on_this_node` returns.
+    which `relax_core.roles.process_placement.on_this_node` returns. ``gpus`` are the ids of the run's GPUs on the
+    controller's machine.
     """
 
     config: RelaxConfig
@@ -42,6 +43,7 @@ class RunContext:
     teacher_folders: Mapping[str, Path] = field(default_factory=dict)
     judge_folders: Mapping[str, Path] = field(default_factory=dict)
     media_folder: Path | None = None
+    gpus: tuple[str, ...] = ()
 
     @property
     def log_dir(self) -> Path:

@@ -526,14 +526,21 @@ class MegatronRank:
         self._checkpoint.load(folder)
 
     # -- Time sharing of the device ------------------------------------------------------------------------------
-    def offload(self, *, keep_weights: bool = False) -> int:
-        """Moves the state to the host until `onload`, and returns the bytes that are freed on the device.
+    def offload_optimizer(self) -> int:
+        """Moves gradients and optimizer state to the host; returns the bytes that are freed on the device.
 
-        With ``keep_weights`` the weights stay, so that they can still be exported. Nothing else may use the state
-        meanwhile. Tensors that `export` yielded before are invalid.
+        The weights stay, so that they can be exported. No train step may begin before `onload`.
         """
-        self._gather_parameters()  # a gather that still runs would write into freed memory
-        return self._state_offload.offload(keep_weights=keep_weights)
+        self._gather_parameters()  # a gather that still runs would read freed memory
+        return self._state_offload.offload(keep_weights=True)
+
+    def offload(self) -> int:
+        """Moves the rest of the state to the host; returns the bytes that are freed on the device.
+
+        Until `onload` nothing may use the state; tensors that `export` yielded before are invalid.
+        """
+        self._gather_parameters()
+        return self._state_offload.offload()
 
     def onload(self) -> None:
         """Returns the state to the device, bit by bit; does nothing if it is there."""

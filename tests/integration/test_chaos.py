@@ -64,7 +64,7 @@ IN_SOAK = {
 def check(folder: Path, name: str, injuries: Sequence[str]) -> None:
     """Inflicts the injuries on one run, and checks the run and its ledger."""
     if name not in possible_runs():
-        pytest.skip("another user needs root and setpriv, and a false clock needs libfaketime")
+        pytest.skip("another user needs root and setpriv, and a false clock needs a C compiler")
     *draws, counts = injured_run(folder / "run", name, injuries, seed=4)
     print(*draws, counts, sep="\n")
     assert [draw for draw in draws if not isinstance(draw, Draw) or draw.end not in (SURVIVED, NOT_MET)] == []

@@ -74,7 +74,7 @@ def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str,
     def turn() -> None:
         state = storages(backend)
         before = {key: storage.nbytes() for key, storage in state.items()}
-        kept = backend.offload(keep_weights=True)
+        kept = backend.offload_optimizer()
         exported = [(name, tensor.clone()) for name, tensor in backend.export()]
         freed = kept + backend.offload()
         found["offloaded"] = {

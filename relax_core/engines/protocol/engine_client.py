@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import (
+    KV_CACHE,
+    WEIGHTS,
     EngineError,
     EngineUnreachable,
     Generated,
@@ -430,9 +432,13 @@ class EngineClient:
         """Resets an engine that another run has used: it ends all samples, and serves nothing until it gets weights."""
         self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION)})
 
-    def release_memory(self) -> dict[str, Any]:
-        """Frees the KV cache; the weights stay."""
-        return self._call("POST", "/release_memory_occupation", {})
+    def release_memory(self, *, weights: bool = False) -> dict[str, Any]:
+        """Frees the KV cache and, with ``weights``, the memory of the weights (`EngineSpec.releases_weights`)."""
+        return self._call("POST", "/release_memory_occupation", {"tags": [KV_CACHE, WEIGHTS]} if weights else {})
+
+    def resume_weights(self) -> dict[str, Any]:
+        """Allocates the memory of the weights again after `release_memory`; their values come with the next update."""
+        return self._call("POST", "/resume_memory_occupation", {"tags": [WEIGHTS]})
 
     def resume_memory(self) -> dict[str, Any]:
         """Makes the engine decode again after `release_memory`."""

@@ -24,6 +24,8 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import (
+    KV_CACHE,
+    WEIGHTS,
     EngineError,
     EngineUnreachable,
     FinishReason,
@@ -388,18 +390,26 @@ class SglangClient(SglangWeightCalls):
             super().abort(name)
         return {"aborted_samples": len(known)}
 
-    def release_memory(self) -> dict[str, Any]:
-        """Frees the KV cache; running samples wait in the queue, because SGLang must be idle for it.
+    def release_memory(self, *, weights: bool = False) -> dict[str, Any]:
+        """Frees the KV cache and, with ``weights``, the memory of the weights.
 
-        On GPUs the server needs --enable-memory-saver, without which SGLang frees nothing.
+        Running samples wait in the queue, because SGLang must be idle. On GPUs the server needs --enable-memory-saver,
+        without which SGLang frees nothing.
         """
         self.pause("retract")
         self._memory_released = True
-        return self._call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+        tags = [KV_CACHE, WEIGHTS] if weights else [KV_CACHE]
+        return self._call("POST", "/release_memory_occupation", {"tags": tags})
+
+    def resume_weights(self) -> dict[str, Any]:
+        """Allocates the memory of the weights again; the server serves nothing until it gets a version."""
+        answer = super().resume_weights()
+        self._rename_weights(UNKNOWN_VERSION)
+        return answer
 
     def resume_memory(self) -> dict[str, Any]:
         """Takes the KV cache's memory again and resumes decoding."""
-        self._call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        self._call("POST", "/resume_memory_occupation", {"tags": [KV_CACHE]})
         self._memory_released = False
         return self.resume()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from relax_core.contracts.engine import KV_CACHE
 from relax_core.engines.sglang.media.placed_items import VISION_FOLDER
 from relax_core.families.architecture import Architecture
 
@@ -186,9 +187,6 @@ def _model() -> Architecture:
     from relax_core.families.folder import folder_architecture
 
     return folder_architecture(Path(os.environ[VISION_FOLDER]))
-
-
-KV_CACHE = "kv_cache"  # SGLang's tag for the memory of its KV cache
 
 
 def install() -> None:

@@ -57,6 +57,8 @@ def command(launch: EngineStart) -> list[str]:
     }
     if engine.tp > 1 and launch.shard_media and _can_shard_items(launch.model_folder):
         flags["mm-enable-dp-encoder"] = True
+    if launch.shared_gpus:
+        flags["enable-memory-saver"] = True
     if engine.mem_fraction is not None:
         flags["mem-fraction-static"] = engine.mem_fraction
     if launch.load_weights:
@@ -102,6 +104,7 @@ def environment(launch: EngineStart) -> dict[str, str]:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.host.startswith("127.") else {}),
         "PYTHONUNBUFFERED": "1",
+        **({"CUDA_VISIBLE_DEVICES": ",".join(launch.shared_gpus)} if launch.shared_gpus else {}),
         **_media_environment(launch),
     }
 
@@ -279,5 +282,6 @@ SPEC = EngineSpec(
     attached_media=frozenset({"image"}),
     feature_mib=DEFAULT_FEATURE_MIB,
     shards_items=True,
+    releases_weights=True,
     takes_listener=True,
 )

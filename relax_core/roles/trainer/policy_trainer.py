@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -31,6 +31,7 @@ import numpy as np
 from relax_core.bus.ray_bus import blocking
 from relax_core.bus.staleness import oldest_version
 from relax_core.config.choices import ModeName
+from relax_core.config.model_checks import frozen_parts
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
@@ -40,19 +41,23 @@ from relax_core.contracts.outage import OUTAGE_SHARE, Outage, is_outage, retry_t
 from relax_core.contracts.reward import HALT
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
+from relax_core.families.architecture import Architecture
 from relax_core.families.folder import folder_architecture
 from relax_core.observe.event_log import ACTOR, RANK, HistogramRecord, metric_record
 from relax_core.registry import find_algorithm
 from relax_core.roles.discovery import discover_bus, discover_worker
 from relax_core.roles.engine_directory import EngineDirectory
+from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn, shares_gpus
 from relax_core.roles.process_placement import node_address
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.shadow_watch import HACK_ONSET, shadow_counts, watch_values
+from relax_core.roles.trainer.trainer_turns import TrainerTurns
 from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup, assemble_ranks
 from relax_core.roles.worker import Worker
+from relax_core.train.device import training_device
 from relax_core.train.micro_batches import (
     MOMENTS,
     StepResult,
@@ -102,13 +107,16 @@ class PolicyTrainer(Worker):
         """Builds the model, publishes its weights and trains until the last step or a stop."""
         context, config = self.context, self.context.config
         self._config = config
-        self._time_sharing = config.mode.name is ModeName.colocate
         needed = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
         # With several data-parallel ranks, the lead trains only its share of the groups and reads it from the bus.
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if config.parallel.dp > 1 else None
         self._group_tokens = 0
         self._clock = StepClock()
+        self._sync = self._build_sync()
+        self._turns = self._build_turns()
+        if self._turns is not None and self._turns.moves_state:
+            self._turns.begin()  # an engine may have started first
         ranks = assemble_ranks(context, "actor", waiting=self.waiting)
         self._plan = UpdatePlan(
             groups=config.rollout.prompts_per_step,
@@ -128,8 +136,9 @@ class PolicyTrainer(Worker):
             critic=discover_worker(context, worker_name("critic", 0)) if needed.critic else None,
             rank_groups=None if self._payloads is None else policy_groups(context, self._bus),
         )
+        if self._turns is not None:
+            self._turns.worker_group = self._worker_group
         self._metrics = context.event_writer(self.name)
-        self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(
             context,
             bus=self._bus,
@@ -141,17 +150,36 @@ class PolicyTrainer(Worker):
             if context.resume_from is not None:
                 self._worker_group.load(context.resume_from)
             self._publish(self._version, first=True)
+            if self._turns is not None and self._turns.moves_state:
+                self._turns.end()
             self._train()
         finally:
             self._sync.close()
 
     def _build_sync(self) -> WeightSync:
+        from relax_core.train.optimizer import frozen_weights  # it imports Megatron, which the controller does not
+
         config = self._config
         choice = choose_transport(config)
         self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
         transport = build_transport(choice.name, host=node_address(config.launcher), timeout_s=SYNC_TIMEOUT_S)
-        frozen = self._worker_group.lead.frozen_weights
+        # Engines that release the memory of their weights need all tensors again.
+        frozen = () if shares_gpus(config) else frozen_weights(self._architecture(), frozen_parts(config))
         return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
+
+    def _build_turns(self) -> TrainerTurns | None:
+        """Returns the turns of time sharing, None if trainer and engines work at the same time."""
+        config = self._config
+        if config.mode.name is not ModeName.colocate:
+            return None
+        gpus = None
+        if shares_gpus(config):
+            file = self.context.token_file.with_name(LOCK_FILE)
+            gpus = GpuTurn(file, timeout_s=config.run.stall_timeout_s, waiting=self.waiting)
+        return TrainerTurns(self._sync, offloads=training_device().gpu, gpus=gpus, end_push=self._end_push)
+
+    def _architecture(self) -> Architecture:
+        return folder_architecture(self.context.model_folder, also=self._config.model.family)
 
     def _train(self) -> None:
         """Trains until the last step or a stop, and writes the results to disk."""
@@ -177,9 +205,9 @@ class PolicyTrainer(Worker):
         while (missing := self._plan.groups - len(consumed.leased)) > 0:
             if lease is None:
                 lease = self._lease(self._request(step, missing), may_stop=not updates.made)
-            if self._time_sharing:
+            if self._turns is not None:
                 with clock.timed("sync_ms"):
-                    self._sync.release_memory()
+                    self._turns.begin()
             with clock.timed("decode_ms"):
                 groups = self._decode(lease, step, consumed)
             self._worker_group.add_lease(lease)
@@ -190,9 +218,8 @@ class PolicyTrainer(Worker):
             result = updates.finish()
         with clock.timed("sync_ms"):
             self._publish(step + 1)
-            if self._time_sharing:
-                self._end_push()
-                self._sync.resume_memory()
+            if self._turns is not None:
+                self._turns.end()
         self._version = step + 1
         self._report(consumed, result, step=step)
         return self._acknowledge(consumed, step=step)
@@ -207,7 +234,7 @@ class PolicyTrainer(Worker):
             task="actor",
             columns=self._columns,
             payloads=self._payloads,
-            min_groups=missing if self._time_sharing else max(1, min(missing, fitting)),
+            min_groups=missing if self._turns is not None else max(1, min(missing, fitting)),
             max_groups=missing,
             step=step,
         )
@@ -250,6 +277,8 @@ class PolicyTrainer(Worker):
         this process, it is probably too small for the model, so the error is raised at once.
         """
         self._end_push()
+        if self._turns is not None:
+            self._turns.before_publication()
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
         outage = Outage(f"writes weights {version}", report=self._report_wait)
         self._write_weights(partial(self._sync.publish, version), outage, waits=on_disk or not first)
@@ -358,8 +387,12 @@ class PolicyTrainer(Worker):
     def _save(self, version: int) -> None:
         """Writes all metrics to disk, then saves a checkpoint: a resumed run continues the metrics from its step."""
         self._flush_metrics()
-        self._checkpoints.save(version)
+        with self._state_on_device():
+            self._checkpoints.save(version)
         self._show_step()
+
+    def _state_on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._turns is None else self._turns.with_state()
 
     def _flush_metrics(self) -> None:
         try:
@@ -380,12 +413,11 @@ class PolicyTrainer(Worker):
                 own_dtype=self._config.model.dtype,
                 source_folder=self.context.model_folder,
                 target=self.context.run_dir / "hf",
-                copied_prefixes=folder_architecture(
-                    self.context.model_folder, also=self._config.model.family
-                ).copied_prefixes,
+                copied_prefixes=self._architecture().copied_prefixes,
             )
 
-        self._write_weights(write, Outage("writes hf/", report=self._report_wait), progress="writes hf/")
+        with self._state_on_device():
+            self._write_weights(write, Outage("writes hf/", report=self._report_wait), progress="writes hf/")
 
 
 def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:

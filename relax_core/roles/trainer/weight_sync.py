@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.engine import SILENT_S, EngineError, EngineUnreachable
@@ -94,17 +95,31 @@ class WeightSync:
         self._behind = report.behind
         return report
 
-    def release_memory(self) -> None:
-        """Returns once every engine has released its memory or has died; for time sharing."""
-        calls = {client.url: self._calls.put(client.url, client.release_memory) for client in self._engines.reachable()}
-        with self._waiting("the engines to release their memory", on="engine"):
-            _, late = wait(calls.values(), timeout=self._stall_s)
-        if late:
-            urls = ", ".join(url for url, call in calls.items() if call in late)
-            raise EngineUnreachable(f"{urls}: memory not released within run.stall_timeout_s={self._stall_s:g}")
+    def release_memory(self, *, weights: bool = False) -> None:
+        """Returns once every engine has released its memory or has died; for time sharing.
+
+        The memory is that of the KV cache and, with ``weights``, that of the weights.
+        """
+        calls = self._all("memory not released", partial(_release, weights=weights))
         resumes, self._resumes = self._resumes, {}  # each has ended, because the same engine's release came after it
         _check(resumes)
         _check(calls)
+
+    def resume_weights(self) -> None:
+        """Returns once every engine has memory for its weights again or has died; the next push fills it."""
+        _check(self._all("no memory for the weights", EngineClient.resume_weights))
+
+    def _all(self, fault: str, method: Callable[[EngineClient], dict[str, Any]]) -> dict[str, Future[dict[str, Any]]]:
+        """Calls a method of all engines and waits for all; raises EngineUnreachable with ``fault`` if one is late."""
+        calls = {
+            client.url: self._calls.put(client.url, partial(method, client)) for client in self._engines.reachable()
+        }
+        with self._waiting("the engines to hand over their memory", on="engine"):
+            _, late = wait(calls.values(), timeout=self._stall_s)
+        if late:
+            urls = ", ".join(url for url, call in calls.items() if call in late)
+            raise EngineUnreachable(f"{urls}: {fault} within run.stall_timeout_s={self._stall_s:g}")
+        return calls
 
     def resume_memory(self) -> None:
         """Allows every engine to use its memory again; for time sharing."""
@@ -119,6 +134,10 @@ class WeightSync:
     def close(self) -> None:
         """Ends the publisher."""
         self._publisher.close()
+
+
+def _release(client: EngineClient, *, weights: bool) -> dict[str, Any]:
+    return client.release_memory(weights=weights) if weights else client.release_memory()
 
 
 def _check(calls: Mapping[str, Future[dict[str, Any]]]) -> None:

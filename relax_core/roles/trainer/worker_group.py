@@ -295,6 +295,22 @@ class TrainerWorkerGroup(WorkerGroup):
         self.lead.close_samples()
         self._wait("close_samples", sent)
 
+    def offload_optimizer(self) -> None:
+        """Moves gradients and optimizer state of all ranks to the host; the weights can still be exported."""
+        self._all_ranks("offload_optimizer")
+
+    def offload(self) -> None:
+        """Moves the rest of the state of all ranks to the host."""
+        self._all_ranks("offload")
+
+    def onload(self) -> None:
+        """Returns the state of all ranks to their devices."""
+        self._all_ranks("onload")
+
+    def _all_ranks(self, method: str) -> None:
+        assert not self._critic, "a critic shares no GPUs"
+        self._all(method)
+
     def load(self, folder: Path) -> None:
         """Loads a checkpoint of `write_copy`; the layout may differ."""
         self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))
