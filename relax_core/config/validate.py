@@ -205,9 +205,30 @@ def _check_mode(config: RelaxConfig) -> Iterator[str]:
             "rollout.workers=1, or mode=async."
         )
     if mode.name is ModeName.colocate and config.placement.gpus_per_node:
+        yield from _shared_gpu_problems(config)
+
+
+def _shared_gpu_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields the problems of a trainer and engines that share GPUs."""
+    engine, needs = find_engine(config.engine.name), find_algorithm(config.algo.name).requirements(config.algo)
+    if engine.on_gpus and not engine.releases_weights and not config.engine.urls:
+        yield (
+            f"engine.name={config.engine.name} with mode=colocate on GPUs: it cannot release the GPU memory of its "
+            "weights while the trainer works. Use engine=sglang, or mode=async."
+        )
+    if config.placement.nodes > 1 or config.launcher.ray_address is not None:
+        key = f"placement.nodes={config.placement.nodes}" if config.placement.nodes > 1 else "launcher.ray_address"
+        yield NotYet(f"{key} with mode=colocate on GPUs is not built yet: it takes one machine. Use mode=async.")
+    models = {
+        "critic": needs.critic,
+        "reference": needs.reference,
+        "actor_fwd": needs.old_logprobs == "actor_fwd",
+        "teacher": needs.teacher is not None,
+    }
+    if wanted := [role for role, needed in models.items() if needed]:
         yield NotYet(
-            f"mode=colocate with placement.gpus_per_node={config.placement.gpus_per_node} is not built yet: while "
-            "engines generate, the trainer does not move its state from the GPU to the host. Use mode=async."
+            f"algo.name={config.algo.name} as it is set needs the role {', '.join(wanted)}, which cannot share GPUs "
+            "with engines yet. Use mode=async, or settings without it (algo.kl_coef=0, algo.old_logprobs=rollout)."
         )
 
 

@@ -24,8 +24,8 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess, Engin
 from relax_core.engines.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine_directory import engine_client
-from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn, shared_gpus, shares_gpus
-from relax_core.roles.process_placement import node_address, node_id
+from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn, shared_gpus
+from relax_core.roles.process_placement import node_address, node_id, shares_gpus
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading

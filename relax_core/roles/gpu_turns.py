@@ -15,18 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from relax_core.config.choices import ModeName
-from relax_core.config.schema import PlacementConfig, RelaxConfig
-from relax_core.roles.process_placement import engines_take_gpus
+from relax_core.config.schema import PlacementConfig
+from relax_core.roles.process_placement import shares_gpus
 from relax_core.roles.role_context import RunContext
 
 POLL_S = 0.05
 LOCK_FILE = "gpu-turn"
-
-
-def shares_gpus(config: RelaxConfig) -> bool:
-    """Returns whether trainer and engines share GPUs."""
-    return config.mode.name is ModeName.colocate and engines_take_gpus(config)
 
 
 def visible_gpus(placement: PlacementConfig) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from relax_core.config.choices import ModeName
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.media_file import node_folder
@@ -56,6 +57,11 @@ def engines_take_gpus(config: RelaxConfig) -> bool:
     return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
 
 
+def shares_gpus(config: RelaxConfig) -> bool:
+    """Returns whether trainer and engines alternate on the same GPUs."""
+    return config.mode.name is ModeName.colocate and engines_take_gpus(config)
+
+
 def judges_take_gpus(config: RelaxConfig) -> bool:
     """Returns whether each judge's engine uses a GPU; the check of the judges allows only one kind of engine."""
     plan = judge_plan(config)
@@ -68,11 +74,14 @@ def judges_take_gpus(config: RelaxConfig) -> bool:
 
 
 def worker_gpus(config: RelaxConfig, role: str) -> int:
-    """Returns the number of GPUs of one worker of a role."""
+    """Returns the number of GPUs that one worker of a role reserves in Ray.
+
+    An engine that shares the trainer's GPUs reserves none (`relax_core.roles.gpu_turns`).
+    """
     if role == JUDGE_ENGINE:
         return int(judges_take_gpus(config))
     if role in ENGINE_ROLES:
-        return config.engine.tp if engines_take_gpus(config) else 0
+        return config.engine.tp if engines_take_gpus(config) and not shares_gpus(config) else 0
     return int(config.placement.gpus_per_node > 0 and role in MODEL_ROLES)
 
 

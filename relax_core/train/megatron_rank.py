@@ -419,6 +419,7 @@ class MegatronRank:
     # -- One update ---------------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
         """Clears gradients and sums for an update of train step ``step`` and sets that step's learning rate."""
+        assert self._state_offload.on_device, "onload comes first"
         self._step = step
         self._learning_rate = learning_rate(self._setup.optimizer, step=step, total_steps=self._setup.total_steps)
         for group in self.optimizer.param_groups:
@@ -499,6 +500,7 @@ class MegatronRank:
 
         `write_copy` writes the copy, also in another thread during training. A new copy replaces an older copy.
         """
+        assert self._state_offload.on_device, "onload comes first"
         self.drop_copy()
         self._gather_parameters()
         self._copy = self._checkpoint.copy(steps_done=self._steps_done)
@@ -631,6 +633,7 @@ class MegatronRank:
         the first axis. Returns for each group one array ``[rows, …]`` for each tensor, with 0 at rows that were not
         sampled. All ranks of the replica get the result.
         """
+        assert self._state_offload.on_device, "onload comes first"
         self._gather_parameters()
         numbered = with_row_numbers(groups)
         batcher = MicroBatcher(self._parallel.micro_batch_tokens, tower=self.tower_work)

@@ -46,6 +46,11 @@ class StateOffload:
         self._offloaded: list[_Offloaded] = []
         self._host: dict[int, Tensor] = {}  # the storage's address in C++ → its host memory
 
+    @property
+    def on_device(self) -> bool:
+        """Returns whether the whole state is on the device."""
+        return not self._offloaded
+
     def offload(self, *, keep_weights: bool = False) -> int:
         """Frees the state's memory on the device, and returns the number of bytes that this call frees.
 

@@ -6,6 +6,7 @@ header as JSON padded with spaces. Format: https://github.com/huggingface/safete
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,16 @@ class StoredBytes:
                 yield file.read(min(PIECE_BYTES, self.nbytes - first))
 
 
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the host, without a copy.
+
+    ``tensor.numpy()`` would fix the size of the tensor's storage, but time sharing frees the storage of weights.
+    """
+    buffer = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    buffer.tensor = tensor  # type: ignore[attr-defined]  # keeps the memory while the view exists
+    return memoryview(buffer).cast("B")
+
+
 def stored_bytes(path: Path) -> Iterator[tuple[str, StoredBytes]]:
     """Yields the tensors of a file in the order in which they are stored, from its header alone.
 
@@ -107,8 +118,6 @@ def write_safetensors(
     path: Path, layout: Iterable[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor | StoredBytes]]
 ) -> None:
     """Writes the tensors of ``layout`` one at a time and in any order; raises OSError if the disk fails."""
-    import torch
-
     missing = {spec.name: spec for spec in layout}
     header = header_bytes(missing.values())
     with path.open("wb") as file:
@@ -123,7 +132,7 @@ def write_safetensors(
             expected = (f"torch.{spec.dtype}", spec.shape)
             assert (str(tensor.dtype), list(tensor.shape)) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)}"
             data = tensor.detach().cpu().contiguous()
-            file.write(data.view(-1).view(torch.uint8).numpy().data)
+            file.write(host_bytes(data))
             del tensor, data  # This frees the tensor before the next tensor is made.
     assert not missing, f"missing tensors: {list(missing)}"
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from relax_core.contracts.engine import TensorSpec, WeightManifest
-from relax_core.weights.safetensors_stream import header_bytes
+from relax_core.weights.safetensors_stream import header_bytes, host_bytes
 
 BUCKET_BYTES = 64 << 20
 HEADER_ROOM = 16 << 10
@@ -43,7 +43,7 @@ def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
 def _spec_and_bytes(name: str, tensor: torch.Tensor, *, offset: int) -> tuple[TensorSpec, memoryview]:
     """Returns a tensor's entry in a manifest, and its bytes on the host."""
     data = tensor.detach().cpu().contiguous()
-    raw = data.view(-1).view(torch.uint8).numpy().data
+    raw = host_bytes(data)
     dtype = str(data.dtype).removeprefix("torch.")
     return TensorSpec(name=name, dtype=dtype, shape=list(data.shape), offset=offset, nbytes=raw.nbytes), raw
 

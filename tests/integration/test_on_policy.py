@@ -126,6 +126,23 @@ def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_
 
 def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun) -> None:
     """The first steps have the same learning rates, because both warm up over ten steps."""
+    assert_same_as_the_loop(strict)
+
+
+def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU branch on CPU tensors moves the state to the host after each step, also before a checkpoint."""
+    monkeypatch.setenv("RELAX_TRAIN_DEVICE", "gpu_branch_on_cpu")
+    moved = run_to_end(tmp_path / "run", "mode=colocate", "run.steps=10", "run.save_every=4", "eval.every=0")
+    assert moved.code == 0, moved.output
+    moved.assert_all_samples_accounted()
+    assert moved.checkpoints() == [8, 10]
+    assert_same_as_the_loop(moved)
+
+
+def assert_same_as_the_loop(run: FinishedRun) -> None:
+    """Compares the first ten steps with those of examples/one_loop.py, which moves nothing."""
     loop = f"runpy.run_path({str(ROOT / 'examples/one_loop.py')!r}, run_name='read')['train']('run.steps=10')"
     message = "[(one.reward, one.exact, one.logprob_gap, one.ratio) for one in figures]"
     ran = subprocess.run(
@@ -138,7 +155,7 @@ def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun)
     metrics = json.loads(ran.stdout.splitlines()[-1])
     assert len(metrics) == 10
     for step, (reward, exact, gap, ratio) in enumerate(metrics):
-        values = strict.steps()[step]
+        values = run.steps()[step]
         in_float32 = pytest.approx((reward, exact), rel=1e-6)
         assert (values["reward"], values["exact"]) == in_float32, f"step {step}"
         assert (values["logprob_gap_max"], values["algorithm/ratio"]) == (gap, ratio), f"step {step}"

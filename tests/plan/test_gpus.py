@@ -72,8 +72,32 @@ def test_a_placement_on_gpus_is_no_mistake_and_turns_on_them_are_not_built() -> 
     plan = make_plan(planned(*ONE))
     assert plan.warnings == [UNSEEN] and "Warning   placement=gpu: Relax has run on one GPU alone" in as_text(plan)
     assert make_plan(planned()).warnings == []
-    (problem,) = problems_of(planned("placement=gpu", "mode=colocate"))
-    assert isinstance(problem, NotYet) and problem.startswith("mode=colocate with placement.gpus_per_node=8 is not")
+
+
+SHARED = ("placement=gpu", "placement.gpus_per_node=1", "mode=colocate", "engine=sglang")
+
+
+def test_one_machine_shares_its_gpus_between_trainer_and_engines() -> None:
+    assert problems_of(planned(*SHARED)) == []
+    plan = make_plan(planned(*SHARED))
+    assert plan.refused == []
+    assert [(place.name, place.gpus) for place in plan.places] == [("actor-0", (0,)), ("engine-0", (0,))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["placement.nodes=2"], ("placement.nodes=2", "mode=async")),
+        (["launcher.ray_address=auto"], ("launcher.ray_address", "mode=async")),
+        (["algo.kl_coef=0.1"], ("reference", "algo.kl_coef=0")),
+        (["algo.old_logprobs=actor_fwd"], ("actor_fwd", "algo.old_logprobs=rollout")),
+        (["algo=ppo"], ("critic", "mode=async")),
+    ],
+)
+def test_what_cannot_share_gpus_yet_is_planned_and_not_started(overrides: list[str], words: tuple[str, ...]) -> None:
+    problems = [problem for problem in problems_of(planned(*SHARED, *overrides)) if words[0] in problem]
+    assert len(problems) == 1 and isinstance(problems[0], NotYet)
+    assert all(word in problems[0] for word in words)
 
 
 def test_the_embedded_engine_takes_no_gpu() -> None:

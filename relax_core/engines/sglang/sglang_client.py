@@ -397,18 +397,17 @@ class SglangClient(SglangWeightCalls):
         without which SGLang frees nothing.
         """
         self.pause("retract")
-        self._memory_released = True
+        self._memory_released, self._weights_lost = True, self._weights_lost or weights
         tags = [KV_CACHE, WEIGHTS] if weights else [KV_CACHE]
         return self._call("POST", "/release_memory_occupation", {"tags": tags})
 
-    def resume_weights(self) -> dict[str, Any]:
-        """Allocates the memory of the weights again; the server serves nothing until it gets a version."""
-        answer = super().resume_weights()
-        self._rename_weights(UNKNOWN_VERSION)
-        return answer
-
     def resume_memory(self) -> dict[str, Any]:
-        """Takes the KV cache's memory again and resumes decoding."""
+        """Takes the KV cache's memory again and resumes decoding.
+
+        If no update has filled the memory of the weights, the server serves nothing until it gets a version.
+        """
+        if self._weights_lost:
+            self._rename_weights(UNKNOWN_VERSION)
         self._call("POST", "/resume_memory_occupation", {"tags": [KV_CACHE]})
         self._memory_released = False
         return self.resume()

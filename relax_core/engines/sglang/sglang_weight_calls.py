@@ -91,6 +91,7 @@ class SglangWeightCalls(EngineClient):
     weights_folder: Path | None = None
     _lock: SenderLock
     _memory_released = False
+    _weights_lost = False  # whether the memory of the weights was released, and no update has filled it since
     _received = False  # whether tensors of the open session may be in the model
     _session_start = 0.0
 
@@ -124,6 +125,7 @@ class SglangWeightCalls(EngineClient):
                 )
             self._refuse(outcomes)
             self._order(Confirm(), version=str(manifest.version))
+            self._weights_lost = False
 
     # -- an external server -------------------------------------------------------------------------------------------
     def _load_at_attached(self, manifest: WeightManifest) -> None:
@@ -239,6 +241,7 @@ class SglangWeightCalls(EngineClient):
             with self._loading():
                 self._refuse(self._outcome(lambda outcome: Attest(digest, outcome)))
                 self._order(Confirm(), version=str(version))
+                self._weights_lost = False
         finally:
             self._lock.give_back()
         stall_ms = 1e3 * (time.perf_counter() - self._session_start)

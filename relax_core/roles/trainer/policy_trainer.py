@@ -47,8 +47,8 @@ from relax_core.observe.event_log import ACTOR, RANK, HistogramRecord, metric_re
 from relax_core.registry import find_algorithm
 from relax_core.roles.discovery import discover_bus, discover_worker
 from relax_core.roles.engine_directory import EngineDirectory
-from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn, shares_gpus
-from relax_core.roles.process_placement import node_address
+from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn
+from relax_core.roles.process_placement import node_address, shares_gpus
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
@@ -201,21 +201,26 @@ class PolicyTrainer(Worker):
     def _step(self, lease: Lease | None) -> Lease | None:
         """Trains one step; its first groups may be in ``lease``; returns the next step's first lease, if any."""
         step, clock, consumed = self._version, self._clock, StepGroups()
-        updates = StepUpdates(self._worker_group, self._plan, step=step)
+        updates: StepUpdates | None = None
         while (missing := self._plan.groups - len(consumed.leased)) > 0:
             if lease is None:
-                lease = self._lease(self._request(step, missing), may_stop=not updates.made)
+                lease = self._lease(self._request(step, missing), may_stop=updates is None or not updates.made)
             if self._turns is not None:
                 with clock.timed("sync_ms"):
                     self._turns.begin()
+            updates = updates or StepUpdates(self._worker_group, self._plan, step=step)
             with clock.timed("decode_ms"):
                 groups = self._decode(lease, step, consumed)
             self._worker_group.add_lease(lease)
             with clock.timed("train_ms"):
                 updates.add(groups)
             lease = None
+        assert updates is not None, "a step has groups"
         with clock.timed("train_ms"):
             result = updates.finish()
+        if self._turns is not None and self._turns.moves_state and self._saves(step + 1):
+            with clock.timed("checkpoint_ms"):
+                self._checkpoints.copy_models(step + 1)  # before the state leaves the device
         with clock.timed("sync_ms"):
             self._publish(step + 1)
             if self._turns is not None:
@@ -360,8 +365,8 @@ class PolicyTrainer(Worker):
 
         Otherwise the same call leases the next step's first groups. Returns that lease, if any.
         """
-        every, version = self._config.run.save_every, step + 1
-        due = (every > 0 and version % every == 0) or self._checkpoints.due(version)
+        version = step + 1
+        due = self._due(version)
         last = version == self._config.run.steps or self.stopping
         then = None if due or last else self._request(version, self._plan.groups)
         try:
@@ -387,9 +392,17 @@ class PolicyTrainer(Worker):
     def _save(self, version: int) -> None:
         """Writes all metrics to disk, then saves a checkpoint: a resumed run continues the metrics from its step."""
         self._flush_metrics()
-        with self._state_on_device():
+        with nullcontext() if self._checkpoints.has_copy(version) else self._state_on_device():
             self._checkpoints.save(version)
         self._show_step()
+
+    def _due(self, version: int) -> bool:
+        """Returns whether a checkpoint is due after ``version`` steps."""
+        every = self._config.run.save_every
+        return (every > 0 and version % every == 0) or self._checkpoints.due(version)
+
+    def _saves(self, version: int) -> bool:
+        return self._due(version) or version == self._config.run.steps
 
     def _state_on_device(self) -> AbstractContextManager[None]:
         return nullcontext() if self._turns is None else self._turns.with_state()

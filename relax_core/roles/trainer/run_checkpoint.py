@@ -139,6 +139,7 @@ class RunCheckpoints:
         self._worker_group = worker_group
         self._report_progress, self._report_wait = report_progress, report_wait
         self._taken = context.start_step
+        self._copied = -1  # the version of the copy of the models' state
         self._config = marked(to_yaml(context.config))
         self._data_digest = context.data_digest
         self._naming = threading.Lock()
@@ -162,10 +163,9 @@ class RunCheckpoints:
         """
         if version == self._taken:
             return
-        self.finish()
+        self.copy_models(version)
         self._report_wait(f"takes the snapshot of step {version}: waits for the ledger")
         snapshot = blocking(self._bus.snapshot(timeout_s=min(CALL_TIMEOUT_S, self._outage_s)))
-        self._worker_group.copy_state()
 
         meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}
         if self._data_digest:
@@ -194,6 +194,20 @@ class RunCheckpoints:
 
         self._write = self._thread.submit(store_in_outages, outage)
         self._taken = version
+
+    def copy_models(self, version: int) -> None:
+        """Copies the models' state after ``version`` steps to the host for `save`, unless they are copied already.
+
+        It first waits for the previous write and raises its error.
+        """
+        if self._copied != version:
+            self.finish()
+            self._worker_group.copy_state()
+            self._copied = version
+
+    def has_copy(self, version: int) -> bool:
+        """Returns whether `save` of this version needs no models on their devices."""
+        return version in (self._copied, self._taken)
 
     def finish(self) -> None:
         """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.

@@ -100,25 +100,25 @@ class WeightSync:
 
         The memory is that of the KV cache and, with ``weights``, that of the weights.
         """
-        calls = self._all("memory not released", partial(_release, weights=weights))
+        calls = self._all("to release their memory", partial(_release, weights=weights))
         resumes, self._resumes = self._resumes, {}  # each has ended, because the same engine's release came after it
         _check(resumes)
         _check(calls)
 
     def resume_weights(self) -> None:
         """Returns once every engine has memory for its weights again or has died; the next push fills it."""
-        _check(self._all("no memory for the weights", EngineClient.resume_weights))
+        _check(self._all("to allocate the memory of their weights", EngineClient.resume_weights))
 
-    def _all(self, fault: str, method: Callable[[EngineClient], dict[str, Any]]) -> dict[str, Future[dict[str, Any]]]:
-        """Calls a method of all engines and waits for all; raises EngineUnreachable with ``fault`` if one is late."""
+    def _all(self, what: str, method: Callable[[EngineClient], dict[str, Any]]) -> dict[str, Future[dict[str, Any]]]:
+        """Calls a method of all engines and waits for the ends; raises EngineUnreachable if one is late."""
         calls = {
             client.url: self._calls.put(client.url, partial(method, client)) for client in self._engines.reachable()
         }
-        with self._waiting("the engines to hand over their memory", on="engine"):
+        with self._waiting(f"the engines {what}", on="engine"):
             _, late = wait(calls.values(), timeout=self._stall_s)
         if late:
             urls = ", ".join(url for url, call in calls.items() if call in late)
-            raise EngineUnreachable(f"{urls}: {fault} within run.stall_timeout_s={self._stall_s:g}")
+            raise EngineUnreachable(f"{urls}: not ready {what} within run.stall_timeout_s={self._stall_s:g}")
         return calls
 
     def resume_memory(self) -> None:

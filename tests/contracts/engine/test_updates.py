@@ -257,6 +257,26 @@ def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back:
 
 
 @sglang_only
+def test_a_server_that_released_its_weights_serves_them_only_after_an_update(
+    engine_back: Engine, tmp_path: Path
+) -> None:
+    """Without CUDA the memory saver frees nothing, so this tests the calls and versions, and not the memory."""
+    engine, version = engine_back, engine_back.version + 1
+    engine.client.release_memory(weights=True)
+    engine.client.resume_weights()
+    manifest = publish(make_model(None, seed=version), tmp_path / "w", version=version)
+    engine.client.update_weights(manifest)
+    engine.client.resume_memory()
+    serves(engine, version)
+    engine.client.release_memory(weights=True)
+    engine.client.resume_weights()
+    engine.client.resume_memory()
+    assert engine.version == -1
+    engine.new_client().update_weights(manifest)
+    serves(engine, version)
+
+
+@sglang_only
 def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: Engine, tmp_path: Path) -> None:
     engine_back.post("/pause_generation", {"mode": "in_place"})
     engine_back.post("/begin_weight_update", {})
