@@ -2,8 +2,8 @@
 
 Start with `megatron_rank.py`, then `policy_backend.py` and `micro_batches.py`.
 
-The import of this package installs an import finder that lets ``megatron.core`` run on a CPU if there is no CUDA
-(`megatron_on_cpu.py`). The finder imports torch only when ``megatron.core`` is imported. This package imports no Ray.
+Importing this package installs an import finder (`megatron_on_cpu.py`). Without CUDA the finder makes ``megatron.core``
+run on a CPU. The finder imports torch only when ``megatron.core`` is imported. This package does not import Ray.
 """
 
 from relax_core.train.megatron_on_cpu import install
